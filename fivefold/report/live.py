@@ -24,7 +24,7 @@ from fivefold.report.page import INSTALL, facts, metrics_block, render, sample_f
 from fivefold.report.run import Run
 from fivefold.report.samples import CHUNK
 from fivefold.report.series import MetricsFile
-from fivefold.report.timeline import Timeline, timeline_block
+from fivefold.report.timeline import EventFiles, timeline_block
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -47,6 +47,7 @@ class Watched:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metrics = MetricsFile(path.resolve() / "metrics.jsonl")
+        self._events = EventFiles(path.resolve() / "logs")
         self._problem: str | None = None
         """Why the run's files cannot be read at the moment."""
         self.run = Run.read(path, self._metrics)
@@ -79,7 +80,7 @@ class Watched:
         if kind == "metrics":
             return metrics_block(self.run, first)
         if kind == "timeline":
-            return timeline_block(Timeline.read(self.run.folder.logs))
+            return timeline_block(self._events.read())
         if kind == "samples-index":
             return self.samples.index(range(len(self.samples.rows)))
         start = number * CHUNK

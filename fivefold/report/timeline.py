@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from fivefold.observe.events import MAIN, SUFFIX
 from fivefold.report.blocks import table_block
+from fivefold.report.growing import GrowingLines
 
 MOST_EVENTS = 40_000
 """Events of a page: the newest ones, which its browser draws without delay."""
@@ -25,7 +25,7 @@ _STEM = re.compile(r"(.+)-(\d+)")
 _START = re.compile(r"start-(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """A phase of the driver, or a call of a worker's method."""
 
@@ -51,19 +51,7 @@ class Timeline:
     @staticmethod
     def read(logs: Path) -> Timeline:
         """Read the events below a run's folder of logs."""
-        events: list[Event] = []
-        steps: list[tuple[int, float]] = []
-        for file in sorted(logs.glob(f"**/*{SUFFIX}")):
-            for record in _records(file):
-                if "step" in record:
-                    steps.append((record["step"], record["at"]))
-                else:
-                    name = str(record["name"]).replace("_", " ")
-                    thread = str(record["thread"])
-                    events.append(Event(file.stem, thread, name, record["start"], record["seconds"]))
-        return Timeline(
-            tuple(sorted(events, key=lambda event: event.start)), tuple(sorted(steps, key=lambda each: each[1]))
-        )
+        return EventFiles(logs).read()
 
     def between(self, first: int, last: int) -> Timeline:
         """Return the events of the steps from `first` to `last`.
@@ -86,6 +74,53 @@ class Timeline:
             found,
             key=lambda track: (track[0] != DRIVER, *_role_and_rank(track[0]), track[1] != MAIN, track[1]),
         )
+
+
+class EventFiles:
+    """The files of events below a folder of logs, which grow: `read` reads what has come since the last call."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._files: dict[Path, _EventFile] = {}
+
+    def read(self) -> Timeline:
+        """Return the events of all processes, of all starts of the run."""
+        known = self._files
+        self._files = {file: known.get(file) or _EventFile(file) for file in sorted(self._logs.glob(f"**/*{SUFFIX}"))}
+        for file in self._files.values():
+            file.read()
+        events = (event for file in self._files.values() for event in file.events)
+        steps = (step for file in self._files.values() for step in file.steps)
+        return Timeline(
+            tuple(sorted(events, key=lambda event: event.start)), tuple(sorted(steps, key=lambda each: each[1]))
+        )
+
+
+class _EventFile:
+    """The events of one process at one start of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._process = path.stem
+        self._lines = GrowingLines(path)
+        self.events: list[Event] = []
+        self.steps: list[tuple[int, float]] = []
+
+    def read(self) -> None:
+        """Read what has come; another start of the run begins the file anew."""
+        if self._lines.begin_anew_if_changed():
+            self.events, self.steps = [], []
+        for _, line in self._lines.new():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a process that was killed may leave half a line
+                continue
+            if not isinstance(record, dict):
+                continue
+            if "step" in record:
+                self.steps.append((record["step"], record["at"]))
+            elif record.keys() >= {"name", "start", "seconds", "thread"}:
+                name, thread = str(record["name"]).replace("_", " "), str(record["thread"])
+                self.events.append(Event(self._process, thread, name, record["start"], record["seconds"]))
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -166,16 +201,3 @@ def timeline_block(timeline: Timeline) -> bytes:
 def _role_and_rank(process: str) -> tuple[str, int]:
     match = _STEM.fullmatch(process)
     return (match[1], int(match[2])) if match else (process, 0)
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # a process that was killed may leave half a line
-                continue
-            if isinstance(record, dict) and (
-                record.keys() >= {"name", "start", "seconds", "thread"} or "step" in record
-            ):
-                yield record

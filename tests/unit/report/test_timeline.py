@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.observe.events import EventLog
 from fivefold.observe.timers import PhaseTimers
-from fivefold.report.timeline import Timeline, chrome_trace, timeline_block
+from fivefold.report.timeline import EventFiles, Timeline, chrome_trace, timeline_block
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_pages import table_of
 
@@ -65,6 +65,25 @@ def test_a_time_line_has_the_phases_of_every_process_and_thread(run: Path) -> No
     assert [event.name for event in timeline.between(2, 2).events].count("compute logprobs") == 2
     with pytest.raises(ValueError, match="--steps 2-3: the run has events of steps 1-2"):
         timeline.between(2, 3)
+
+
+def test_events_that_come_while_a_page_is_open_are_added(run: Path) -> None:
+    files = EventFiles(run / "logs")
+    before = files.read()
+    assert before == Timeline.read(run / "logs")
+    with (run / "logs" / "driver.events").open("a") as log:
+        log.write('{"name": "train", "start": 2e9, "seconds": 1.5, "thread": "main"}\n{"step": 3, "at": 2000000002}\n')
+    after = files.read()
+    assert after == Timeline.read(run / "logs")
+    assert (len(after.events), after.steps[-1]) == (len(before.events) + 1, (3, 2000000002))
+    # Another start of the run sets its files aside.
+    (run / "logs" / "start-2").mkdir()
+    for file in (run / "logs").glob("*.events"):
+        file.rename(run / "logs" / "start-2" / file.name)
+    EventLog(run / "logs" / "driver.events").add("setup", 1.0)
+    again = files.read()
+    assert again == Timeline.read(run / "logs")
+    assert len(again.events) == len(after.events) + 1
 
 
 def test_the_thread_of_a_pool_has_the_name_of_the_pool(tmp_path: Path) -> None:
