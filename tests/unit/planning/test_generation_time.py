@@ -72,7 +72,7 @@ def test_long_tailed_steps_take_what_was_measured() -> None:
 def test_fewer_sequences_are_faster_but_not_in_proportion() -> None:
     times = decoding(48)
     assert all(fewer < more for fewer, more in pairwise(times))
-    assert times[1] > times[256] / 10
+    assert times[1] > times[256] / 20
     assert decoding(48, "vllm:d1t2")[256] < times[256]
 
 
