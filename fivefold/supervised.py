@@ -122,7 +122,7 @@ class PairMethod:
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return the accuracy and the margin as a text."""
-        return f"accuracy {measures['accuracy']:.3f}, margin {measures['margin']:.3f}"
+        return f"accuracy {measures['accuracy']:.3f}, margin {measures['margin']:z.3f}"
 
     def _comparison(self, pairs: Sequence[Pair]) -> Comparison:
         batch = RemoteBatch.of(self.lay_out([answer for pair in pairs for answer in (pair.chosen, pair.rejected)]))

@@ -167,13 +167,13 @@ def number(value: float | None, kind: Kind, width: int = 7) -> str:
     if value is None or not math.isfinite(value):
         return MISSING
     text = _number(value, kind)
-    shorter = (f"{value:.{digits}f}" for digits in (2, 1, 0)) if kind == "fixed" else ()
+    shorter = (f"{value:z.{digits}f}" for digits in (2, 1, 0)) if kind == "fixed" else ()
     return next((each for each in (text, *shorter, f"{value:.1e}") if len(each) <= width), f"{value:.0e}")
 
 
 def _number(value: float, kind: Kind) -> str:
     if kind == "fixed":
-        return f"{value:.3f}"
+        return f"{value:z.3f}"
     if kind == "rate":
         return f"{value:.1e}"
     if kind == "count":

@@ -110,6 +110,7 @@ def test_kl_to_the_reference_is_shown_if_there_is_one() -> None:
     [
         (0.31249, "fixed", "0.312"),
         (-0.31249, "fixed", "-0.312"),
+        (-1e-7, "fixed", "0.000"),
         (0.0, "short", "0"),
         (12.345, "short", "12.3"),
         (123.45, "short", "123"),
