@@ -8,7 +8,8 @@
 Three programs run one after the other on the same machine:
 
     step      `fivefold train` with the recipe, on random prompts and with a random reward, until it has made `--steps`
-              steps; the fastest one after the first counts
+              steps; the fastest one after the first counts, and with a look-ahead the mean of those which it does not
+              shorten any more
     engine    vLLM's own `LLM.generate` with the same prompts and sampling, one process for each replica; without the
               log-probs of sampled tokens and with them
     update    `actor_update.py` with the recipe's actor and as many sequences of the same length
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from random_model import write_config, write_tokenizer
@@ -55,7 +57,7 @@ def main() -> None:
         recipe = prepare(args, folder)
         row: dict[str, Any] = {"layers": args.layers, "actor": recipe.actor.backend, "rollout": recipe.rollout.backend}
         if "step" in args.parts:
-            row |= measure_steps(args, folder)
+            row |= measure_steps(args, folder, recipe.rollout.max_head_offpolicyness)
             print(json.dumps(row), flush=True)
         if "engine" in args.parts:
             row["engine_s"] = measure_engine(args, folder, recipe)
@@ -96,13 +98,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> TrainRecipe:
     shape = {key: int(value) for key, _, value in (item.partition("=") for item in args.shape)}
     config = write_config(model, args.model, num_hidden_layers=args.layers, **shape)
     write_tokenizer(model, config["vocab_size"])
-    words = random.Random(0)
-    rows = [
-        {"prompt": " ".join(f"w{words.randrange(2, config['vocab_size'])}" for _ in range(args.prompt_tokens))}
-        for _ in range(args.prompts * (args.steps + 1))
-    ]
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({**row, "answer": ""}) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     keys = {
         "experiment_name": "grpo-step",
@@ -118,18 +114,28 @@ def prepare(args: argparse.Namespace, folder: Path) -> TrainRecipe:
         "reward.fn": f"{folder / 'reward.py'}:fn",
         "reward.kwargs": "{}",
         "recover.mode": "disabled",
-        "total_train_steps": args.steps + 1,
         "valid_dataset": "null",
         "stats.n_logged_samples": 0,
     }
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.overrides]
-    recipe = load_recipe(args.recipe, overrides, TrainRecipe)
+    # Steps follow for which a look-ahead still generates while the last one that counts is made.
+    n_steps = args.steps + 1 + load_recipe(args.recipe, overrides, TrainRecipe).rollout.max_head_offpolicyness
+    recipe = load_recipe(args.recipe, [*overrides, f"total_train_steps={n_steps}"], TrainRecipe)
+    words = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{words.randrange(2, config['vocab_size'])}" for _ in range(args.prompt_tokens))}
+        for _ in range(args.prompts * n_steps)
+    ]
+    prompts.write_text("".join(json.dumps({**row, "answer": ""}) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(resolved_yaml(recipe))
     return recipe
 
 
-def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train until `--steps` steps are logged, then stop at once. Returns the fastest step after the first."""
+def measure_steps(args: argparse.Namespace, folder: Path, age: int) -> dict[str, Any]:
+    """Train until `--steps` steps are logged, then stop at once. Returns the fastest step after the first.
+
+    With a look-ahead, the seconds of a step are the mean over those whose answers were not begun before the first step.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "fivefold", "train", str(folder / "recipe.yaml")]
     metrics = folder / "runs/grpo-step/trial/metrics.jsonl"
     deadline = time.monotonic() + args.limit
@@ -144,12 +150,13 @@ def measure_steps(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = logged(metrics)
     if len(rows) < min(2, args.steps):
         raise SystemExit(f"the run ended after {len(rows)} steps with code {run.returncode}: see its output above")
+    settled = rows[age + 1 :] if age else []
     best = min(rows[1:] or rows, key=lambda row: row["seconds/step"])
     seconds = {key.partition("/")[2]: round(value, 2) for key, value in best.items() if key.startswith("seconds/")}
     more = ["peak_memory_gb/max", "train/tflops_per_device", "rollout_mismatch", "tokens_per_second"]
     return {
         "steps_s": [round(row["seconds/step"], 2) for row in rows],
-        "step_s": round(best["seconds/step"], 2),
+        "step_s": round(fmean(row["seconds/step"] for row in settled or [best]), 2),
         "seconds": seconds,
         **{key: round(best[key], 4) for key in more if key in best},
     }
