@@ -31,6 +31,7 @@ from fivefold.engine.passes import predict
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
+from fivefold.fsdp.experts import shard_by_rows
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.tensor_parallel import VocabEmbedding, copy_to_group, split_layer
 
@@ -123,6 +124,8 @@ def build_model(
             split_layer(layer, groups.tp)
         if groups.cp.size() > 1:
             gather_latents(layer.self_attn, groups.cp)
+        if (experts := getattr(layer.mlp, "experts", None)) is not None:
+            shard_by_rows(experts)
         if trains and config.fsdp.recompute == "full":
             # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -2,7 +2,7 @@
 
     Hugging Face tensors ──mapping──> parameter of this tensor-parallel rank ──rows──> shard of this rank
 
-A shard is a flat range of the parameter, because FSDP cuts along the first dimension.
+A shard is a flat range of the parameter, because FSDP cuts along the first dimension; experts are cut by rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.pieces import Piece
 from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
+from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
 
@@ -35,7 +36,9 @@ class Shard:
 
     mapping: WeightMapping
     parameter: nn.Parameter
-    """A DTensor, whose whole is the parameter of this tensor-parallel rank."""
+    """A DTensor, whose whole has the elements of the parameter of this tensor-parallel rank."""
+    shape: Shape
+    """Shape of the whole parameter of this tensor-parallel rank, in which experts have a dimension of their own."""
     begin: int
     """First element of the shard, in the flattened parameter."""
     padded: int
@@ -45,11 +48,6 @@ class Shard:
     def values_N(self) -> Tensor:
         """The shard's elements, as a view."""
         return local_elements(self.parameter)
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the whole parameter of this tensor-parallel rank."""
-        return tuple(self.parameter.shape)
 
     def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Yield the parts of pieces of the parameter that lie in the shard."""
@@ -88,11 +86,14 @@ class Shards:
         """
         self._shape = shape
         self._groups = groups
-        parameters = dict(model.named_parameters())
-        shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        parameters = {name_in_transformers(name): parameter for name, parameter in model.named_parameters()}
+        shapes = {
+            name_in_transformers(name): shape_in_transformers(name, tuple(parameter.shape), shape.n_experts)
+            for name, parameter in model.named_parameters()
+        }
         trained = {name: mapping for name, mapping in mappings.items() if not mapping.keeps_float32}
         check_model(trained, [shapes], groups.weights)
-        self._shards = {name: self._shard(mapping, parameters[name]) for name, mapping in trained.items()}
+        self._shards = {name: self._shard(mapping, parameters[name], shapes[name]) for name, mapping in trained.items()}
         buffers = dict(model.named_buffers())
         is_first = groups.shard.rank() == 0
         self.offsets = [
@@ -100,11 +101,11 @@ class Shards:
         ]
         """Those of all layers."""
 
-    def _shard(self, mapping: WeightMapping, parameter: nn.Parameter) -> Shard:
+    def _shard(self, mapping: WeightMapping, parameter: nn.Parameter, shape: Shape) -> Shard:
         rows = -(-parameter.shape[0] // self._groups.shard.size())
         first = min(rows * self._groups.shard.rank(), parameter.shape[0])
         width = prod(parameter.shape[1:])
-        return Shard(mapping, parameter, first * width, rows * width)
+        return Shard(mapping, parameter, shape, first * width, rows * width)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards.values())

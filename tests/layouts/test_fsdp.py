@@ -77,6 +77,16 @@ def test_predictions_and_gradients_are_those_of_hugging_face(
     assert_close(results[0].gradients, want_gradients, TOLERANCE)
 
 
+def held(case: FSDPCase, folder: Path) -> int:
+    """In a worker: return how many elements of the model this rank holds."""
+    return sum(shard.values_N.numel() for shard in case.engine(folder).shards)
+
+
+def test_ranks_hold_equal_shares_whatever_the_number_of_experts(workers: Workers, models: Path) -> None:
+    found = workers(3).run(held, FSDPCase("fsdp:d3"), models / "mixtral")
+    assert max(found) < 1.03 * min(found)
+
+
 def test_what_a_config_says_about_outputs_and_kernels_changes_nothing(
     workers: Workers, models: Path, tmp_path: Path
 ) -> None:
