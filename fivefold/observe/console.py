@@ -113,7 +113,7 @@ class RunConsole:
         if self._table is None:
             raise RuntimeError("RunConsole.step was called before RunConsole.start: call start first")
         with self._lock:
-            if self._n_lines % HEADER_EVERY == 0:
+            if self._n_lines % HEADER_EVERY == 0 or self._table.needs_header(metrics):
                 for line in self._table.header(metrics, seconds):
                     self._line(Text(line, style="bold"))
             self._n_lines += 1

@@ -98,10 +98,13 @@ class StepTable:
         self._width = width
         self._step_width = max(len("step"), len(f"{n_steps}/{n_steps}"))
         self._shown: list[Column] = []
+        self._known: set[Column] = set()
+        """Optional columns of which the step of the last header had the metric."""
         self._phases: list[str] = []
 
     def header(self, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> list[str]:
         """Return the one or two lines of labels; the metrics and phases of a step decide which columns there are."""
+        self._known = self._optional(metrics)
         self._shown = self._fitting_columns(metrics, seconds)
         self._phases = self._fitting(seconds)
         widths = [self._step_width, *(column.width for column in self._shown)]
@@ -116,6 +119,13 @@ class StepTable:
         if any(" " in phase for phase in self._phases):
             lines.insert(0, " " * len(left) + BAR + GAP.join(upper))
         return lines
+
+    def needs_header(self, metrics: Mapping[str, float | None]) -> bool:
+        """Return whether a step has a metric of an optional column that the step of the last header did not have."""
+        return not self._optional(metrics) <= self._known
+
+    def _optional(self, metrics: Mapping[str, float | None]) -> set[Column]:
+        return {column for column in self._columns if column.is_optional and metrics.keys() & set(column.keys)}
 
     def row(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> str:
         """Return the line of one step, in the columns of the last header; a missing or non-finite value is "-"."""
@@ -132,7 +142,8 @@ class StepTable:
         return _seconds(sum(others), _phase_width(REST))
 
     def _fitting_columns(self, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> list[Column]:
-        shown = [column for column in self._columns if not column.is_optional or metrics.keys() & set(column.keys)]
+        optional = self._optional(metrics)
+        shown = [column for column in self._columns if not column.is_optional or column in optional]
         longest = sorted(seconds, key=lambda name: -seconds[name])[:LEAST_PHASES]
         names = longest if len(longest) == len(seconds) else [*longest, REST]
         needed = sum(_phase_width(name) + len(GAP) for name in names)

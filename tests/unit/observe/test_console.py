@@ -141,6 +141,15 @@ def test_labels_are_repeated_in_a_long_run() -> None:
     assert sum("entropy" in line for line in lines) == 2
 
 
+def test_a_metric_that_comes_later_gets_its_column() -> None:
+    console, out = screen(160, terminal=False)
+    console.start(n_steps=4)
+    for step, memory in ((1, {}), (2, {}), (3, {"peak_memory_gb/max": 61.0}), (4, {})):  # a critic warms up first
+        console.step(step, {**METRICS, **memory}, SECONDS)
+    lines = [line for line in out.getvalue().splitlines() if "old" not in line]
+    assert ["GB" in line for line in lines] == [False, False, False, True, False, False]
+
+
 def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
     console, out = screen(160, terminal=False)
     with console:
