@@ -75,7 +75,7 @@ class RecoverConfig(PeriodicConfig):
 
 PackagedTracker = Literal["wandb", "mlflow", "swanlab", "trackio"]
 """Trackers with a package of their own."""
-TrackerName = Literal["tensorboard"] | PackagedTracker
+TrackerName = Literal["tensorboard", PackagedTracker]
 
 
 class StatsConfig(Section):

@@ -261,6 +261,11 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
             "rollout.device_mapping=[0, a]",
             "rollout.device_mapping.1='a': must be a whole number, not a text",
         ),
+        (
+            "stats.trackers=[wand]",
+            "stats.trackers.0='wand': must be 'tensorboard', 'wandb', 'mlflow', 'swanlab' or 'trackio'; did you mean "
+            "wandb?",
+        ),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
         (
             "actor.loss_aggregation=Token-Mean",
