@@ -172,11 +172,15 @@ def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[Ba
     alternatives = [other for other in details if other["loc"][:depth] == detail["loc"][:depth]]
     key = ".".join(map(str, detail["loc"][:depth]))
     # pydantic tries every type; the user meant the one whose check got further than the type itself.
-    closest = [each for each in alternatives if len(each["loc"]) > depth + 1 or each["type"] not in TYPES]
-    if not closest:
-        names = " or ".join(TYPES[each["type"]] for each in alternatives)
+    closest = [
+        each
+        for each in alternatives
+        if len(each["loc"]) > depth + 1 or each["type"] not in TYPES.keys() | {"literal_error"}
+    ]
+    if not closest and any(each["type"] in TYPES for each in alternatives):
+        names = " or ".join(TYPES.get(each["type"]) or each["ctx"]["expected"] for each in alternatives)
         return f"{key}={show(detail['input'])}: must be {names}, not {_kind_of(detail['input'])}"
-    nearest = detail if detail in closest else closest[0]
+    nearest = detail if detail in closest or not closest else closest[0]
     return _described(".".join([key, *map(str, nearest["loc"][depth + 1 :])]), nearest, schema)
 
 

@@ -266,6 +266,7 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
             "stats.trackers.0='wand': must be 'tensorboard', 'wandb', 'mlflow', 'swanlab' or 'trackio'; did you mean "
             "wandb?",
         ),
+        ("stats.n_logged_samples=some", "stats.n_logged_samples='some': must be a whole number or 'all', not a text"),
         ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
         (
             "actor.loss_aggregation=Token-Mean",
