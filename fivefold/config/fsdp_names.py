@@ -17,7 +17,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "module": "each layer is a unit, and the embedding and the output layer are one together",
         "mesh": _LAYOUT,
         "dp_mesh_dims": _LAYOUT,
-        "shard_placement_fn": "parameters are always sharded along their first dimension, on which checkpoints rely",
+        "shard_placement_fn": "parameters are always sharded by rows, on which checkpoints rely",
         "ignored_params": "all parameters are sharded",
         "offload_policy": "set offload beside fsdp for the time in which the model does not work, or "
         "optimizer.state_on=host for the moments; shards that the optimizer updates stay on the GPU",
