@@ -227,7 +227,10 @@ class ServerEngine:
         return answers
 
     def _interrupt(self) -> None:
-        """Take what the jobs of the stream have so far from the server, which must not go on with them."""
+        """Take what the jobs of the stream have so far from the server, which must not go on with them.
+
+        One that has died is started again, without a wait until it is ready.
+        """
         self._server.wait_until_ready()
         if self._stream is None or not self._stream.n_running or self._is_interrupted:
             return
@@ -237,7 +240,6 @@ class ServerEngine:
                 self._dialect.pause(self._server.http, PAUSE_S)
         except ServerDied as death:
             self._restart(death)
-            self._server.wait_until_ready()
             return
         self._stream.interrupted()
         self._is_interrupted = True
@@ -326,6 +328,7 @@ class ServerEngine:
         trainer and the other servers wait in a transfer that cannot end.
         """
         self._interrupt()
+        self._server.wait_until_ready()
         self._state.begin_update()
         try:
             with self._server.served():
@@ -371,6 +374,7 @@ class ServerEngine:
         if self._state.memory == "none":
             return
         self._interrupt()
+        self._server.wait_until_ready()
         self.wake()  # servers cannot give back twice what they have not taken since
         self._state.sleep()
         if self._spec.can_sleep:
