@@ -263,6 +263,7 @@ class ServerStream(Generic[Reply]):
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
         self._jobs, self._sent, self._waiting = {}, {}, []
+        self.quiet_s = 0.0
         return lost
 
     def _go_on(self, version: int) -> None:

@@ -21,6 +21,7 @@ from fivefold.rollout.servers import engine as engine_of_servers
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
+from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
@@ -517,6 +518,11 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     served.update(1)
     assert len(served.log.rows("start")) == 2
     assert list(engine.take_lost()) == [4]
+    # Its successor has its own time for a first answer.
+    engine.submit(8, [long_request(2)], sampling())
+    with monkeypatch.context() as probing:
+        probing.setattr(ServerEngine, "_probe", lambda engine: pytest.fail("it has just begun"))
+        assert engine.collect(0.01) == []
     engine.close()
 
 
