@@ -151,7 +151,13 @@ class ServerEngine:
             assert self._stream is None or not self._stream.n_running
             most, chunk = self._spec.max_batch_size, self._spec.new_tokens_per_chunk
             self._stream = ServerStream(
-                self._send, self._read, sampling, most=most, most_tokens=chunk, tokenizer=self._tokenizer
+                self._send,
+                self._read,
+                sampling,
+                most=most,
+                most_tokens=chunk,
+                end_token_ids=self._end_token_ids,
+                tokenizer=self._tokenizer,
             )
         self._state.require_weights()
         self._stream.submit(number, requests)

@@ -31,7 +31,7 @@ import torch
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import Completion
+from fivefold.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,22 +116,30 @@ class _Sent:
         """
         return self.version if self.next_version is None or reason == "abort" else self.next_version
 
-    def note(self, answer: Answer, most_tokens: int, stop: StopRule | None) -> None:
-        """Add an answer to the completion, which may have `most_tokens` and ends across answers as `stop` says."""
-        n, reason = len(answer.token_ids_T), answer.finish_reason
-        version = self._sampled_by(reason)
-        if stop is not None and (end := _end_across(self.part.sampled, answer.token_ids_T.tolist(), stop)):
-            n, reason = end, "stop"
-        logprobs_T = answer.logprobs_T
-        is_chunk = reason == "length" and self.part.n_tokens + n < most_tokens
+    def note(self, answer: Answer, most_tokens: int, stop: StopRule) -> None:
+        """Add an answer to the completion, which may have `most_tokens` and ends as `stop` says."""
+        before, new, logprobs_T = self.part.sampled, answer.token_ids_T.tolist(), answer.logprobs_T
+        n = _end_across(before, new, stop) or len(new)
+        is_end = n < len(new) or answer.finish_reason == "stop"
+        reason: FinishReason | None = "stop" if is_end else _reason_to_end([*before, *new], most_tokens, stop)
         self.part.answers.append(
             Begun(
                 answer.token_ids_T[:n],
                 np.full(n, np.nan, np.float32) if logprobs_T is None else logprobs_T[:n],
-                np.full(n, version, np.int32),
-                None if is_chunk or reason == "abort" else reason,
+                np.full(n, self._sampled_by(answer.finish_reason), np.int32),
+                reason,
             )
         )
+
+
+def _reason_to_end(sampled: list[int], most_tokens: int, stop: StopRule) -> FinishReason | None:
+    """Return why a completion ends with its last token so far, which the server has not noticed; None: it goes on.
+
+    SGLang samples one more token of what it aborts, and does not look at that, nor at the last one of a chunk.
+    """
+    if sampled and stop.ends(torch.tensor([sampled[-stop.window :]]), 1, len(sampled)):
+        return "stop"
+    return "length" if len(sampled) >= most_tokens else None
 
 
 def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
@@ -159,6 +167,7 @@ class ServerStream(Generic[Reply]):
         *,
         most: int,
         most_tokens: int | None = None,
+        end_token_ids: Sequence[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Begin without a job.
@@ -169,10 +178,11 @@ class ServerStream(Generic[Reply]):
             sampling: how tokens are chosen.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
+            end_token_ids: tokens that end completions, besides those of the sampling.
             tokenizer: reads completions; it may be None if the sampling has no stop texts.
         """
         self.sampling = sampling
-        self._stop = StopRule(sampling, frozenset(), tokenizer, torch.device("cpu")) if sampling.stop else None
+        self._stop = StopRule(sampling, frozenset(end_token_ids), tokenizer, torch.device("cpu"))
         self._send = send
         self._read = read
         self._reading = threading.Lock()

@@ -277,6 +277,40 @@ def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int,
     assert completion.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("reason", ["abort", "length"])
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [
+        (["abc", "de."], "stop"),  # its end token
+        (["abc", "def", "gh"], "length"),  # as many tokens as it may have
+        (["abc", "END"], "stop"),  # a stop text
+    ],
+)
+def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_server_says(
+    answers: list[str], ends: str, reason: AnswerEnd
+) -> None:
+    """SGLang samples one more token of what it aborts, and does not look at that, nor at the last one of a chunk."""
+    left = list(answers)
+
+    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+        assert params.max_new_tokens > 0
+        tokens = left.pop(0)
+        return [Answer(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)]
+
+    tokenizer = cast("PreTrainedTokenizerBase", Letters())
+    params = sampling(max_new_tokens=8, stop=["END"])
+    stream = ServerStream(
+        complete, as_it_came, params, most=1, most_tokens=3, end_token_ids=[ord(".")], tokenizer=tokenizer
+    )
+    stream.submit(0, [GenerationRequest((100,), 0)])
+    done: dict[int, list[Completion]] = {}
+    while not done:
+        done = dict(stream.collect(0, LONGEST_S))
+    [completion] = done[0]
+    assert "".join(map(chr, completion.token_ids)) == "".join(answers)
+    assert completion.finish_reason == ends
+
+
 def completed(stream: ServerStream[Any], version: int) -> list[int]:
     """Return the versions of the tokens of the one completion of a stream."""
     while not (done := stream.collect(version, LONGEST_S)):
