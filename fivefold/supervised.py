@@ -7,7 +7,7 @@ held-out examples  ──Method.measure──> before the first step, and after 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -22,6 +22,7 @@ from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
+from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
 from fivefold.families.check import check_examples
 from fivefold.observe.jsonl import records
@@ -144,7 +145,11 @@ class Setup(RunSetup[Item]):
         unused = f"; {left_over} examples of each epoch fill no step" if left_over else ""
         return {
             "examples": self.data.usage,
-            **({"held out": self.valid.usage} if self.valid else {}),
+            **(
+                {"held out": held_out_usage(self.valid.usage, _tokens(self.valid), _tokens(self.data))}
+                if self.valid
+                else {}
+            ),
             "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} examples{unused}",
         }
 
@@ -152,6 +157,10 @@ class Setup(RunSetup[Item]):
     def measured(self) -> tuple[str, ...]:
         """Names of what evaluations measure and the summary has."""
         return self.method.measured
+
+
+def _tokens(data: Examples[Item]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    return (tuple(example.parts()) for example in data.examples)
 
 
 def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | None = None) -> Setup[Item]:

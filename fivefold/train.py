@@ -24,6 +24,7 @@ from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.presets import deviations
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
+from fivefold.data.rows import held_out_usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
 from fivefold.engine.contract import OFFLOADABLE
@@ -96,9 +97,14 @@ class TrainSetup(RunSetup[Prompt]):
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.usage}),
             **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
-            **({"held out": self.evaluator.data.usage} if self.evaluator else {}),
+            **({"held out": self._held_out(self.evaluator.data)} if self.evaluator else {}),
             "steps": f"{self.total_steps} of {prompts} prompts x {samples} samples{unused}",
         }
+
+    def _held_out(self, data: PromptDataset) -> str:
+        """Return what the banner says about the held-out prompts."""
+        held_out, trained = ((prompt.token_ids for prompt in each.prompts) for each in (data, self.data))
+        return held_out_usage(data.usage, held_out, trained)
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
@@ -49,6 +49,21 @@ def load_rows(config: RowsConfig) -> list[Row]:
 def usage(n_used: int, n_rows: int, n_too_long: int) -> str:
     """Return the use of a data set's rows as a text: `90 of 100 rows, 10 too long`."""
     return f"{n_used:,} of {n_rows:,} rows" + (f", {n_too_long:,} too long" if n_too_long else "")
+
+
+def held_out_usage(usage: str, held_out: Iterable[Hashable], trained: Iterable[Hashable]) -> str:
+    """Return the use of held-out rows as a text, which tells those that are trained on too.
+
+    Without a `split`, the held-out rows of a folder or a hub name are those of `train`.
+
+    Args:
+        usage: the use of the rows.
+        held_out: the tokens of each held-out row.
+        trained: the tokens of each row that is trained on.
+    """
+    known = set(trained)
+    n = sum(tokens in known for tokens in held_out)
+    return f"{usage}, {n:,} of them trained on too" if n else usage
 
 
 def columns(rows: list[Row]) -> list[str]:

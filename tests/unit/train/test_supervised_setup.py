@@ -44,6 +44,22 @@ def test_a_step_that_the_run_does_not_have_cannot_be_recorded(tmp_path: Path) ->
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_banner_tells_held_out_rows_that_are_trained_on_too(tmp_path: Path) -> None:
+    """Without a split, both sections read that of training."""
+    for split, numbers in (("train", range(6)), ("test", range(4, 8))):
+        rows = [{"prompt": f"{n}+1=", "response": f"{n + 1}", "answer": f"{n + 1}"} for n in numbers]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"{section}.path={tmp_path}" for section in ("train_dataset", "valid_dataset")]
+    of_answers = [f"{section}.answer_key=answer" for section in ("train_dataset", "valid_dataset")]
+    said = []
+    for split in ("null", "test"):
+        keys = [*paths, "train_dataset.batch_size=2", f"valid_dataset.split={split}"]
+        recipe = load_recipe(RECIPES / "tiny-moe-sft.yaml", keys, SFTRecipe)
+        train = load_recipe(RECIPES / "quickstart.yaml", [*keys, *of_answers], TrainRecipe)
+        said += [setup.facts()["held out"] for setup in (set_up(recipe, FineTuning(recipe)), set_up_train(train))]
+    assert said == ["6 of 6 rows, 6 of them trained on too"] * 2 + ["4 of 4 rows, 2 of them trained on too"] * 2
+
+
 def test_a_run_that_goes_on_another_day_has_the_prompts_of_its_first_one(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = (
