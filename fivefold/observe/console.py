@@ -164,7 +164,8 @@ class RunConsole:
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._live = live(self._status, self.console)
-            self._live.start()
+            # Drawn before its thread draws it, or the banner could be printed behind it on the same line.
+            self._live.start(refresh=True)
         else:
             self._watch_silence()
         return self

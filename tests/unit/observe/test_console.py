@@ -50,6 +50,16 @@ def run(width: int, terminal: bool, steps: int = 2) -> list[str]:
     return [line for line in plain.splitlines() if line.strip()]
 
 
+def test_the_banner_takes_the_place_of_the_status_line() -> None:
+    """Whatever has been drawn before it: the line is drawn by another thread, too."""
+    console, out = screen(100, terminal=True)
+    with console:
+        console.banner("arithmetic / trial-0", {"model": "package:tiny-moe"})
+    before, _, _ = out.getvalue().partition("arithmetic / trial-0")
+    erased = before.rindex("\r\x1b[2K")
+    assert re.fullmatch(r"(\x1b\[[0-9;]*m|[╭─ ])*", before[erased:].removeprefix("\r\x1b[2K"))
+
+
 @pytest.mark.parametrize("width", [100, 160])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_fit_and_align(width: int, terminal: bool) -> None:
