@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -41,9 +40,6 @@ from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.sync.transport import FOLDER, Route
-
-if TYPE_CHECKING:
-    pass
 
 
 def launch_roles(
