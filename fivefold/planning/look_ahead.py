@@ -198,7 +198,8 @@ def _setting(recipe: TrainRecipe, blueprint: Blueprint, lengths: Lengths, *, sha
     prompt, layout = recipe.train_dataset.max_length, plan.placed.layout
     context = prompt + lengths.mean_progress
     slots = _slots(question, plan, context)
-    keeps_cache = not (layout.is_server if (key := recipe.rollout.recompute_kv_cache) is None else key)
+    # A server gives the cache back with devices that it shares; training refuses the key there.
+    keeps_cache = recipe.rollout.keeps_cache(is_server=layout.is_server) and not (layout.is_server and shares)
     return Setting(
         batch_size=recipe.train_dataset.batch_size,
         group_size=recipe.gconfig.n_samples,

@@ -272,7 +272,7 @@ def replica_spec(
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
         new_tokens_per_chunk=config.new_tokens_per_chunk,
-        recomputes=bool(config.recompute_kv_cache),
+        keeps_cache=config.keeps_cache(is_server=layout.is_server),
         route=route,
         deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,

@@ -59,7 +59,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
         max_batch_size=spec.max_batch_size,
         tokenizer_path=spec.tokenizer_path,
         load_weights=spec.load_weights,
-        recomputes=spec.recomputes,
+        recomputes=not spec.keeps_cache,
     )
 
 

@@ -76,8 +76,8 @@ class ReplicaSpec:
     """Times that a server which died is started again."""
     new_tokens_per_chunk: int | None = None
     """Most tokens of a stream's completion that a server is asked for at one time; None: all."""
-    recomputes: bool = False
-    """Whether the embedded engine computes keys and values of running completions anew when weights change."""
+    keeps_cache: bool = False
+    """Whether running completions go on with the keys and values that they have when weights change."""
     route: Route = FOLDER
     """How weights reach the engine."""
     deterministic: bool = False

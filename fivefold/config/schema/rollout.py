@@ -74,7 +74,8 @@ class RolloutConfig(Section):
     all that are young enough."""
     recompute_kv_cache: bool | None = None
     """When weights change while completions are sampled, compute keys and values of their tokens so far anew; otherwise
-    they go on with the old ones. null: servers do, the embedded engine does not."""
+    they go on with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
+    does not (docs/async.md)."""
     max_server_restarts: NonNegative = 3
     """Times that the server of a replica is started again if it dies or hangs while it answers prompts of the next
     steps, which go to the others meanwhile, or dies in an evaluation or while it takes weights; then the run ends."""
@@ -106,6 +107,10 @@ class RolloutConfig(Section):
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
+
+    def keeps_cache(self, *, is_server: bool) -> bool:
+        """Return whether running completions go on with the keys and values that they have when weights change."""
+        return not (is_server if self.recompute_kv_cache is None else self.recompute_kv_cache)
 
     @property
     def omits_logprobs(self) -> bool:

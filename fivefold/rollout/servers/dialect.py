@@ -52,6 +52,8 @@ class Answer:
     logprobs_T: npt.NDArray[np.float32] | None
     """None: they were not asked for."""
     finish_reason: AnswerEnd
+    versions_T: npt.NDArray[np.int32] | None = None
+    """Version of the weights that sampled each token; None: the server does not tell."""
 
     def __post_init__(self) -> None:
         if self.logprobs_T is None:
@@ -160,8 +162,28 @@ class Dialect(Protocol):
     def resume(self, http: HttpClient) -> None:
         """Make a paused server answer requests again."""
 
-    def load(self, http: HttpClient, folder: Path, version: int) -> None:
-        """Make the server load all weights from a Hugging Face folder, and drop what it has cached with others."""
+    def hold(self, http: HttpClient, limit_s: float) -> int:
+        """Make the server stand still between two tokens of its requests, which keep what they have.
+
+        Returns:
+            The number of tokens that it has sampled since its start.
+
+        Raises:
+            ServerHangs: it did not within `limit_s`.
+            ValueError: servers of this kind cannot.
+        """
+
+    def go_on(self, http: HttpClient, version: int) -> None:
+        """Make a server that was held go on, with weights of `version`. From now on, its answers tell versions.
+
+        No request begins on what was cached with other weights.
+        """
+
+    def load(self, http: HttpClient, folder: Path, version: int, *, keeps_cache: bool) -> None:
+        """Make the server load all weights from a Hugging Face folder.
+
+        It then drops what it has cached with others, unless it `keeps_cache` for requests that are held.
+        """
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         """Return the UUIDs of the devices that this process sees, if `loader` needs them."""

@@ -19,11 +19,13 @@ from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_weights import audited, file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rollout.servers import standstill
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.running import RunningServer
+from fivefold.rollout.servers.standstill import Standstill
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
@@ -33,8 +35,6 @@ from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Completion
 
-PAUSE_S = 60.0
-"""Seconds that a server has to abort its requests, or to sample one token; else it is ended as if it had died."""
 STALL_S = 300.0
 """Seconds without an answer of a stream after which its server is asked what it has."""
 
@@ -77,13 +77,15 @@ class ServerEngine:
             self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream[bytes] | None = None
-        self._is_interrupted = False
+        self._standstill = Standstill(dialect, keeps_cache=spec.keeps_cache)
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
         self._server = RunningServer(dialect, spec)
         self._server.wait_until_ready()
+        if spec.load_weights:
+            self._go_on()
 
     def _restart(self, death: ServerDied) -> None:
         """Start the server again, whose jobs are lost and whose next weights are those of the next update.
@@ -95,7 +97,7 @@ class ServerEngine:
         if self._stream is not None:
             self._lost |= self._stream.lose()
         self._state = EngineState(None)
-        self._is_interrupted = False
+        self._standstill = Standstill(self._dialect, keeps_cache=self._spec.keeps_cache)
         self._server.start()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
@@ -170,7 +172,7 @@ class ServerEngine:
         """
         if self._stream is None:
             return []
-        if self._is_interrupted:
+        if self._standstill.is_on:
             # It stands still until the trainer sends its weights.
             time.sleep(seconds)
             return []
@@ -184,18 +186,18 @@ class ServerEngine:
             return []
 
     def _probe(self) -> None:
-        """Interrupt a server that has answered nothing for a long time, and take what it has; it then goes on.
+        """Interrupt a server that has answered nothing for a long time, and see what it has; it then goes on.
 
         Raises:
             ServerDied: it has sampled nothing, and was ended.
         """
         assert self._stream is not None
-        n_tokens = self._stream.n_tokens
+        n_tokens = self._standstill.n_sampled(self._stream)
         self._interrupt()
-        if not self._is_interrupted:  # it has died or was ended, and begins anew
+        if not self._standstill.is_on:  # it has died or was ended, and begins anew
             return
         self._stream.note_answers()
-        if self._stream.n_tokens == n_tokens:
+        if self._standstill.n_sampled(self._stream) == n_tokens:
             self._server.close()
             raise ServerDied(f"the server has sampled no token for {STALL_S:g} s, and was ended")
         self._go_on()
@@ -233,37 +235,29 @@ class ServerEngine:
         return answers
 
     def _interrupt(self) -> None:
-        """Take what the jobs of the stream have so far from the server, which must not go on with them.
+        """Make the server stand still if it answers jobs of the stream.
 
         One that has died is started again, without a wait until it is ready.
         """
         self._server.wait_until_ready()
-        if self._stream is None or not self._stream.n_running or self._is_interrupted:
+        if self._stream is None or not self._stream.n_running or self._standstill.is_on:
             return
-        self._stream.hold()
         try:
             with self._server.served():
-                self._dialect.pause(self._server.http, PAUSE_S)
+                self._standstill.begin(self._server.http, self._stream)
         except ServerDied as death:
             self._restart(death)
-            return
-        self._stream.interrupted()
-        self._is_interrupted = True
 
     def _go_on(self) -> None:
-        """Let an interrupted server answer again, if it has all of its memory and its weights.
-
-        One that dies of it is started again.
-        """
-        if self._is_interrupted and self._state.memory == "all":
-            assert self._stream is not None
-            self._stream.resumed(self._state.require_weights())
-            try:
-                with self._server.served():
-                    self._dialect.resume(self._server.http)
-            except ServerDied as death:
-                self._restart(death)
-            self._is_interrupted = False
+        """Let the server answer with its weights, if it has all of its memory. One that dies of it is started again."""
+        is_due = self._standstill.is_on or (self._spec.keeps_cache and self._state.has_weights)
+        if not is_due or self._state.memory != "all":
+            return
+        try:
+            with self._server.served():
+                self._standstill.end(self._server.http, self._stream, self._state.require_weights())
+        except ServerDied as death:
+            self._restart(death)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights of the server, cast to its dtype; the server drops what it has cached with other weights.
@@ -301,7 +295,8 @@ class ServerEngine:
         assert self._staged is not None, "stage_weights comes first"
         staged, self._staged = self._staged, None
         with staged.files, self._replacing(staged.version), self._checked(lambda: staged.sent.total):
-            self._dialect.load(self._server.http, staged.folder, staged.version)
+            keeps_cache = self._spec.keeps_cache
+            self._dialect.load(self._server.http, staged.folder, staged.version, keeps_cache=keeps_cache)
 
     def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
         """Replace all weights of the server by those in buckets on the trainer's devices.
@@ -322,7 +317,7 @@ class ServerEngine:
             if self._spec.route.transport == "nccl" and not self._server.is_linked:
                 raise ServerDied("the server died when its weights were about to come by NCCL")
             with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)), self._server.transferring():
-                self._server.loader.load(noted(), version, is_paused=self._is_interrupted)
+                self._server.loader.load(noted(), version, is_paused=self._standstill.is_on)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
 
@@ -361,7 +356,7 @@ class ServerEngine:
         try:
             self._server.check()
             if self._state.has_weights:
-                self._interrupt() if self.n_running else self._server.sample_token(PAUSE_S)
+                self._interrupt() if self.n_running else self._server.sample_token(standstill.PAUSE_S)
         except ServerDied as death:
             self._restart(death)
         return self._server.is_linked

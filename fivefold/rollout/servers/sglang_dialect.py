@@ -136,10 +136,16 @@ class SGLangDialect:
     def resume(self, http: HttpClient) -> None:
         http.post("/continue_generation")
 
-    def load(self, http: HttpClient, folder: Path, version: int) -> None:
+    def hold(self, http: HttpClient, limit_s: float) -> int:
+        raise ValueError("SGLang reads the tokens so far anew when weights change: drop rollout.recompute_kv_cache")
+
+    def go_on(self, http: HttpClient, version: int) -> None:
+        raise ValueError("SGLang is not told which weights it goes on with: drop rollout.recompute_kv_cache")
+
+    def load(self, http: HttpClient, folder: Path, version: int, *, keeps_cache: bool) -> None:
         update = {"model_path": str(folder), "weight_version": str(version)}
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
-        http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": True})
+        http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": not keeps_cache})
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         return visible_uuids() if spec.route.transport == "ipc" else []

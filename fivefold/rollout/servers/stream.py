@@ -6,8 +6,9 @@
 
 Each completion is asked for by itself, so that its end is known when it comes, and the next one takes its place.
 
-Both servers keep no request over an update that has caches of other weights: they are told to abort, answer with what
-they have, and are asked to go on from there. They read those tokens anew, which is what `recompute_kv_cache` says.
+Servers keep no request over an update that has caches of other weights: they are told to abort, answer with what they
+have, and are asked to go on from there. They read those tokens anew, which is what `recompute_kv_cache` says. With
+`recompute_kv_cache: false` requests are held instead (`standstill.py`), and an answer tells the versions of its tokens.
 
 Tokens arrive with an answer, and are lost with a server that dies before it. So a completion may be asked for in chunks
 of at most so many tokens; the server then reads those before the chunk out of its cache of prefixes.
@@ -122,11 +123,14 @@ class _Sent:
         n = _end_across(before, new, stop) or len(new)
         is_end = n < len(new) or answer.finish_reason == "stop"
         reason: FinishReason | None = "stop" if is_end else _reason_to_end([*before, *new], most_tokens, stop)
+        versions_T = answer.versions_T
+        if versions_T is None:
+            versions_T = np.full(len(new), self._sampled_by(answer.finish_reason), np.int32)
         self.part.answers.append(
             Begun(
                 answer.token_ids_T[:n],
                 np.full(n, np.nan, np.float32) if logprobs_T is None else logprobs_T[:n],
-                np.full(n, self._sampled_by(answer.finish_reason), np.int32),
+                versions_T[:n],
                 reason,
             )
         )

@@ -26,7 +26,9 @@ from fivefold.rollout.servers.weights import WeightLoader
 INSIDE = Path(__file__).with_name("inside_vllm")
 """Folder of the code that runs inside vLLM's processes."""
 GENERATE = "fivefold_generate.Generate"
-"""The class there that answers requests to generate."""
+"""The class there that answers requests to generate, and holds them."""
+HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
+"""Its endpoints between which nothing is generated, and all requests stay as they are."""
 WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
@@ -70,6 +72,20 @@ class _Numbers:
         numbers = np.frombuffer(self._reply, dtype, count, self._at).copy()
         self._at += numbers.nbytes
         return numbers
+
+
+def _versions(row: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] | None:
+    """Return the versions [T] of the weights that sampled a completion; None: the server was never told them.
+
+    Raises:
+        RuntimeError: it tells those of more or fewer tokens.
+    """
+    if "versions" not in row:
+        return None
+    spans = np.array(row["versions"], np.int32)
+    if spans[:, 1].sum() != n_tokens:
+        raise RuntimeError(f"the server's answer tells the versions {row['versions']} of {n_tokens} tokens")
+    return np.repeat(spans[:, 0], spans[:, 1])
 
 
 class VLLMDialect:
@@ -157,7 +173,9 @@ class VLLMDialect:
             token_ids_T = numbers.take("<i4", row["n_tokens"])
             logprobs_T = numbers.take("<f4", row["n_tokens"] if row["has_logprobs"] else 0)
             reason = finish_reason(row["finish_reason"])
-            answers[row["index"]] = Answer(token_ids_T, logprobs_T if ask.wants_logprobs else None, reason)
+            answers[row["index"]] = Answer(
+                token_ids_T, logprobs_T if ask.wants_logprobs else None, reason, _versions(row, len(token_ids_T))
+            )
         return [answers[index] for index in sorted(answers)]
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
@@ -166,11 +184,19 @@ class VLLMDialect:
     def resume(self, http: HttpClient) -> None:
         http.post(RESUME)
 
-    def load(self, http: HttpClient, folder: Path, version: int) -> None:
+    def hold(self, http: HttpClient, limit_s: float) -> int:
+        return int(http.post(HOLD, limit_s=limit_s)["n_tokens"])
+
+    def go_on(self, http: HttpClient, version: int) -> None:
+        http.post(GO_ON, {"version": version})
+
+    def load(self, http: HttpClient, folder: Path, version: int, *, keeps_cache: bool) -> None:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
         self._on_workers(http, "update_config", {"overrides": {"load_config": {"load_format": "safetensors"}}})
         self._on_workers(http, "reload_weights", {"weights_path": str(folder)})
-        http.post("/reset_prefix_cache")
+        # What is kept is salted with its version; vLLM drops nothing as long as requests have some of it.
+        if not keeps_cache:
+            http.post("/reset_prefix_cache")
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         return []

@@ -190,6 +190,28 @@ def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> 
     assert all(choice["weights_beside"] is None for choice in alone)
 
 
+def test_a_look_ahead_of_held_requests_reads_nothing_anew(recipe: str) -> None:
+    """Where the rollout has devices of its own."""
+    arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "--lengths", "mean=3000,max=8192")
+    vllm = (
+        "actor.backend=megatron:d2t2",
+        "rollout.backend=vllm:d2t2",
+        "rollout.colocate=false",
+        "gconfig.max_new_tokens=8192",
+        "rollout.max_head_offpolicyness=1",
+    )
+    read, held = (
+        {
+            choice["max_head_offpolicyness"]: choice
+            for choice in printed_json(*arguments, *vllm, f"rollout.recompute_kv_cache={key}")["look_ahead"]["choices"]
+        }
+        for key in ("null", "false")
+    )
+    assert held[0]["seconds"] == read[0]["seconds"], "nothing is in progress when weights change"
+    assert not held[4]["colocate"]
+    assert held[4]["seconds"] < read[4]["seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

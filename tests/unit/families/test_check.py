@@ -226,6 +226,17 @@ def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[st
     check_recipe(asked("vllm:d2"), MOE)
 
 
+def test_a_server_on_shared_devices_cannot_keep_keys_and_values_of_older_weights() -> None:
+    def asked(backend: str, *, colocate: bool) -> TrainRecipe:
+        rollout = {"backend": backend, "colocate": colocate, "max_head_offpolicyness": 1, "recompute_kv_cache": False}
+        return recipe(rollout=rollout)
+
+    check_recipe(asked("vllm:d2t2", colocate=False), MOE)
+    with pytest.raises(RecipeError, match=r"recompute_kv_cache=false needs devices for the rollout alone, and actor"):
+        check_recipe(asked("vllm:d2t2", colocate=True), MOE)
+    check_recipe(asked("transformers:d4", colocate=True), MOE)
+
+
 def test_router_losses_need_a_router() -> None:
     megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
     check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)

@@ -59,7 +59,8 @@ none; its last log-prob is no number, or is missing; the server dies; it is give
 weights; it is given only once as many such prompts have come as the server decodes together."""
 LONG = 59
 """First token of a prompt, of `LONG_PROMPT` tokens, that is not answered before the server pauses as many times as the
-second token says. It then has two more tokens each time."""
+second token says. It then has two more tokens each time: one that is aborted answers with them, one that is held keeps
+them."""
 LONG_PROMPT, LONG_TOKENS = 4, 2
 VLLM_MEMORY = ("weights", "kv_cache")
 SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
@@ -214,11 +215,18 @@ class FakeServer:
     has_stale_cache: bool = False
     is_paused: bool = False
     n_pauses: int = 0
+    versions: list[int | None] = field(default_factory=lambda: [None])
+    """Versions of the weights with which it went on: the first until it was held for the first time, and so on."""
+    n_kept: int = 0
+    """Tokens of the requests that were held, each time that they were."""
     is_prepared: bool = False
     is_in_update: bool = False
     weight_version: str = "default"
     released: set[str] = field(default_factory=set)
     """Kinds of device memory that it has given back."""
+    is_held: bool = False
+    n_long: int = 0
+    """Number of requests that began with `LONG` and are not answered."""
     n_here: int = 0
     most_here: int = 0
     n_together: int = 0
@@ -230,12 +238,14 @@ class FakeServer:
     def log(self) -> Log:
         return Log(self.folder)
 
-    def generate(self, n_pauses: int, body: dict[str, Any]) -> Reply:
-        """Answer a request that came after `n_pauses` pauses. One that comes during a pause waits for its end."""
+    def generate(self, n_pauses: int, n_holds: int, body: dict[str, Any]) -> Reply:
+        """Answer a request that began after so many pauses. One that comes during a pause waits for its end."""
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
         # No pause comes between the wait for the end of one and the look at what the server has.
         with self.changed:
-            is_cut_short = self._is_cut_short(prompt, n_pauses)
+            is_cut_short = self._is_cut_short(prompt, n_pauses, n_holds)
+            self.n_long -= prompt[0] == LONG
+            held = self.versions[n_holds if prompt[0] == LONG else -1 :]
             problem = None if is_cut_short else self._problem(sampling)
         if problem:
             return 400, {"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}
@@ -250,7 +260,7 @@ class FakeServer:
         if self.flavour.prompt == "input_ids":
             replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
             return 200, replies if n > 1 else replies[0]
-        return 200, _vllm_reply(answers, with_logprobs="logprobs" in sampling)
+        return 200, _vllm_reply(answers, held, with_logprobs="logprobs" in sampling)
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.load_format == "dummy":
@@ -269,13 +279,20 @@ class FakeServer:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
 
-    def _is_cut_short(self, prompt: Sequence[int], n_pauses: int) -> bool:
+    def _is_cut_short(self, prompt: Sequence[int], n_pauses: int, n_holds: int) -> bool:
         """Return whether the server has paused again before an answer was whole; while paused, it answers nothing."""
-        if prompt[0] != LONG or (len(prompt) - LONG_PROMPT) // LONG_TOKENS >= prompt[1]:
-            assert self.changed.wait_for(lambda: not self.is_paused, PATIENCE_S)
-            return False
-        assert self.changed.wait_for(lambda: self.n_pauses > n_pauses, PATIENCE_S)
-        return True
+        n_missing = 0 if prompt[0] != LONG else prompt[1] - (len(prompt) - LONG_PROMPT) // LONG_TOKENS
+
+        def is_whole() -> bool:
+            return not self.is_paused and not self.is_held and self.n_holds - n_holds >= n_missing
+
+        assert self.changed.wait_for(lambda: is_whole() or (n_missing > 0 and self.n_pauses > n_pauses), PATIENCE_S)
+        return not is_whole()
+
+    @property
+    def n_holds(self) -> int:
+        """How often it was held before what begins now."""
+        return len(self.versions) - 1 + self.is_held
 
     def _wait_for_its_turn(self, first_token: int) -> None:
         with self.changed:
@@ -361,6 +378,22 @@ class FakeServer:
             self.is_paused = False
             self.changed.notify_all()
         return 200, {"status": "resumed"}
+
+    def hold(self, body: dict[str, Any]) -> Reply:
+        with self.changed:
+            self.is_held = True
+            self.n_kept += LONG_TOKENS * self.n_long
+        return 200, {"n_tokens": self.n_kept}
+
+    def go_on(self, body: dict[str, Any]) -> Reply:
+        """Go on; only requests of the same version are served from what was cached with other weights."""
+        version = body["version"]
+        with self.changed:
+            self.has_stale_cache &= version == self.versions[-1]
+            self.versions = [*(self.versions if self.is_held else self.versions[:-1]), version]
+            self.is_held = False
+            self.changed.notify_all()
+        return 200, {}
 
     def init_transfer(self, body: dict[str, Any]) -> Reply:
         backend = json.loads(self.options["--weight-transfer-config"])["backend"]
@@ -461,11 +494,11 @@ class FakeServer:
     def _wake(self, tag: str, body: dict[str, Any]) -> Reply:
         return self.take_back([tag])
 
-    def endpoints(self, n_pauses: int) -> dict[str, Callable[[dict[str, Any]], Reply]]:
-        """Return what answers a request that came after `n_pauses` pauses, by path."""
+    def endpoints(self, n_pauses: int, n_holds: int) -> dict[str, Callable[[dict[str, Any]], Reply]]:
+        """Return what answers a request that begins after so many pauses, by path."""
         if self.flavour.prompt == "input_ids":
             return {
-                "/generate": partial(self.generate, n_pauses),
+                "/generate": partial(self.generate, n_pauses, n_holds),
                 "/update_weights_from_disk": self.update_weights_from_disk,
                 "/init_weights_update_group": self.enter_group,
                 "/update_weights_from_tensor": self.update_by_bucket,
@@ -480,7 +513,12 @@ class FakeServer:
         # Fivefold's own endpoint, which exists only if vLLM can import the code that is inside it.
         module, _, _ = (self.options["--middleware"] or "").rpartition(".")
         has_endpoint = module == "fivefold_generate" and find_spec(module) is not None
-        generate = {"/fivefold/generate": partial(self.generate, n_pauses)} if has_endpoint else {}
+        own = {
+            "/fivefold/generate": partial(self.generate, n_pauses, n_holds),
+            "/fivefold/hold": self.hold,
+            "/fivefold/go_on": self.go_on,
+        }
+        generate = own if has_endpoint else {}
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
             return generate
         return {
@@ -509,13 +547,19 @@ def _spoilt(first_token: int, token_ids: Sequence[int], logprobs: Logprobs, reas
     return token_ids, logprobs, reason
 
 
-def _vllm_reply(answers: Sequence[AnswerParts], *, with_logprobs: bool) -> bytes:
-    """Return answers in the form that `inside_vllm/fivefold_generate.py` describes, the last one first."""
+def _vllm_reply(answers: Sequence[AnswerParts], versions: Sequence[int | None], *, with_logprobs: bool) -> bytes:
+    """Return answers in the form that `inside_vllm/fivefold_generate.py` describes, the last one first.
+
+    All `versions` but the last one sampled `LONG_TOKENS` of an answer.
+    """
     rows, parts = [], []
     for index, (token_ids, logprobs, reason) in reversed(list(enumerate(answers))):
         n = len(token_ids)
         complete = with_logprobs and len(logprobs) == n
-        rows.append({"index": index, "n_tokens": n, "finish_reason": reason, "has_logprobs": complete})
+        spans = [(version, LONG_TOKENS) for version in versions[:-1]]
+        spans.append((versions[-1], n - LONG_TOKENS * len(spans)))
+        told = {} if versions[-1] is None else {"versions": spans}
+        rows.append({"index": index, "n_tokens": n, "finish_reason": reason, "has_logprobs": complete, **told})
         parts.append(struct.pack(f"<{n}i", *token_ids))
         if complete:
             numbers = [math.nan if logprob is None else logprob for logprob in logprobs]
@@ -559,13 +603,15 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         # A pause that comes once the request is in the log comes after the request.
         with fake.changed:
-            n_pauses = fake.n_pauses
+            n_pauses, n_holds = fake.n_pauses, fake.n_holds
+            prompt = body.get(fake.flavour.prompt)
+            fake.n_long += prompt is not None and prompt[0] == LONG
             fake.log.write(kind="request", method="POST", path=self.path, body=body)
         if os.environ.get(DIES_IN) == self.path:
             os._exit(STATUS_IN_REQUEST)
         if (fake.folder / HANGS).exists() and (fake.folder / HANGS).read_text() == str(os.getpid()):
             threading.Event().wait()
-        endpoint = fake.endpoints(n_pauses).get(self.path)
+        endpoint = fake.endpoints(n_pauses, n_holds).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
         fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)
         fake.answered(self.path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.config import paths
-from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.families.check import server_problems
 from fivefold.rollout.protocol import SamplingParams, group_requests
@@ -135,8 +135,15 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
     assert all("transformers always has a seed" in line for line in lines)
 
 
-def test_servers_cannot_keep_keys_and_values_of_older_weights() -> None:
+def test_sglang_cannot_keep_keys_and_values_of_older_weights() -> None:
     keys = {"max_head_offpolicyness": 1, "recompute_kv_cache": False}
-    assert list(server_problems(recipe_of("transformers:d1", keys))) == []
-    [line] = server_problems(recipe_of("vllm:d1", keys))
-    assert line.startswith("rollout.recompute_kv_cache=false is for the embedded engine: vLLM reads")
+    for backend in ("transformers:d1", "vllm:d1"):
+        assert list(server_problems(recipe_of(backend, keys))) == []
+    [line] = server_problems(recipe_of("sglang:d1", keys))
+    assert line.startswith("rollout.recompute_kv_cache=false is for vLLM and the embedded engine: SGLang reads")
+
+
+def test_only_the_embedded_engine_keeps_keys_and_values_by_itself() -> None:
+    kept = {(key, is_server): RolloutConfig(recompute_kv_cache=key).keeps_cache(is_server=is_server)
+            for key in (None, False, True) for is_server in (False, True)}  # fmt: skip
+    assert [case for case, keeps in kept.items() if keeps] == [(None, False), (False, False), (False, True)]

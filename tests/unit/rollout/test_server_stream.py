@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
+from fivefold.rollout.servers import standstill
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
@@ -423,7 +424,7 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
     assert engine.collect(0.1) == []
     served.wait_for_long(1)
 
-    def die(self: SGLangDialect, http: HttpClient, *_: Any) -> None:
+    def die(self: SGLangDialect, http: HttpClient, *_: Any, **__: Any) -> None:
         os.kill(served.log.rows("start")[-1]["pid"], signal.SIGKILL)
         http.post("/flush_cache")
 
@@ -537,7 +538,7 @@ def test_a_server_that_dies_while_it_starts_again_is_started_once_more(model_fol
 def test_a_server_that_hangs_is_ended_and_started_again(
     found: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_of_servers, "PAUSE_S", 0.5)
+    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
     served = restartable(model_folder, tmp_path)
     engine = served.engine
     engine.submit(4, [long_request(2)], sampling())

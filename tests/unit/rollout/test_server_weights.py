@@ -28,7 +28,7 @@ from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import engine as engine_of_servers
-from fivefold.rollout.servers import running, sglang_dialect, vllm_dialect
+from fivefold.rollout.servers import running, sglang_dialect, standstill, vllm_dialect
 from fivefold.rollout.servers import weights as weights_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.command import server_command
@@ -67,10 +67,13 @@ def start(
     monkeypatch.setattr(sglang_dialect, "visible_uuids", lambda: ["uuid-1", "uuid-0"])
     engines = []
 
-    def started(kind: dict[str, str], way: Route, max_restarts: int = 0, **variables: str) -> ServerEngine:
+    def started(
+        kind: dict[str, str], way: Route, max_restarts: int = 0, keeps_cache: bool = False, **variables: str
+    ) -> ServerEngine:
         model = model_folder(kind.get("model", "qwen3_moe"))
         python = write_python(tmp_path, **{fake_server.RELEASE: kind["release"], **variables})
-        spec = spec_of(kind["backend"], model, python=python, route=way, max_restarts=max_restarts)
+        changes: dict[str, Any] = {"max_restarts": max_restarts, "keeps_cache": keeps_cache}
+        spec = spec_of(kind["backend"], model, python=python, route=way, **changes)
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
         engines.append(ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save))
         return engines[-1]
@@ -335,6 +338,30 @@ def test_a_server_that_shares_devices_stands_still_until_its_cache_has_memory(
     assert sorted(set(completion.versions.tolist())) == [1, 2]
 
 
+def test_requests_that_are_held_before_a_transfer_go_on_after_it(
+    start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    engine, log = start(NEW, route("nccl"), keeps_cache=True), Log(tmp_path)
+    engine.enter(INVITATION, 1)
+    assert engine.expect_transfer()
+    engine.load_buckets(iter(buckets_of(weights, "nccl")), 1)
+    sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=20))
+    engine.submit(0, [GenerationRequest((fake_server.LONG, 1, 9, 9), 7)], sampling)
+    while "/fivefold/generate" not in log.posts():
+        assert engine.collect(0.01) == []
+    before = len(log.posts())
+    assert engine.expect_transfer()
+    assert log.posts()[before:] == ["/fivefold/hold"]
+    buckets = buckets_of(weights, "nccl")
+    engine.load_buckets(iter(buckets), 2)
+    update = ["/start_weight_update", *["/update_weights"] * len(buckets), "/finish_weight_update"]
+    assert log.posts()[before + 1 :] == [*update, "/fivefold/go_on"]
+    while not (done := engine.collect(0.3)):
+        pass
+    [(_, [completion])] = done
+    assert sorted(set(completion.versions.tolist())) == [1, 2]
+
+
 @pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_another_group(
@@ -366,7 +393,7 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)
     assert engine.collect(0.01) == []
 
-    monkeypatch.setattr(engine_of_servers, "PAUSE_S", 0.5)
+    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
     log.hang()
     assert not engine.expect_transfer()
     engine.enter(replace(INVITATION, group="weights_1"), 1)

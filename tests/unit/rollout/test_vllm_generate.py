@@ -6,7 +6,8 @@ import asyncio
 import importlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.dialect import Answer, Ask
-from fivefold.rollout.servers.vllm_dialect import VLLMDialect
+from fivefold.rollout.servers.vllm_dialect import GO_ON, HOLD, VLLMDialect
 
 PATH = VLLMDialect.generate_path
 TOKENS = [[3, 4, 5], [], [2**31 - 1, 7]]
@@ -64,6 +65,9 @@ class Engine:
     asked: list[Any] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, request_id))
         self.events.append("began")
@@ -77,6 +81,92 @@ class Engine:
             self.events.append("aborted")
             raise
         yield SimpleNamespace(outputs=self.outputs)
+
+
+class State:
+    """What vLLM's API server has of a request that has not ended; its detokenizer is this too."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.detokenizer = self
+        self.finals: asyncio.Queue[Any] = asyncio.Queue()
+
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Sampler:
+    """A stand-in for vLLM's engine client, whose engine samples a token of each request when it is told to.
+
+    The outputs of the engine wait in a queue, out of which a slow task takes them one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.output_processor = SimpleNamespace(request_states={}, external_req_ids=defaultdict(list))
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.output_handler: asyncio.Task[None] | None = None
+        self.lengths: dict[str, int] = {}
+        """Tokens that the engine has sampled of each request that is not whole."""
+        self.at_pause: Callable[[], None] = lambda: None
+        """What the engine still does before it answers a pause."""
+        self.is_paused = False
+        self.salts: list[str | None] = []
+        self.aborted: list[str] = []
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        await asyncio.sleep(0.01)
+        return ("generate",)
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
+        if self.output_handler is None:
+            self.output_handler = asyncio.create_task(self._take_outputs())
+        name, state = f"{request_id}-1a2b3c4d", State()
+        self.output_processor.request_states[name] = state
+        self.output_processor.external_req_ids[request_id].append(name)
+        self.salts.append(prompt.get("cache_salt"))
+        self.lengths[name] = 0
+        try:
+            yield await state.finals.get()
+        except asyncio.CancelledError:
+            self._forget(name)
+            self.aborted.append(name)
+            raise
+
+    def sample(self, *, ends: bool = False) -> None:
+        """Sample a token of each request, and end them."""
+        for name in self.lengths:
+            self.lengths[name] += 1
+        self.engine_core.outputs_queue.put_nowait(SimpleNamespace(outputs=list(self.lengths), ends=ends))
+        self.lengths = {} if ends else self.lengths
+
+    async def _take_outputs(self) -> None:
+        while True:
+            taken = await self.engine_core.outputs_queue.get()
+            for name in taken.outputs:
+                await asyncio.sleep(0.005)
+                if state := self.output_processor.request_states.get(name):
+                    state.token_ids.append(7)
+                    if taken.ends:
+                        output = SimpleNamespace(
+                            index=0, token_ids=state.token_ids, logprobs=None, finish_reason="stop"
+                        )
+                        state.finals.put_nowait(SimpleNamespace(outputs=[output]))
+                        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self.lengths.pop(name, None)
+        self.output_processor.request_states.pop(name)
+        external, _, _ = name.rpartition("-")
+        self.output_processor.external_req_ids.pop(external)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.is_paused = True
+        self.at_pause()
+        await asyncio.sleep(0.001)
+
+    async def resume_generation(self) -> None:
+        self.is_paused = False
 
 
 class EngineDeadError(Exception):
@@ -93,8 +183,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     contents = {
         "vllm": {},
         "vllm.v1": {},
-        "vllm.v1.engine": {},
-        "vllm.inputs": {"tokens_input": lambda token_ids: {"type": "token", "prompt_token_ids": token_ids}},
+        "vllm.v1.engine": {"EngineCoreOutputs": lambda: SimpleNamespace(outputs=[], ends=False)},
+        "vllm.inputs": {"tokens_input": lambda ids, **salt: {"type": "token", "prompt_token_ids": ids, **salt}},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind, "SamplingParams": SamplingParams},
         "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError, "EngineGenerateError": EngineGenerateError},
     }
@@ -284,3 +374,156 @@ def test_a_log_prob_that_no_sampled_token_has_is_an_error(call: Call, logprob: f
     _, content = call(Engine([output]), body(logprobs=0))
     with pytest.raises(RuntimeError, match="answered 3 tokens with 2 log-probs: every token needs a number"):
         read(content, wants_logprobs=True)
+
+
+class Server:
+    """The endpoints over a `Sampler`."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.engine = Sampler()
+        self._app = getattr(module, vllm_dialect.GENERATE.rpartition(".")[2])(None)
+
+    async def post(self, path: str, content: bytes = b"{}") -> tuple[int, bytes]:
+        messages, sent = [{"type": "http.request", "body": content}], list[Any]()
+
+        async def receive() -> Any:
+            return messages.pop(0) if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+        await self._app({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
+        return sent[0]["status"], sent[1]["body"]
+
+    async def hold(self) -> int:
+        """Hold all requests; return the number of tokens sampled."""
+        status, content = await self.post(HOLD)
+        assert status == 200
+        return int(json.loads(content)["n_tokens"])
+
+    async def go_on(self, version: int) -> None:
+        assert (await self.post(GO_ON, json.dumps({"version": version}).encode()))[0] == 200
+
+    async def ask(self, n_running: int) -> asyncio.Task[list[int]]:
+        """Begin a request, and wait until the engine has so many; the task returns the versions of its tokens."""
+
+        async def versions() -> list[int]:
+            status, content = await self.post(PATH, body())
+            assert status == 200
+            [answer] = VLLMDialect().answers(content, Ask((5, 6), 1, None, wants_logprobs=False))
+            assert answer.versions_T is not None
+            return answer.versions_T.tolist()
+
+        asked = asyncio.create_task(versions())
+        while len(self.engine.lengths) < n_running:
+            await asyncio.sleep(0.001)
+        return asked
+
+    async def sampled(self, n: int) -> None:
+        """Let the engine sample so many tokens of each request, and the API server take them over."""
+        for _ in range(n):
+            self.engine.sample()
+        while not self.engine.engine_core.outputs_queue.empty():
+            await asyncio.sleep(0.001)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def test_a_held_request_tells_which_weights_sampled_each_token(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        await server.go_on(4)
+        asked = await server.ask(1)
+        await server.sampled(2)
+        # What the engine samples before it stands still is taken over late.
+        server.engine.at_pause = server.engine.sample
+        assert await server.hold() == 3
+        assert server.engine.is_paused
+        await server.go_on(5)
+        assert not server.engine.is_paused
+        other = await server.ask(2)
+        await server.sampled(1)
+        assert await server.hold() == 5 + 2
+        await server.go_on(6)
+        await server.sampled(1)
+        server.engine.sample(ends=True)
+        assert await asked == [4, 4, 4, 5, 5, 6, 6]
+        assert await other == [5, 5, 6, 6]
+        assert server.engine.salts == ["weights 4", "weights 5"], "each began on keys and values of its own version"
+        assert server.engine.aborted == []
+        assert await server.hold() == 11
+
+    run(scenario())
+
+
+def test_a_request_that_ended_before_the_hold_has_the_old_version(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        await server.go_on(1)
+        asked = await server.ask(1)
+        await server.sampled(1)
+        server.engine.at_pause = lambda: server.engine.sample(ends=True)
+        assert await server.hold() == 2
+        await server.go_on(2)
+        assert await asked == [1, 1]
+
+    run(scenario())
+
+
+def test_a_request_without_a_token_begins_anew_with_the_new_weights(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        await server.go_on(1)
+        asked = await server.ask(1)
+        assert await server.hold() == 0
+        [aborted] = server.engine.aborted
+        # So does one that comes while the server stands still.
+        late = await server.ask(0)
+        await asyncio.sleep(0.05)
+        assert server.engine.lengths == {}
+        await server.go_on(2)
+        while len(server.engine.lengths) < 2:
+            await asyncio.sleep(0.001)
+        assert aborted not in server.engine.lengths
+        server.engine.sample(ends=True)
+        assert (await asked, await late) == ([2], [2])
+        assert server.engine.salts == ["weights 1", "weights 2", "weights 2"]
+
+    run(scenario())
+
+
+def test_a_server_that_was_never_told_its_version_salts_nothing(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        asked = asyncio.create_task(server.post(PATH, body()))
+        while not server.engine.lengths:
+            await asyncio.sleep(0.001)
+        server.engine.sample(ends=True)
+        _, content = await asked
+        assert b"versions" not in content
+        assert server.engine.salts == [None]
+
+    run(scenario())
+
+
+def test_a_request_for_several_completions_is_not_held(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        asked = asyncio.create_task(server.post(PATH, body(n=3)))
+        while not server.engine.lengths:
+            await asyncio.sleep(0.001)
+        assert_refused(await server.post(HOLD), 400, "a request for 3 completions is running")
+        assert not server.engine.is_paused
+        asked.cancel()
+
+    run(scenario())
+
+
+def test_versions_of_other_tokens_than_the_sampled_ones_are_an_error() -> None:
+    row = {"index": 0, "n_tokens": 1, "finish_reason": "stop", "has_logprobs": False, "versions": [[1, 2]]}
+    content = json.dumps([row]).encode() + b"\n" + np.array([7], "<i4").tobytes()
+    with pytest.raises(RuntimeError, match=r"tells the versions \[\[1, 2\]\] of 1 tokens"):
+        VLLMDialect().answers(content, Ask((5,), 1, None, wants_logprobs=False))

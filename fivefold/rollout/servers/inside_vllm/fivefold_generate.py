@@ -7,12 +7,22 @@ thread, which takes longer than to compute the log-probs.
     POST /fivefold/generate     {"token_ids": [5, 6], "sampling_params": {"n": 2, "logprobs": 0, ...}}
 
     200     one line of JSON with the list of the completions, each as
-                {"index": 0, "n_tokens": 3, "finish_reason": "stop", "has_logprobs": true}
+                {"index": 0, "n_tokens": 3, "finish_reason": "stop", "has_logprobs": true, "versions": [[4, 2], [5, 1]]}
             then for each completion, in the order of the list, without anything in between:
                 its token ids        n_tokens little-endian int32
                 their log-probs      n_tokens little-endian float32, if it has them
+            versions says which weights sampled how many tokens, one after the other. It is missing where they were
+            never told
     400     the request cannot be answered, for the reason in the text
     500     the engine failed, or gave other log-probs than those of the sampled tokens
+
+New weights may come between two tokens of a request, which goes on with the keys and values that it has:
+
+    POST /fivefold/hold         {}                  stand still; {"n_tokens": 70}, which were sampled since the start
+    POST /fivefold/go_on        {"version": 5}      go on, with weights of this version
+
+Blocks of vLLM's cache of prefixes are salted with the version with which a request began, so that none begins on those
+of other weights. What has no token when the server stands still is begun anew for that, once it goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -27,9 +38,10 @@ import numpy as np
 import numpy.typing as npt
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-PATH = "/fivefold/generate"
+PATH, HOLD, GO_ON = "/fivefold/generate", "/fivefold/hold", "/fivefold/go_on"
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -43,23 +55,105 @@ class WrongLogprobs(Exception):
     """The engine gave log-probs that are not those of the sampled tokens."""
 
 
+@dataclass(eq=False)
+class Running:
+    """A request that the engine has."""
+
+    name: str
+    n: int
+    """Number of its completions."""
+    work: asyncio.Task[Sequence[Any]]
+    """Waits for the completions, in the engine's form."""
+    version: int | None
+    """Version of the weights that sample its next token; None: it was never told."""
+    held: list[tuple[int | None, int]] = field(default_factory=list)
+    """For each time that the server stood still: the version until then, and the tokens so far."""
+
+
 class Generate:
-    """ASGI middleware that answers POST requests to `PATH`, and hands all others on."""
+    """ASGI middleware that answers POST requests to its own paths, and hands all others on."""
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._running: set[Running] = set()
+        self._version: int | None = None
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._n_answered = 0
+        """Tokens of the requests that are answered."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request. A client that goes before its answer ends the request in the engine."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] != PATH:
+        own = {PATH: self._generate, HOLD: self._hold, GO_ON: self._go_on}
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in own:
             await self._app(scope, receive, send)
             return
         body = await _body(receive)
         if body is None:
             return
-        reply = await _unless_gone(_reply(scope["app"].state.engine_client, body), receive)
+        work = own[scope["path"]](scope["app"].state.engine_client, body)
+        reply = await _unless_gone(_reply(work), receive)
         if reply is not None:
             await _send(send, *reply)
+
+    async def _generate(self, engine: Any, body: bytes) -> bytes:
+        token_ids, params = _request(body)
+        # vLLM looks these up before it takes its first request. With them, it takes one without waiting for anything.
+        await engine.get_supported_tasks()
+        while True:
+            await self._goes_on.wait()
+            name = f"fivefold-{uuid4().hex}"
+            work = asyncio.create_task(_outputs(engine, self._prompt(token_ids), params, name))
+            running = Running(name, params.n, work, self._version)
+            self._running.add(running)
+            try:
+                await asyncio.wait({work})
+            finally:
+                self._running.discard(running)
+                work.cancel()
+            if not work.cancelled():  # only `_hold` has cancelled it
+                outputs = work.result()
+                self._n_answered += sum(len(output.token_ids) for output in outputs)
+                return _packed(outputs, running)
+
+    def _prompt(self, token_ids: list[int]) -> Any:
+        if self._version is None:
+            return tokens_input(token_ids)
+        return tokens_input(token_ids, cache_salt=f"weights {self._version}")
+
+    async def _hold(self, engine: Any, body: bytes) -> bytes:
+        """Let the engine stand still, and note how many tokens each request has."""
+        if n := max((running.n for running in self._running), default=1) - 1:
+            raise ValueError(f"a request for {n + 1} completions is running: only those for one are held")
+        self._goes_on.clear()
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        await _all_taken_over(engine)
+        n_tokens, begun_anew = self._n_answered, []
+        for running in list(self._running):
+            states = _states(engine, running)
+            if not states:  # it has ended, and its answer is on the way
+                self._running.discard(running)
+                n_tokens += await _n_tokens(running)
+                continue
+            sampled = states[0].detokenizer.num_output_tokens()
+            running.held.append((running.version, sampled))
+            n_tokens += sampled
+            if not sampled:
+                running.work.cancel()
+                begun_anew.append(running.work)
+        if begun_anew:
+            await asyncio.wait(begun_anew)
+        return json.dumps({"n_tokens": n_tokens}).encode()
+
+    async def _go_on(self, engine: Any, body: bytes) -> bytes:
+        """Let the engine go on, with weights of the version that the request names."""
+        version = json.loads(body)["version"]
+        self._version = version
+        for running in self._running:
+            running.version = version
+        await engine.resume_generation()
+        self._goes_on.set()
+        return b"{}"
 
 
 async def _body(receive: Receive) -> bytes | None:
@@ -92,16 +186,13 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _reply(engine: Any, body: bytes) -> Reply:
+async def _reply(work: Awaitable[bytes]) -> Reply:
     try:
-        token_ids, params = _request(body)
-        outputs = await _outputs(engine, token_ids, params)
+        return 200, await work
     except ValueError as error:  # vLLM's own class for what it refuses is a ValueError
         return 400, str(error).encode()
     except (EngineDeadError, EngineGenerateError) as error:
         return 500, repr(error.__cause__ or error).encode()
-    try:
-        return 200, _packed(outputs)
     except WrongLogprobs as error:
         return 500, str(error).encode()
 
@@ -128,16 +219,44 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams]:
     return token_ids, params
 
 
-async def _outputs(engine: Any, token_ids: list[int], params: SamplingParams) -> Sequence[Any]:
+async def _outputs(engine: Any, prompt: Any, params: SamplingParams, name: str) -> Sequence[Any]:
     """Return the finished completions, in the engine's form."""
     final = None
-    async for output in engine.generate(tokens_input(token_ids), params, f"fivefold-{uuid4().hex}"):
+    async for output in engine.generate(prompt, params, name):
         final = output
     assert final is not None
     return final.outputs
 
 
-def _packed(outputs: Sequence[Any]) -> bytes:
+async def _all_taken_over(engine: Any) -> None:
+    """Return once this process has taken over all that the engine sampled before it stood still.
+
+    The engine's outputs come before its answer to the pause, into a queue. vLLM's task takes the next ones out when it
+    is done with those before. So it is done with all of them when it has taken a last one, which has nothing in it.
+    """
+    if engine.output_handler is None:  # the task begins with the first request
+        return
+    outputs = engine.engine_core.outputs_queue
+    outputs.put_nowait(EngineCoreOutputs())
+    while not outputs.empty():
+        await asyncio.sleep(0.001)
+
+
+def _states(engine: Any, running: Running) -> list[Any]:
+    """Return what vLLM's API server has of each completion of a request that has not ended."""
+    processor = engine.output_processor
+    return [processor.request_states[name] for name in processor.external_req_ids.get(running.name, ())]
+
+
+async def _n_tokens(running: Running) -> int:
+    """Wait for the answer to a request that has ended; return the number of its tokens."""
+    await asyncio.wait({running.work})
+    if running.work.cancelled() or running.work.exception() is not None:
+        return 0
+    return sum(len(output.token_ids) for output in running.work.result())
+
+
+def _packed(outputs: Sequence[Any], running: Running) -> bytes:
     rows, parts = [], []
     for output in outputs:
         token_ids_T = np.asarray(output.token_ids, dtype="<i4")
@@ -150,12 +269,23 @@ def _packed(outputs: Sequence[Any]) -> bytes:
                 "n_tokens": len(token_ids_T),
                 "finish_reason": output.finish_reason,
                 "has_logprobs": output.logprobs is not None,
+                **({} if running.version is None else {"versions": _versions(running, len(token_ids_T))}),
             }
         )
         parts.append(token_ids_T.tobytes())
         if output.logprobs is not None:
             parts.append(_logprobs(output.logprobs, token_ids_T).tobytes())
     return b"".join([json.dumps(rows).encode(), b"\n", *parts])
+
+
+def _versions(running: Running, n_tokens: int) -> list[tuple[int | None, int]]:
+    """Return which weights sampled how many of a completion's tokens, one after the other."""
+    spans, begin = [], 0
+    for version, sampled in [*running.held, (running.version, n_tokens)]:
+        end = min(sampled, n_tokens)
+        spans.append((version, end - begin))
+        begin = end
+    return spans
 
 
 def _logprobs(flat: Any, token_ids_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
