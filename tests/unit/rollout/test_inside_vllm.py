@@ -64,7 +64,8 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "vllm.sampling_params": {
             "RequestOutputKind": SimpleNamespace(FINAL_ONLY=FINAL_ONLY), "SamplingParams": SimpleNamespace
         },
-        "vllm.v1": {}, "vllm.v1.core": {}, "vllm.v1.core.sched": {}, "vllm.v1.engine": {},
+        "vllm.v1": {}, "vllm.v1.core": {}, "vllm.v1.core.sched": {},
+        "vllm.v1.engine": {"EngineCoreOutputs": SimpleNamespace},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
         "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.engine.exceptions": {"EngineDeadError": OSError, "EngineGenerateError": OSError},
@@ -156,13 +157,17 @@ class Flat(list[Any]):
         self.token_ids, self.logprobs = token_ids, [-float(token) for token in token_ids]
 
 
+NEVER_HELD = SimpleNamespace(version=None, held=[])
+"""A request of a server that keeps no caches."""
+
+
 @pytest.mark.parametrize("kept", [0, 2])
 def test_an_aborted_completion_ends_where_its_logprobs_end(inside: Any, kept: int) -> None:
     token_ids = [4, 5, 6]
     output = SimpleNamespace(
         index=0, token_ids=token_ids, finish_reason="abort", logprobs=Flat(token_ids[: len(token_ids) - kept])
     )
-    line, _, numbers = inside.fivefold_generate._packed([output]).partition(b"\n")
+    line, _, numbers = inside.fivefold_generate._packed([output], NEVER_HELD).partition(b"\n")
     n_tokens = 3 - kept
     assert f'"n_tokens": {n_tokens}'.encode() in line
     assert np.frombuffer(numbers, "<i4", n_tokens).tolist() == token_ids[:n_tokens]
@@ -172,4 +177,4 @@ def test_an_aborted_completion_ends_where_its_logprobs_end(inside: Any, kept: in
 def test_a_whole_completion_without_all_its_logprobs_is_an_error(inside: Any) -> None:
     output = SimpleNamespace(index=0, token_ids=[4, 5], finish_reason="stop", logprobs=Flat([4]))
     with pytest.raises(inside.fivefold_generate.WrongLogprobs, match="1 log-probs for 2 tokens"):
-        inside.fivefold_generate._packed([output])
+        inside.fivefold_generate._packed([output], NEVER_HELD)
