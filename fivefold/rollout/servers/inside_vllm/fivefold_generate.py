@@ -98,8 +98,10 @@ class Generate:
 
     async def _generate(self, engine: Any, body: bytes) -> bytes:
         token_ids, params = _request(body)
-        # vLLM looks these up before it takes its first request. With them, it takes one without waiting for anything.
-        await engine.get_supported_tasks()
+        if self._version is not None:
+            # vLLM looks these up before it takes its first request. With them, it takes one without waiting, so that a
+            # hold finds it there.
+            await engine.get_supported_tasks()
         while True:
             await self._goes_on.wait()
             name = f"fivefold-{uuid4().hex}"
