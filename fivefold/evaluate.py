@@ -184,10 +184,10 @@ def evaluate(
     shape = load_shape(folder)
     placement = _place(recipe, shape)
     check_weights(folder, shape)
-    check_frozen(recipe, shape, placement)
+    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    check_frozen(recipe, shape, placement, tokenizer)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
-    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     evaluator = Evaluator.of(recipe, tokenizer, resolve_rewards(recipe.reward, recipe.scheduler.timeout_s))
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")

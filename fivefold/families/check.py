@@ -25,9 +25,9 @@ _READS = {
     "ref": "a KL divergence needs the same tokens",
     "critic": "the critic reads the actor's tokens",
     "reward": "the reward model reads the actor's tokens",
-    "teacher": "the teacher reads the actor's tokens",
+    "teacher": "the teacher tells probabilities of the actor's tokens",
 }
-"""Why each role must have the actor's vocabulary."""
+"""Why each role must have the actor's tokens."""
 
 _ENGINE_SECTIONS = ("megatron", "fsdp")
 """Sections of a role that only one engine reads, which has their name."""
@@ -171,14 +171,24 @@ def _changed(section: BaseModel) -> Iterator[tuple[str, object]]:
 
 
 def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line for each role whose model has another vocabulary than the actor's, of which `shape` is."""
+    """Yield a line for each role whose model needs the actor's vocabulary, of which `shape` is, and has another."""
     for role, other in others.items():
-        if other.vocab != shape.vocab:
+        if other.vocab != shape.vocab and not reads_tokens_alone(recipe, role):
             path = vars(role_section(recipe, role))["path"]
+            sampled = " or set actor.distill.over=sampled" if role == "teacher" else ""
             yield (
                 f"{ROLE_SECTIONS[role]}.path={path} has {other.vocab} tokens in its vocabulary, the actor "
-                f"{shape.vocab}: {_READS[role]}, so name a model with the actor's vocabulary"
+                f"{shape.vocab}: {_READS[role]}, so name a model with the actor's vocabulary{sampled}"
             )
+
+
+def reads_tokens_alone(recipe: Recipe, role: str) -> bool:
+    """Return whether a role reads the actor's tokens and tells nothing of other tokens.
+
+    Its vocabulary may then be padded to another size than the actor's, if the tokenizers agree.
+    """
+    is_sampled = isinstance(recipe, TrainRecipe) and recipe.actor.distill.over == "sampled"
+    return role == "reward" or (role == "teacher" and is_sampled)
 
 
 def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -11,7 +12,7 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.role_sections import frozen_models
+from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import Offloadable
 from fivefold.families.check import layout_problems, vocabulary_problems
@@ -22,6 +23,10 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
+from fivefold.rollout.tokenizer import has_tokenizer, load_tokenizer, other_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def frozen_shape(recipe: TrainRecipe, role: str) -> ModelShape:
@@ -35,26 +40,53 @@ def frozen_shape(recipe: TrainRecipe, role: str) -> ModelShape:
     return with_stored_head(shape, folder) if role == "reward" else shape
 
 
-def check_frozen(recipe: TrainRecipe, actor: ModelShape, placement: Placement) -> None:
-    """Refuse frozen models that cannot be started.
+def check_frozen(
+    recipe: TrainRecipe, actor: ModelShape, placement: Placement, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse frozen models that cannot be started, or that would read other tokens than the actor has sampled.
 
     Args:
         recipe: the recipe.
         actor: shape of the actor's model.
         placement: the roles on their devices; those that are not placed are not checked.
+        tokenizer: the run's.
 
     Raises:
-        ValueError: a model that is missing or not supported, that the layout does not fit, that has another vocabulary,
-            or whose weight files are broken.
+        ValueError: a model that is missing or not supported, that the layout does not fit, that has other tokens, or
+            whose weight files are broken.
     """
     shapes = {role: frozen_shape(recipe, role) for role in frozen_models(recipe) if role in placement}
     problems = [*vocabulary_problems(recipe, actor, shapes)]
     for role, shape in shapes.items():
         problems += [f"{role}: {line}" for line in layout_problems(placement[role].layout, shape)]
+        problems += _token_problems(recipe, role, shape.vocab, actor.vocab, tokenizer)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
     for role, shape in shapes.items():
         check_weights(resolve_model_folder(frozen_models(recipe)[role].path), shape)
+
+
+def _token_problems(
+    recipe: TrainRecipe, role: str, vocab: int, actor_vocab: int, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Yield a line if a model of `vocab` tokens reads other tokens than the run's tokenizer and the actor have."""
+    path = frozen_models(recipe)[role].path
+    key, folder = f"{ROLE_SECTIONS[role]}.path={path}", resolve_model_folder(path)
+    last = max(number for number in tokenizer.get_vocab().values() if number < actor_vocab)
+    if last >= vocab:
+        yield f"{key} has {vocab} tokens, and the actor's tokenizer goes up to token {last}: name one with all of them"
+    elif not has_tokenizer(folder):
+        if vocab != actor_vocab:
+            yield (
+                f"{key} has {vocab} tokens, the actor {actor_vocab}, and no tokenizer that shows whether they are the "
+                "same but for padding: put the files of its tokenizer into the folder"
+            )
+    elif found := other_token(tokenizer, load_tokenizer(str(folder))):
+        number, ours, theirs = found
+        yield (
+            f"{key} reads other tokens than the actor's: token {number} is {theirs!r} in its tokenizer and {ours!r} in "
+            "the actor's, so name a model with the actor's tokenizer"
+        )
 
 
 def frozen_specs(recipe: TrainRecipe, placement: Placement) -> dict[str, TrainerSpec]:

@@ -92,9 +92,9 @@ def lay_groundwork(recipe: Recipe, began: datetime | None = None) -> Groundwork:
     _check_weights(recipe, folder, shape, others.get("ref"))
     if "critic" in others:
         _check_critic_weights(recipe, others["critic"])
-    if isinstance(recipe, TrainRecipe):
-        check_frozen(recipe, shape, placement)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    if isinstance(recipe, TrainRecipe):
+        check_frozen(recipe, shape, placement, tokenizer)
     fix_date(tokenizer, began or datetime.now(UTC))
     return Groundwork(path, shape, placement, tokenizer, others)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 """A call of the function by which a chat template knows the date; its second group is the format."""
 
@@ -34,6 +37,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has files of a tokenizer."""
+    return any((folder / name).exists() for name in _FILES)
+
+
+def other_token(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
+    """Return the first token that two tokenizers have and write otherwise, its number before both forms; or None."""
+    forms = {number: token for token, number in other.get_vocab().items()}
+    for token, number in sorted(tokenizer.get_vocab().items(), key=itemgetter(1)):
+        if forms.get(number, token) != token:
+            return number, token, forms[number]
+    return None
 
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:

@@ -179,7 +179,7 @@ class DistillConfig(Section):
 
 
 class TeacherConfig(FrozenModelConfig):
-    """The model that `actor.distill` draws the actor towards; it must have the actor's vocabulary."""
+    """The model that `actor.distill` draws the actor towards; it must have the actor's tokens."""
 
 
 class ActorConfig(EngineConfig):
