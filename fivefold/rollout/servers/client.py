@@ -66,8 +66,9 @@ class HttpClient:
             else _SocketPool("localhost", path=address, **options)
         )
 
-    def is_healthy(self, limit_s: float = HEALTH_S) -> bool:
-        """Return whether the server answers within `limit_s` seconds that it is ready."""
+    def is_healthy(self, limit_s: float | None = None) -> bool:
+        """Return whether the server answers within `limit_s` seconds, or `HEALTH_S`, that it is ready."""
+        limit_s = HEALTH_S if limit_s is None else limit_s
         timeout = urllib3.Timeout(connect=limit_s, read=limit_s)
         try:
             return self._pool.request("GET", "/health", timeout=timeout).status == 200
