@@ -285,7 +285,7 @@ SCORE_MODEL: Mapping[str, Rule] = {
     for name, rule in {
         "model.path": to("reward.model.path", text),
         "model.input_tokenizer": unsupported(
-            "the reward model reads the actor's tokens, so it must have the actor's tokens"
+            "the reward model reads the actor's tokens, so it must have the actor's tokenizer"
         ),
         "megatron.param_offload": to("reward.model.offload", flag),
         "model.fsdp_config.param_offload": to("reward.model.offload", flag),
