@@ -33,6 +33,7 @@ from fivefold.families.fsdp_check import fsdp_problems
 from fivefold.families.megatron_check import megatron_problems
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
+from fivefold.layout.allocation import RoleAllocation
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import place
 from fivefold.layout.recipe import recipe_allocation
@@ -92,19 +93,24 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
         yield from reward_problems(recipe.reward)
 
 
-def _attention_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line for each role whose heads cannot have the kernels that its section asks for."""
+def _engines(recipe: Recipe) -> Iterator[tuple[RoleAllocation, EngineConfig]]:
+    """Yield each role whose model has a section of its own, with the section."""
     for role in recipe_allocation(recipe).roles:
         section = role_section(recipe, role.role)
         if isinstance(section, EngineConfig):
-            yield from attention_problems(ROLE_SECTIONS[role.role], section, others.get(role.role, shape))
+            yield role, section
+
+
+def _attention_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each role whose heads cannot have the kernels that its section asks for."""
+    for role, section in _engines(recipe):
+        yield from attention_problems(ROLE_SECTIONS[role.role], section, others.get(role.role, shape))
 
 
 def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each key of a section `megatron` that the role's model or pipeline cannot take."""
-    for role in recipe_allocation(recipe).roles:
-        section = role_section(recipe, role.role)
-        if isinstance(section, EngineConfig) and role.backend == "megatron":
+    for role, section in _engines(recipe):
+        if role.backend == "megatron":
             model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
             yield from megatron_problems(path, section, model, role)
 

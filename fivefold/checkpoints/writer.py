@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import RECIPE, CheckpointStore
 from fivefold.config.load import resolved_yaml
+from fivefold.config.problems import did_you_mean
 from fivefold.config.schema.run import RunConfig
 from fivefold.observe.durable import write_file
 from fivefold.observe.errors import RunFailed
@@ -188,8 +188,7 @@ class Checkpointer:
         # Steps without an evaluation say nothing about its metrics.
         of_its_kind = [one for one in metrics if one.startswith(EVALUATION) == name.startswith(EVALUATION)]
         if of_its_kind and name not in metrics:
-            near = get_close_matches(name, of_its_kind, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = did_you_mean(name, of_its_kind)
             self._note(f"recover.keep_best={name}: step {step} has no such metric{meant}")
             self._has_told = True
 

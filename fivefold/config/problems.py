@@ -69,6 +69,12 @@ class RecipeError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"- {problem}" for problem in self.problems))
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message that names the known word nearest to `word`; an empty text if none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all keys, sections included."""
     return (path for path, _ in _known_fields(schema, prefix))
@@ -222,12 +228,8 @@ def _rule(detail: ErrorDetails) -> str:
         limit, words = bounds[kind]
         return f"must be {words} {_number(context[limit])}"
     if kind == "literal_error":
-        close = difflib.get_close_matches(
-            str(value).lower().replace("-", "_"),
-            [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")],
-            n=1,
-        )
-        return f"must be {context['expected']}" + (f"; did you mean {close[0]}?" if close else "")
+        options = [option.strip("'") for option in context["expected"].replace(" or ", ", ").split(", ")]
+        return f"must be {context['expected']}{did_you_mean(str(value).lower().replace('-', '_'), options)}"
     if kind == "string_pattern_mismatch":
         return PATTERNS[context["pattern"]]
     if kind == "finite_number":

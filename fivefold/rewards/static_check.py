@@ -6,7 +6,6 @@ The source of a user's module is read, not imported. `resolve_reward` imports it
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
-from fivefold.config.problems import show
+from fivefold.config.problems import did_you_mean, show
 from fivefold.config.schema.rewards import OF_MODEL, OneRewardConfig, RewardConfig
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
@@ -63,13 +62,8 @@ def no_such_reward(name: str) -> ValueError:
     names = sorted([*BUILT_IN, OF_MODEL])
     return ValueError(
         f"reward.fn={name!r} is neither one of {names} nor of the form module:function or file.py:function"
-        f"{_nearest(name, names)}"
+        f"{did_you_mean(name, names)}"
     )
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def reward_problems(config: RewardConfig) -> Iterator[str]:
@@ -116,7 +110,9 @@ def _check(config: OneRewardConfig) -> None:
     defined = dict(_defined(tree.body))
     if function not in defined:
         if not _may_define_more(tree):
-            raise ValueError(f"reward.fn={config.fn!r}: {file} defines no {function!r}{_nearest(function, defined)}")
+            raise ValueError(
+                f"reward.fn={config.fn!r}: {file} defines no {function!r}{did_you_mean(function, defined)}"
+            )
         return
     definition = defined[function]
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) and not definition.decorator_list:

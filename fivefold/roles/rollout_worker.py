@@ -132,7 +132,7 @@ class RolloutWorker:
         Returns:
             The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
         """
-        began = self._take_reported_at() or time.perf_counter()
+        began, self._reported_at = self._reported_at or time.perf_counter(), None
         if not self._engine.has_weights:
             # Its server has died while it took weights, which is told here.
             self._told = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
@@ -147,11 +147,6 @@ class RolloutWorker:
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
         return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
-
-    def _take_reported_at(self) -> float | None:
-        """Forget since when a server has gone on without a report, and return it."""
-        since, self._reported_at = self._reported_at, None
-        return since
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""
@@ -190,7 +185,7 @@ class RolloutWorker:
         The buckets are `Bucket`s with the weights, or with another transport than `folder` announcements of
         `DeviceBucket`s.
         """
-        self._take_reported_at()
+        self._reported_at = None
         if self._route.transport == "folder":
             self._engine.update_weights(unpack(buckets, self._device), version)
         else:
@@ -202,7 +197,7 @@ class RolloutWorker:
 
     def swap_weights(self) -> None:
         """Replace all weights by those of the last `stage_weights`."""
-        self._take_reported_at()
+        self._reported_at = None
         self._engine.swap_weights()
 
     def expect_transfer(self) -> bool:
@@ -210,7 +205,7 @@ class RolloutWorker:
 
         One that has died or hangs is started again, and is in none.
         """
-        self._take_reported_at()
+        self._reported_at = None
         return self._server().expect_transfer()
 
     def meeting(self) -> Meeting:
@@ -223,7 +218,7 @@ class RolloutWorker:
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
-        self._take_reported_at()
+        self._reported_at = None
         self._engine.sleep()
 
     def wake_weights(self) -> None:
