@@ -26,7 +26,7 @@ Exit codes:
   0    it worked
   {FAILED}    the run failed
   {WRONG_INPUT}    the recipe or the command line is wrong; nothing was started
-  {INTERRUPTED}  it was interrupted (Ctrl-C or SIGTERM)"""
+  {INTERRUPTED}  it was interrupted (Ctrl-C, SIGTERM or a closed terminal)"""
 """The last paragraph of every help text; `\\b` keeps its line breaks."""
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]

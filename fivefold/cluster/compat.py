@@ -122,6 +122,8 @@ def signals_kept() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Ray's processes inherit this: a terminal that closes must not end them before the run has saved.
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     set_handler, connect = ray._private.utils.set_sigterm_handler, ray._raylet.CoreWorker
     waiting: list[int] = []
 
@@ -148,6 +150,7 @@ def signals_kept() -> Iterator[None]:
         ray._private.utils.set_sigterm_handler, ray._raylet.CoreWorker = set_handler, connect
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         keep_exit_statuses()
         for waited in waiting:
             signal.raise_signal(waited)

@@ -1,8 +1,11 @@
-"""Signals: the first Ctrl-C or SIGTERM ends the run in order, the second at once; SIGCHLD is not ignored.
+"""Signals: the first Ctrl-C, SIGTERM or SIGHUP ends the run in order, the second at once; SIGCHLD is not ignored.
 
 set-up          the first raises KeyboardInterrupt
 training loop   the first asks for the end, and the loop ends after the step in progress
 anywhere        the second kills this process and its children
+
+SIGHUP tells that the terminal was closed. Shell and kernel may both send it, so that it is never the second; where it
+is ignored, as below `nohup`, it stays so.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -31,7 +34,7 @@ def keep_exit_statuses() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside the block, the first SIGINT or SIGTERM raises KeyboardInterrupt; the next kills this process and children.
+    """Inside the block, the first signal to end raises KeyboardInterrupt; the next kills this process and its children.
 
     It is for the main thread only, and wraps a whole command, because nothing inside may set other handlers.
     """
@@ -59,7 +62,7 @@ class EndRequest:
 
 @contextmanager
 def ending_after_a_step() -> Iterator[EndRequest]:
-    """Inside the block, the first SIGINT or SIGTERM makes the request; the next kills this process and its children.
+    """Inside the block, the first signal to end makes the request; the next kills this process and its children.
 
     Only the main thread can handle signals; in another thread the block changes nothing.
     """
@@ -85,8 +88,14 @@ class _Handler:
         self._first = first
         self.count = 0
         """Number of signals so far."""
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        """Standard streams that are a terminal; one that was closed does not tell that it was one."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _silence(self._terminals)
+            if self.count:
+                return
         self.count += 1
         if self.count > 1:
             _end_at_once()
@@ -95,14 +104,25 @@ class _Handler:
 
 @contextmanager
 def _handling(first: Callable[[], None]) -> Iterator[_Handler]:
-    """Let a `_Handler` of `first` handle SIGINT and SIGTERM inside the block."""
+    """Let a `_Handler` of `first` handle SIGINT and SIGTERM inside the block, and SIGHUP unless it is ignored."""
     handler = _Handler(first)
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield handler
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _silence(streams: Sequence[int]) -> None:
+    """Drop what is written to standard streams from now on: writing to a terminal that was closed is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _tell(words: str) -> None:

@@ -96,7 +96,7 @@ def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tu
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that was killed, went on, and then ended because of Ctrl-C."""
+    """A run that was killed, went on, and then ended because its terminal was closed."""
 
     run: Path
     copy: Path
@@ -110,7 +110,7 @@ def ended(undisturbed: Path) -> Ended:
     run = undisturbed.with_name("interrupted")
     code, *_ = interrupted(run, subprocess.Popen.kill)
     assert code == -signal.SIGKILL
-    code, output, errors = interrupted(run, lambda driver: os.killpg(driver.pid, signal.SIGINT))
+    code, output, errors = interrupted(run, lambda driver: os.killpg(driver.pid, signal.SIGHUP))
     assert code == 130, errors
     return Ended(run, Path(shutil.copytree(run, run.with_name("copy"))), output, errors)
 

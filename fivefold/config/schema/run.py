@@ -37,7 +37,8 @@ class SaverConfig(PeriodicConfig):
 class RecoverConfig(PeriodicConfig):
     """Checkpoints of the whole run, from which the same command goes on after an interruption (docs/recovery.md).
 
-    A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C or SIGTERM.
+    A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C, SIGTERM or a terminal
+    that closes.
     """
 
     mode: PathText = "auto"
