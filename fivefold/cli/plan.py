@@ -192,6 +192,7 @@ def plan(
                 return
             answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
             _check_checkpoint(recipe, overrides or [], answer.question.shape)
+            _check_methods(recipe, overrides or [])
             if lengths is not None:
                 ahead = _look_ahead(recipe, overrides or [], answer.question, lengths)
         elif recipe is None and model is not None and gpus is not None:
@@ -226,6 +227,26 @@ def _check_checkpoint(recipe: Path, overrides: list[str], shape: ModelShape) -> 
         from fivefold.bridge.megatron_reader import MegatronWeights  # imports torch, which no other plan needs
 
         MegatronWeights(checkpoint, shape).close()
+
+
+def _check_methods(recipe: Path, overrides: list[str]) -> None:
+    """Check the loss and the advantage of a recipe as the training does, if it says more of them than a known name.
+
+    Raises:
+        ValueError: one that cannot be imported, or wrong options.
+    """
+    from fivefold.config.load import load_any_recipe
+    from fivefold.config.schema.train import TrainRecipe
+
+    loaded = load_any_recipe(recipe, overrides)
+    if not isinstance(loaded, TrainRecipe):
+        return
+    actor = loaded.actor
+    is_own = any(":" in name for name in (actor.loss, actor.advantage))
+    if is_own or actor.loss_kwargs or actor.advantage_kwargs or actor.prox_logp_method == "loglinear":
+        from fivefold.algorithms.methods import check_methods  # imports torch, which no other plan needs
+
+        check_methods(loaded)
 
 
 def _look_ahead(recipe: Path, overrides: list[str], question: Question, lengths: str) -> LookAhead:

@@ -204,6 +204,12 @@ class PolicyUpdate:
         expert = None if self.experts is None else self.experts.next()
         return with_imitation(batch, loss.normalizer(batch.totals()), expert, self._config.positive_nll_coeff)
 
+    @property
+    def problem(self) -> str | None:
+        """Why the run is to end, as the updates have shown; None: it goes on."""
+        critic = None if self._critic is None else self._critic.guard.problem
+        return critic or self.guard.problem
+
     def run(self, batch: RemoteBatch, groups: Sequence[int], step: int) -> dict[str, float]:
         """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
 
@@ -211,15 +217,12 @@ class PolicyUpdate:
             batch: the batch that `prepare` returned.
             groups: the group of each of its sequences.
             step: the training step, from which the random split into mini-batches is seeded.
-
-        Raises:
-            RunFailed: several updates in a row had no finite gradient.
         """
         metrics: dict[str, float] = {}
         self.given = ()
         if self._critic is not None:
             metrics = self._critic.run(batch, groups, step)
-            if self._critic.is_warming_up(step):
+            if self._critic.is_warming_up(step) or self.problem is not None:
                 return metrics
         if self.experts is not None:
             self.experts.draw(step)
@@ -237,6 +240,8 @@ class PolicyUpdate:
             self.guard,
             step,
         )
+        if self.problem is not None:
+            return metrics | averages
         if self._config.kl_ctl > 0:
             averages["kl_ctl"] = self.state.kl_ctl
         if self._config.entropy_target is not None:
@@ -265,19 +270,11 @@ def _outcomes(samples: Sequence[Sample]) -> Outcomes:
     )
 
 
-def check_methods(recipe: TrainRecipe, prompts: Sequence[Prompt]) -> None:
-    """Build the recipe's loss and advantage, which tries out those that the user has written, and check its data.
+def check_prompts(recipe: TrainRecipe, prompts: Sequence[Prompt]) -> None:
+    """Check the data of a recipe's loss.
 
     Raises:
-        ValueError: one of them cannot be imported, does not do what its protocol says, or has wrong options; or a
-            prompt lacks what its samples are weighted by.
+        ValueError: a prompt lacks what its samples are weighted by.
     """
     if (weights := SampleWeights.of(recipe.actor)) is not None:
         weights.difficulties(prompts)
-    loss = PolicyLoss.from_config(recipe.actor, recipe.gconfig)
-    if loss.old_is_interpolated and loss.before is not None:
-        raise ValueError(
-            "actor.prox_logp_method=loglinear gives old log-probs in the update alone, but actor.loss or "
-            "actor.rollout_correction.mask compares those of a whole mini-batch before it: set it to recompute"
-        )
-    build_advantage(recipe.actor, recipe.gconfig.n_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,26 @@ Loop = Callable[..., object]
 
 def invoke(*args: str, text: str | None = None) -> Result:
     return CliRunner().invoke(app, list(args), input=text)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("actor.loss_kwargs={rign: 1}", "actor.loss_kwargs.rign=1: there is no such option"),
+        ("actor.advantage_kwargs={rign: 1}", "actor.advantage_kwargs.rign=1"),
+        ("actor.advantage=nowhere.py:own", "nowhere.py"),
+    ],
+)
+def test_a_plan_refuses_a_loss_and_an_advantage_as_the_training_does(word: str, message: str) -> None:
+    from fivefold.config.load import load_recipe
+    from fivefold.train import set_up
+
+    path = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        set_up(load_recipe(path, [word], TrainRecipe))
+    planned = invoke("plan", str(path), word)
+    assert planned.exit_code == 2
+    assert " ".join(str(refused.value).split()) in " ".join(planned.output.split())
 
 
 @pytest.fixture
