@@ -235,8 +235,8 @@ def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     kept = (tuple(role for role in group if role.role in ("rollout", "reward")) for group in allocation.groups)
     groups = Allocation(tuple(group for group in kept if group))
     placement = place_allocation(groups, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
-    rollout = placement["rollout"]
-    problems = [f"rollout: {line}" for line in layout_problems(rollout.layout, shape)]
+    shapes = {"rollout": shape} | ({"reward": frozen_shape(recipe, "reward")} if "reward" in placement else {})
+    problems = [f"{role}: {line}" for role in shapes for line in layout_problems(placement[role].layout, shapes[role])]
     problems += [*replica_problems(placement), *server_problems(recipe), *sampling_problems(recipe, shape)]
     if problems:
         raise RecipeError(recipe.experiment_name, problems)

@@ -15,7 +15,6 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.role_sections import ROLE_SECTIONS, frozen_models
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import Offloadable
-from fivefold.families.check import layout_problems, vocabulary_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import Placement
@@ -52,13 +51,11 @@ def check_frozen(
         tokenizer: the run's.
 
     Raises:
-        ValueError: a model that is missing or not supported, that the layout does not fit, that has other tokens, or
-            whose weight files are broken.
+        ValueError: a model that is missing or not supported, that has other tokens, or whose weight files are broken.
     """
     shapes = {role: frozen_shape(recipe, role) for role in frozen_models(recipe) if role in placement}
-    problems = [*vocabulary_problems(recipe, actor, shapes)]
+    problems: list[str] = []
     for role, shape in shapes.items():
-        problems += [f"{role}: {line}" for line in layout_problems(placement[role].layout, shape)]
         problems += _token_problems(recipe, role, shape.vocab, actor.vocab, tokenizer)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)

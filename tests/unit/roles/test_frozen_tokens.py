@@ -16,6 +16,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import load_shape
 from fivefold.layout.placement import place
+from fivefold.preflight import check_recipe
 from fivefold.roles.launch_frozen import check_frozen
 from fivefold.rollout.tokenizer import load_tokenizer
 
@@ -56,9 +57,9 @@ def swap_two(vocabulary: dict[str, int]) -> None:
 
 def check(folder: Path, *words: str) -> None:
     recipe = load_recipe(RECIPE, [f"teacher.path={folder}", *words], TrainRecipe)
-    check_frozen(
-        recipe, load_shape(resolve_model_folder(ACTOR)), place(recipe), load_tokenizer(str(resolve_model_folder(ACTOR)))
-    )
+    actor = resolve_model_folder(ACTOR)
+    check_recipe(recipe, load_shape(actor), {"teacher": load_shape(folder)})
+    check_frozen(recipe, load_shape(actor), place(recipe), load_tokenizer(str(actor)))
 
 
 def test_a_vocabulary_may_be_padded_to_another_size(folder: Path) -> None:
