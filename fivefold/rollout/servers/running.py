@@ -24,7 +24,7 @@ from fivefold.rollout.servers.weights import WeightLoader
 DEATH_S = 60.0
 """Seconds that a server may take to end after its connections have broken."""
 
-HEALTH_S = 2.0
+WELL_S = 2.0
 """Seconds that a server has to say that it is well, when it has not taken its weights."""
 
 
@@ -144,7 +144,7 @@ class RunningServer:
                 raise
             # By these words, the run takes the server for one that waits for the cause.
             waits = ", though it is well: perhaps it has timed out because another server or the trainer hangs"
-            is_well = self.http.is_healthy(HEALTH_S)
+            is_well = self.http.is_healthy(WELL_S)
             raise ServerDied(f"{hang}, for weights that travel by NCCL{waits if is_well else ''}") from None
 
     def sample_token(self, limit_s: float) -> None:

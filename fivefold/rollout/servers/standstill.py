@@ -6,8 +6,6 @@ keep    they stay in the server with their keys and values, and go on (`rollout.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.stream import ServerStream
@@ -28,7 +26,7 @@ class Standstill:
         """Number of tokens that the server had sampled when it was held last."""
         self.is_on = False
 
-    def begin(self, http: HttpClient, stream: ServerStream[Any]) -> None:
+    def begin(self, http: HttpClient, stream: ServerStream) -> None:
         """Make the server stand still; the answers of requests that it aborts for that are in the stream afterwards.
 
         Raises:
@@ -42,7 +40,7 @@ class Standstill:
             stream.interrupted()
         self.is_on = True
 
-    def end(self, http: HttpClient, stream: ServerStream[Any] | None, version: int) -> None:
+    def end(self, http: HttpClient, stream: ServerStream | None, version: int) -> None:
         """Let the server go on, with weights of `version`.
 
         A server that keeps caches is told its version even if it did not stand still, because nothing was running.
@@ -55,6 +53,6 @@ class Standstill:
             self._dialect.resume(http)
         self.is_on = False
 
-    def n_sampled(self, stream: ServerStream[Any]) -> int:
+    def n_sampled(self, stream: ServerStream) -> int:
         """Return how many tokens the server is known to have sampled: more after `begin`, unless it hangs."""
         return self._n_held if self._keeps_cache else stream.n_tokens

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
-
-Reply = TypeVar("Reply")
 
 
 @dataclass(eq=False)
@@ -160,13 +158,13 @@ def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
     return max(0, length - len(before))
 
 
-class ServerStream(Generic[Reply]):
+class ServerStream:
     """Jobs in progress on one server."""
 
     def __init__(
         self,
-        send: Callable[[Ask, SamplingParams], Reply],
-        read: Callable[[Reply, Ask], list[Answer]],
+        send: Callable[[Ask, SamplingParams], bytes],
+        read: Callable[[bytes, Ask], list[Answer]],
         sampling: SamplingParams,
         *,
         most: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -64,14 +65,19 @@ def restartable(model_folder: Folder, tmp_path: Path, max_restarts: int = 1) -> 
     return served
 
 
-def as_it_came(reply: list[Answer], ask: Ask) -> list[Answer]:
+def as_it_came(reply: bytes, ask: Ask) -> list[Answer]:
     """Return what a stream reads of a reply that consists of answers."""
-    return reply
+    return cast(list[Answer], pickle.loads(reply))
 
 
-def answer(reason: AnswerEnd) -> list[Answer]:
-    """Return an answer of one token."""
-    return [Answer(np.array([9], np.int32), np.array([-1.0], np.float32), reason)]
+def reply_of(*answer: Any) -> bytes:
+    """Return a reply with one answer."""
+    return pickle.dumps([Answer(*answer)])
+
+
+def answer(reason: AnswerEnd) -> bytes:
+    """Return a reply of one token."""
+    return reply_of(np.array([9], np.int32), np.array([-1.0], np.float32), reason)
 
 
 def never_again(wait: Callable[[RunningServer], None]) -> Callable[[RunningServer], None]:
@@ -183,12 +189,12 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
     asked: list[tuple[int, ...]] = []
     is_asked, is_paused = threading.Event(), threading.Event()
 
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         asked.append(ask.token_ids)
         is_asked.set()
         assert is_paused.wait(LONGEST_S)
         one_token, is_new = (np.array([9], np.int32), np.array([-1.0], np.float32)), len(ask.token_ids) == 1
-        return [Answer(*one_token, "abort" if is_new and len(asked) == 1 else "stop")]
+        return reply_of(*one_token, "abort" if is_new and len(asked) == 1 else "stop")
 
     # One request at a time, so that their order is that in which they are asked for.
     stream = ServerStream(complete, as_it_came, sampling(), most=1)
@@ -211,13 +217,13 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
 def test_chunks_of_a_completion_arrive_before_its_end() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         """Give each completion ten tokens, numbered from 1, in as many asks as that takes."""
         number, *sampled = ask.token_ids
         asked.append((number, len(sampled), params.max_new_tokens))
         tokens = list(range(len(sampled) + 1, 11))[: params.max_new_tokens]
         is_whole = len(sampled) + len(tokens) == 10
-        return [Answer(np.array(tokens, np.int32), -np.array(tokens, np.float32), "stop" if is_whole else "length")]
+        return reply_of(np.array(tokens, np.int32), -np.array(tokens, np.float32), "stop" if is_whole else "length")
 
     params = replace(sampling(max_new_tokens=9), min_new_tokens=6)
     stream = ServerStream(complete, as_it_came, params, most=1, most_tokens=4)
@@ -257,13 +263,13 @@ class Letters:
 )
 @pytest.mark.parametrize("end", ["length", "abort"])
 def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int, ends: str, end: AnswerEnd) -> None:
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         """Go on with the text, up to a stop text in this answer, by three tokens at most."""
         begun = len(ask.token_ids) - 1
         tokens = text[begun : begun + 3]
         is_found = "END" in tokens
         reason: AnswerEnd = "stop" if is_found or begun + len(tokens) == len(text) else end
-        return [Answer(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)]
+        return reply_of(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)
 
     params = sampling(max_new_tokens=20, min_new_tokens=least, stop=["END"])
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
@@ -293,10 +299,10 @@ def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_
     """SGLang samples one more token of what it aborts, and does not look at that, nor at the last one of a chunk."""
     left = list(answers)
 
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         assert params.max_new_tokens > 0
         tokens = left.pop(0)
-        return [Answer(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)]
+        return reply_of(np.array([*map(ord, tokens)], np.int32), -np.ones(len(tokens), np.float32), reason)
 
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
     params = sampling(max_new_tokens=8, stop=["END"])
@@ -312,7 +318,7 @@ def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_
     assert completion.finish_reason == ends
 
 
-def completed(stream: ServerStream[Any], version: int) -> list[int]:
+def completed(stream: ServerStream, version: int) -> list[int]:
     """Return the versions of the tokens of the one completion of a stream."""
     while not (done := stream.collect(version, LONGEST_S)):
         pass
@@ -333,7 +339,7 @@ def test_an_answer_that_comes_after_new_weights_has_the_version_of_those_that_sa
     monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
     has_weights, left = threading.Event(), list(ends)
 
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         assert has_weights.wait(LONGEST_S)
         return answer(left.pop(0))
 
@@ -354,7 +360,7 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
     monkeypatch.setattr(stream_of_servers, "GRACE_S", 0.01)
     has_arrived, may_go_on, may_abort = threading.Event(), threading.Event(), threading.Event()
 
-    def complete(ask: Ask, params: SamplingParams) -> list[Answer]:
+    def complete(ask: Ask, params: SamplingParams) -> bytes:
         if ask.token_ids == (0,):
             return answer("stop")
         if ask.token_ids == (1,):
@@ -362,11 +368,11 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
             return answer("abort")
         return answer("stop")
 
-    def read(reply: list[Answer], ask: Ask) -> list[Answer]:
+    def read(reply: bytes, ask: Ask) -> list[Answer]:
         if ask.token_ids == (0,):
             has_arrived.set()
             assert may_go_on.wait(LONGEST_S)
-        return reply
+        return as_it_came(reply, ask)
 
     stream = ServerStream(complete, read, sampling(), most=2)
     for number in range(2):
