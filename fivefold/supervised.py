@@ -25,6 +25,7 @@ from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
 from fivefold.families.check import check_examples
+from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import PAIR_COLUMNS, Column
@@ -230,10 +231,13 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
             step_began = time.perf_counter()
             with profiler.step(step):
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
-            guard.check(learnt.result, step)
+            guard.count(learnt.result, step)
             seconds = timers.take()
             metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
             metrics["seconds/step"] = time.perf_counter() - step_began
+            if guard.problem is not None:
+                keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
+                raise RunFailed(guard.problem)
             state = replace(
                 state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
             )

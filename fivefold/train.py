@@ -16,6 +16,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from fivefold.algorithms.methods import check_methods
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Resume
@@ -36,10 +37,10 @@ from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, read_waiting
+from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import TRAIN_COLUMNS
-from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.critic_update import CriticUpdate, critic_update
@@ -47,7 +48,7 @@ from fivefold.roles.imitating import ExpertExamples
 from fivefold.roles.keeping import Keeper, keep
 from fivefold.roles.launch import launch_roles, replica_spec
 from fivefold.roles.opening import OpenRun, lay_groundwork
-from fivefold.roles.policy_update import PolicyUpdate, check_methods
+from fivefold.roles.policy_update import PolicyUpdate, check_prompts
 from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.resuming import load_state
@@ -165,7 +166,8 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     if recipe.reward.model is not None:
         check_judged(ground.others["reward"], ground.tokenizer, prompts, sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
-    check_methods(recipe, data.prompts)
+    check_prompts(recipe, data.prompts)
+    check_methods(recipe)
     return TrainSetup(
         recipe=recipe,
         ground=ground,
@@ -217,7 +219,7 @@ def _loop(
     speed = _speed(setup, roles, run)
     owners, schedule = state_owners(roles, recipe, timers), setup.schedule(recipe.recover)
     with (
-        _source(setup, roles, update, timers, state.step, saved) as source,
+        _source(setup, roles, update, run, state.step, saved) as source,
         keep(run, recipe, owners | dict(source.owners), state, schedule, began) as keeper,
     ):
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
@@ -264,13 +266,17 @@ class _Loop:
         # Written before the update: if it fails, its samples are where the search begins.
         n_logged = self._write_samples(experience.samples, step)
         batch, metrics = self._train(experience, step, n_logged)
-        self._send_weights(step)
+        if self.update.problem is None:
+            self._send_weights(step)
         seconds, whole = self.run.timers.take(), time.perf_counter() - began
         metrics |= idle_shares(experience.metrics, seconds, whole)
         metrics |= experience.metrics | self._described(experience.samples)
         metrics |= self.speed.metrics(batch, self.update.given, seconds, whole) | self.roles.take_moved()
         if self.critic is not None and self.critic.is_warming_up(step):
             metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
+        if self.update.problem is not None:
+            self.keeper.metrics.write(step, metrics)
+            raise RunFailed(self.update.problem)
         state = self._keep(self._after(step, state), metrics)
         self._show(step, metrics, seconds, experience.samples)
         self.keeper.step_logged(state)
@@ -300,8 +306,7 @@ class _Loop:
     def _renew(self, step: int) -> None:
         """Give the rollout the weights after a step again if a replica has none: its server was started again."""
         if not self.roles.rollout.can_generate():
-            self.run.screen.note("a server was started again, and gets its weights: see logs/rollout-*.log")
-            self.roles.send_weights(step, self.run.timers)
+            _renew(self.roles, self.run, step)
             self.source.weights_sent(step)
 
     def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
@@ -363,6 +368,12 @@ class _Loop:
             screen.samples(step, [(s.reward, s.prompt.text, s.response_text) for s in extremes(samples)])
 
 
+def _renew(roles: Roles, run: OpenRun, version: int) -> None:
+    """Give the rollout the weights of `version`, those of now, again: a server was started again, and has none."""
+    run.screen.note("a server was started again, and gets its weights: see logs/rollout-*.log")
+    roles.send_weights(version, run.timers)
+
+
 def _saved(start: Anew | Resume) -> Saved | None:
     """Return the samples that wait for their step in the checkpoint from which the run goes on."""
     folder = start.checkpoint.path / EXPERIENCE if isinstance(start, Resume) else None
@@ -371,12 +382,14 @@ def _saved(start: Anew | Resume) -> Saved | None:
 
 @contextmanager
 def _source(
-    setup: TrainSetup, roles: Roles, update: PolicyUpdate, timers: PhaseTimers, step: int, saved: Saved | None
+    setup: TrainSetup, roles: Roles, update: PolicyUpdate, run: OpenRun, step: int, saved: Saved | None
 ) -> Iterator[Source]:
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
+    timers, reward_model = run.timers, setup.reward_model(roles)
     common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
     if setup.recipe.rollout.max_head_offpolicyness == 0:
-        yield StepSource(*common, lambda: update.corrects, setup.reward_model(roles))
+        renew = partial(_renew, roles, run)
+        yield StepSource(*common, lambda: update.corrects, reward_model, renew)
         return
     with StreamSource(
         *common,
@@ -384,7 +397,7 @@ def _source(
         last_step=setup.total_steps,
         resend=lambda version: roles.send_weights(version, timers),
         saved=saved,
-        reward_model=setup.reward_model(roles),
+        reward_model=reward_model,
     ) as source:
         yield source
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 from fivefold.checkpoints.writer import StateOwner
@@ -43,6 +44,8 @@ class StepSource:
     """Whether the next loss is corrected by the rollout's log-probs, of which it then needs all."""
     reward_model: RewardModel | None = None
     """The model of which one of the rewards is the score."""
+    renew: Callable[[int], None] | None = None
+    """Gives weights of a version to replicas whose server died and was started again; None: a death is an error."""
 
     @property
     def owners(self) -> Mapping[str, StateOwner]:
@@ -65,7 +68,7 @@ class StepSource:
         """Do nothing: nothing goes on between two steps."""
 
     def take_news(self) -> str | None:
-        """Return nothing: a server that dies while a step is answered ends the run."""
+        """Return nothing: `renew` tells of a server that dies while a step is answered."""
         return None
 
     def take(self, step: int) -> Experience:
@@ -80,7 +83,7 @@ class StepSource:
         # A further round of a step has random choices of its own.
         key: tuple[int | str, ...] = (self.recipe.seed, "train", step, *((round_,) if round_ else ()))
         sampling = replace(self.sampling, logprob_share=1.0) if self.corrects() else self.sampling
-        generated, samples = self._answered(prompts, self.recipe.gconfig.n_samples, sampling, key)
+        generated, samples = self._answered(prompts, self.recipe.gconfig.n_samples, sampling, key, step)
         self.sampler.told(outcomes(samples))
         return Experience(samples, generated.batch, generated.metrics)
 
@@ -125,15 +128,16 @@ class StepSource:
         """Return the most likely completion of each prompt, with its reward."""
         prompts = list({sample.prompt.index: sample.prompt for sample in samples}.values())
         sampling = replace(self.sampling, greedy=True, seeded=False, logprob_share=0.0)
-        _, greedy = self._answered(prompts, 1, sampling, (self.recipe.seed, "greedy", step))
+        _, greedy = self._answered(prompts, 1, sampling, (self.recipe.seed, "greedy", step), step)
         return greedy
 
     def _answered(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...]
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, key: tuple[int | str, ...], step: int
     ) -> tuple[Generated, list[Sample]]:
         """Generate completions of each prompt and compute their rewards. Returns them without rewards and with them."""
+        renew = None if self.renew is None else partial(self.renew, step - 1)
         return generate_and_judge(
-            lambda finished: self.rollout.generate(prompts, n_samples, sampling, key, finished),
+            lambda finished: self.rollout.generate(prompts, n_samples, sampling, key, finished, renew=renew),
             self.rewards,
             self.timers,
             self.reward_model,

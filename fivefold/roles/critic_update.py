@@ -73,9 +73,6 @@ class CriticUpdate:
             batch: the batch that `advantages` returned.
             groups: the group of each of its sequences.
             step: the training step, from which the random split into mini-batches is seeded.
-
-        Raises:
-            RunFailed: several updates in a row had no finite gradient.
         """
         with self._timers.phase("critic train"), self._critic.working(*OFFLOADABLE):
             averages = make_updates(

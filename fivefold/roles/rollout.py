@@ -161,9 +161,16 @@ class Rollout:
         self.gate.close()
         self._group.call(RolloutWorker.sleep)
 
-    def wake_weights(self) -> None:
-        """Take the device memory of the weights back; call `take_weights` next, because `sleep` has dropped them."""
-        self._group.call(RolloutWorker.wake_weights)
+    def wake_weights(self) -> bool:
+        """Take the device memory of the weights back; call `take_weights` next, because `sleep` has dropped them.
+
+        Returns False if a server has died while it slept; the others have theirs, and it waits for `revive`.
+        """
+        return all(self._group.call(RolloutWorker.wake_weights))
+
+    def revive(self) -> None:
+        """Start servers again that have died while they slept; they sleep on."""
+        self._group.call(RolloutWorker.revive)
 
     def wake(self) -> None:
         """Take the rest of the device memory back, so that `generate` has its cache."""

@@ -221,9 +221,16 @@ class RolloutWorker:
         self._reported_at = None
         self._engine.sleep()
 
-    def wake_weights(self) -> None:
-        """Take the device memory of the weights back; they come with the next `take_weights`."""
-        self._engine.wake_weights()
+    def wake_weights(self) -> bool:
+        """Take the device memory of the weights back; they come with the next `take_weights`.
+
+        Returns False if a server has died while it slept: see `revive`.
+        """
+        return self._engine.wake_weights()
+
+    def revive(self) -> None:
+        """Start a server again that has died while it slept, on devices with room for all that it takes."""
+        self._server().revive()
 
     def wake(self) -> None:
         """Take the rest of the device memory back."""

@@ -94,7 +94,8 @@ class Roles:
         Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
         go before, and the rollout's cache, which takes what the others leave, comes when the actor has freed the rest.
 
-        A server that dies while it takes them is started again, and all get them once more.
+        A server that dies while it takes them is started again, and all get them once more; so is one that has died
+        while it slept.
         """
         with self.actor.in_turn:
             self._send_weights(version, timers)
@@ -112,7 +113,12 @@ class Roles:
                 self.actor.offload([kind for kind in self.offloaded if kind != "params"])
                 self.actor.release()
                 free = self.actor.free_memory()
-                self.rollout.wake_weights()
+                while not self.rollout.wake_weights():
+                    # A server that starts takes its whole share of its devices, before it sleeps.
+                    self.actor.offload(self.offloaded)
+                    self.actor.release()
+                    self.rollout.revive()
+                    free = self.actor.free_memory()
                 room.weights_woke(free, self.actor.free_memory())
                 self.actor.onload([kind for kind in self.offloaded if kind == "params"])
         with timers.phase("weight sync"):

@@ -9,7 +9,6 @@ from fivefold.algorithms.ages import averaged
 from fivefold.algorithms.positions import N_PARTS, PART, SHARE
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
-from fivefold.observe.errors import RunFailed
 from fivefold.roles.trainer_worker import UpdateResult
 
 MOST_SKIPPED = 3
@@ -17,23 +16,21 @@ MOST_SKIPPED = 3
 
 
 class SkipGuard:
-    """Ends a run whose gradients are repeatedly not finite."""
+    """Tells of a run whose gradients are repeatedly not finite, and which is to end."""
 
     def __init__(self, role: str = "actor") -> None:
         """Count no update yet; `role` is the role whose updates are counted."""
         self._role = role
         self.in_a_row = 0
         """Number of the last updates that were skipped one after the other."""
+        self.problem: str | None = None
+        """Why the run is to end: `MOST_SKIPPED` updates in a row were skipped. None: it goes on."""
 
-    def check(self, result: UpdateResult, step: int) -> None:
-        """Count updates that were skipped in a row.
-
-        Raises:
-            RunFailed: `MOST_SKIPPED` updates in a row were skipped.
-        """
+    def count(self, result: UpdateResult, step: int) -> None:
+        """Count updates that were skipped in a row."""
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
         if self.in_a_row >= MOST_SKIPPED:
-            raise RunFailed(
+            self.problem = (
                 f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
                 f"{_where(result)}. The {self._role}'s weights are those before them. "
                 f"Lower {self._role}.optimizer.lr, or look at what these steps trained on"
@@ -48,7 +45,9 @@ def make_updates(
     guard: SkipGuard,
     step: int,
 ) -> dict[str, float]:
-    """Make the updates of all epochs and mini-batches of a step. Returns the averages of their metrics.
+    """Make the updates of all epochs and mini-batches of a step, or those until the guard finds a problem.
+
+    Returns the averages of their metrics.
 
     Args:
         config: numbers of epochs and of mini-batches.
@@ -57,15 +56,14 @@ def make_updates(
         update: makes the update on the sequences with these indices.
         guard: counts the updates that are skipped.
         step: the training step.
-
-    Raises:
-        RunFailed: several updates in a row had no finite gradient.
     """
     results: list[UpdateResult] = []
     for epoch in range(config.ppo_epochs):
         for indices in minibatches(groups, config.ppo_n_minibatches, seed(epoch)):
             results.append(update(indices))
-            guard.check(results[-1], step)
+            guard.count(results[-1], step)
+            if guard.problem is not None:
+                return average_updates(results)
     return average_updates(results)
 
 

@@ -254,10 +254,12 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Forget the weights, and give the device memory of weights and cache back."""
 
-    def wake_weights(self) -> None:
+    def wake_weights(self) -> bool:
         """Take the device memory of the weights again, so that an update can bring them, and not yet that of the cache.
 
         The engine cannot generate before `wake`. An engine that has the memory already stays as it is.
+
+        Returns False if it has not, because its server has died while it slept.
         """
 
     def wake(self) -> None:

@@ -251,13 +251,14 @@ class TransformersEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake_weights(self) -> None:
+    def wake_weights(self) -> bool:
         """Allocate the weights, which `update_weights` then fills. An engine that has them allocated stays as it is."""
         if self._state.memory != "none":
-            return
+            return True
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
         self._state.wake_weights()
+        return True
 
     def wake(self) -> None:
         """Do what `wake_weights` does, and allow `generate`, which allocates its cache itself."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing import reductions
 
 from fivefold.sync.device_buckets import Handle
 
 _DEVICE_INDEX = 6
 """Place of the device's index among the arguments of `rebuild_cuda_tensor`."""
+_COUNTER, _OFFSET = 11, 12
+"""Places of the file with the count of a handle's users, and of the count in it."""
 
 
 def device_uuid(device: torch.device) -> str:
@@ -48,6 +51,15 @@ def opened(handle: Handle, device: torch.device) -> Tensor:
 def on_device(handle: Handle, device: int | str) -> Handle:
     """Return a handle whose device is called `device`, as the process that opens it calls it."""
     return (*handle[:_DEVICE_INDEX], device, *handle[_DEVICE_INDEX + 1 :])
+
+
+def release(handles: Iterable[Handle]) -> None:
+    """Release handles in place of a process that has died, whichever of them it had released itself.
+
+    The exporter frees memory whose count of users is zero or less, and no handle shares its count with another.
+    """
+    for handle in handles:
+        UntypedStorage._release_ipc_counter(handle[_COUNTER], handle[_OFFSET], device="cuda")
 
 
 def collect() -> None:

@@ -77,8 +77,8 @@ class RolloutConfig(Section):
     they go on with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
     does not (docs/async.md)."""
     max_server_restarts: NonNegative = 3
-    """Times that the server of a replica is started again if it dies or hangs while it answers prompts of the next
-    steps, which go to the others meanwhile, or dies in an evaluation or while it takes weights; then the run ends."""
+    """Times that the server of a replica is started again if it dies, or hangs while it answers prompts of the next
+    steps; then the run ends. What it was answering is asked for again, of the other replicas too (docs/async.md)."""
     new_tokens_per_chunk: Positive | None = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""

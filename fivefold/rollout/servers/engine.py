@@ -30,6 +30,7 @@ from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.sync.cuda_ipc import release, visible_uuids
 from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.sync.nccl_link import Invitation, Meeting
@@ -76,12 +77,14 @@ class ServerEngine:
             sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
             self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         self._state = EngineState(0 if spec.load_weights else None)
-        self._stream: ServerStream[bytes] | None = None
+        self._stream: ServerStream | None = None
         self._standstill = Standstill(dialect, keeps_cache=spec.keeps_cache)
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with their server, and that `take_lost` has not told."""
+        self._death: ServerDied | None = None
+        """How the server died while it slept, until `revive`."""
         self._server = RunningServer(dialect, spec)
         self._server.wait_until_ready()
         if spec.load_weights:
@@ -320,6 +323,13 @@ class ServerEngine:
                 self._server.loader.load(noted(), version, is_paused=self._standstill.is_on)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
+        if not self._state.has_weights and self._spec.route.transport == "ipc":
+            self._release([*sent, *buckets])
+
+    def _release(self, buckets: Sequence[DeviceBucket]) -> None:
+        """Release the handles of a server that has died, which the trainer would keep for it."""
+        uuids = set(visible_uuids())
+        release(handle for bucket in buckets for uuid, handle in bucket.handles.items() if uuid in uuids)
 
     @contextmanager
     def _replacing(self, version: int) -> Iterator[None]:
@@ -370,40 +380,70 @@ class ServerEngine:
     def sleep(self) -> None:
         """Make the server forget its weights, and give back the memory of weights and cache.
 
-        If no other role uses the devices, the server keeps its memory. An engine that sleeps stays as it is.
+        If no other role uses the devices, the server keeps its memory. An engine that sleeps stays as it is. A server
+        that has died is started again before it sleeps.
         """
-        if self._state.memory == "none":
-            return
-        self._interrupt()
-        self._server.wait_until_ready()
-        self.wake()  # servers cannot give back twice what they have not taken since
-        self._state.sleep()
-        if self._spec.can_sleep:
-            with self._server.served():
-                self._dialect.sleep(self._server.http)
+        while self._state.memory != "none":
+            self._interrupt()
+            self._server.wait_until_ready()
+            self.wake()  # servers cannot give back twice what they have not taken since
+            try:
+                if self._spec.can_sleep:
+                    with self._server.served():
+                        self._dialect.sleep(self._server.http)
+            except ServerDied as death:
+                self._restart(death)
+                continue
+            self._state.sleep()
 
     @property
     def device_share(self) -> int | None:
         """Bytes of each of its devices that the awake server takes; None: it settles that itself, or has no GPU."""
         return share_bytes(self._spec)
 
-    def wake_weights(self) -> None:
-        """Make the server take the memory of its weights again. An engine that has it stays as it is."""
+    def wake_weights(self) -> bool:
+        """Make the server take the memory of its weights again. An engine that has it stays as it is.
+
+        Returns False if the server has died while it slept; `revive` then starts it again.
+        """
         if self._state.memory != "none":
-            return
-        if self._spec.can_sleep:
-            with self._server.served():
-                self._dialect.wake_weights(self._server.http)
+            return True
+        try:
+            if self._spec.can_sleep:
+                with self._server.served():
+                    self._dialect.wake_weights(self._server.http)
+        except ServerDied as death:
+            self._death = death
+            return False
         self._state.wake_weights()
+        return True
+
+    def revive(self) -> None:
+        """Start a server again that has died while it slept, and let it sleep; one that lives stays as it is.
+
+        Its devices need room for all that it takes while it is awake.
+        """
+        if self._death is not None:
+            death, self._death = self._death, None
+            self._restart(death)
+            self.sleep()
 
     def wake(self) -> None:
-        """Make the server take all of its memory again. An engine that is awake stays as it is."""
+        """Make the server take all of its memory again. An engine that is awake stays as it is.
+
+        A server that has died is started again, awake and without weights.
+        """
         if self._state.memory == "all":
             return
-        self.wake_weights()
-        if self._spec.can_sleep:
-            with self._server.served():
-                self._dialect.wake_cache(self._server.http)
+        try:
+            if self._spec.can_sleep:
+                with self._server.served():
+                    if self._state.memory == "none":
+                        self._dialect.wake_weights(self._server.http)
+                    self._dialect.wake_cache(self._server.http)
+        except ServerDied as death:
+            self._restart(death)
+            return
         self._state.wake()
         self._go_on()
 

@@ -43,6 +43,7 @@ class NumberedRollout(Rollout):
         sampling: SamplingParams,
         key: tuple[int | str, ...],
         finished: Finished = ignore,
+        renew: Callable[[], None] | None = None,
     ) -> Generated:
         self.shares.append(sampling.logprob_share)
         self.asked.append(([prompt.index for prompt in prompts], n_samples, sampling.greedy, key))
@@ -160,6 +161,7 @@ class RolloutThatWaitsForRewards(NumberedRollout):
         sampling: SamplingParams,
         key: tuple[int | str, ...],
         finished: Finished = ignore,
+        renew: Callable[[], None] | None = None,
     ) -> Generated:
         def wait_for_rewards(groups: list[Group]) -> None:
             finished(groups)
@@ -225,7 +227,9 @@ def test_failures_of_rewards_and_of_generation_end_both() -> None:
     waits, stops = threading.Event(), threading.Event()
 
     class EndlessRollout(NumberedRollout):
-        def generate(self, prompts: Any, n_samples: int, sampling: Any, key: Any, finished: Finished = ignore) -> Any:
+        def generate(
+            self, prompts: Any, n_samples: int, sampling: Any, key: Any, finished: Finished = ignore, renew: Any = None
+        ) -> Any:
             super().generate(prompts, n_samples, sampling, key, finished)
             try:
                 while not waits.wait(0.01):

@@ -58,8 +58,9 @@ class SharedRollout(Rollout):
         self._device.set("rollout's weights", 0)
         self._device.set("cache", 0)
 
-    def wake_weights(self) -> None:
+    def wake_weights(self) -> bool:
         self._device.set("rollout's weights", PARAMS)
+        return True
 
     def wake(self) -> None:
         self.cache = self._memory - sum(self._device.used.values())
@@ -194,6 +195,45 @@ def test_a_server_that_dies_while_it_takes_weights_gets_them_again_in_the_same_m
     roles.send_weights(2, timers)
     assert rollout.taken == [0, 1, 1, 2, 2]
     assert device.peak == memory
+
+
+class DyingAsleep(ServerRollout):
+    """A server that dies while it sleeps for the first time, and takes its whole share when it is started again."""
+
+    is_dead = False
+    n_sleeps = n_starts = 0
+
+    def sleep(self) -> None:
+        super().sleep()
+        self.n_sleeps += 1
+        self.is_dead = self.n_sleeps == 1
+
+    def wake_weights(self) -> bool:
+        return not self.is_dead and super().wake_weights()
+
+    def revive(self) -> None:
+        assert self.is_dead
+        self.is_dead = False
+        self.n_starts += 1
+        self._device.set("cache", self.device_share)
+        self._device.set("cache", 0)
+
+
+@pytest.mark.parametrize("offloaded", [("grads", "optimizer"), OFFLOADABLE])
+def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is_awake(
+    offloaded: tuple[Offloadable, ...],
+) -> None:
+    device, timers = Device(), PhaseTimers()
+    kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
+    rollout = DyingAsleep(device, share=PARAMS + 100)
+    roles = Roles(SharedActor(device), rollout, None, offloaded)
+    for version in range(3):
+        roles.send_weights(version, timers)
+        assert (rollout.version, device.used["params"]) == (version, kept)
+        with roles.training(timers):
+            assert all(device.used[kind] == size for kind, size in SIZES.items())
+    assert rollout.n_starts == 1
+    assert device.peak == PARAMS + 100 + kept
 
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:

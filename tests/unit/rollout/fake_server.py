@@ -37,6 +37,8 @@ FOLDER = "FAKE_SERVER_FOLDER"
 """Variable: folder of the log and of the file `REFUSAL`."""
 DIES_IN = "FAKE_SERVER_DIES_IN"
 """Variable: `start`, or the endpoint at whose first request the server dies."""
+DIES_ONCE = "FAKE_SERVER_DIES_ONCE"
+"""Variable: if set, only the first server of a folder dies in a request."""
 HAS_CHILD = "FAKE_SERVER_HAS_CHILD"
 """Variable: if set, the server starts a process that SIGTERM does not end."""
 RELEASE = "FAKE_SERVER_RELEASE"
@@ -233,6 +235,16 @@ class FakeServer:
     n_answered: int = 0
     """Number of replies with completions since it got its weights."""
     changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def may_die(self) -> bool:
+        """Return whether no server of the folder has died, or all may."""
+        if DIES_ONCE not in os.environ:
+            return True
+        try:
+            (self.folder / "died").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     @property
     def log(self) -> Log:
@@ -607,7 +619,7 @@ class Handler(BaseHTTPRequestHandler):
             prompt = body.get(fake.flavour.prompt)
             fake.n_long += prompt is not None and prompt[0] == LONG
             fake.log.write(kind="request", method="POST", path=self.path, body=body)
-        if os.environ.get(DIES_IN) == self.path:
+        if os.environ.get(DIES_IN) == self.path and fake.may_die():
             os._exit(STATUS_IN_REQUEST)
         if (fake.folder / HANGS).exists() and (fake.folder / HANGS).read_text() == str(os.getpid()):
             threading.Event().wait()

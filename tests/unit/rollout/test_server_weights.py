@@ -299,6 +299,21 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
     assert len(Log(tmp_path).rows("start")) == 3
 
 
+def test_handles_of_a_server_that_dies_are_released_in_its_place(
+    start: Callable[..., ServerEngine], weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[Any] = []
+    monkeypatch.setattr(engine_of_servers, "release", released.extend)
+    monkeypatch.setattr(engine_of_servers, "visible_uuids", lambda: ["uuid-1"])
+    engine = start(NEW, route("ipc"), max_restarts=1, **{fake_server.DIES_IN: "/update_weights"})
+    buckets = buckets_of(weights, "ipc")
+    assert len(buckets) > 1
+    engine.load_buckets(iter(buckets), 1)
+    assert not engine.has_weights
+    # Those that it has never seen, too.
+    assert released == [bucket.handles["uuid-1"] for bucket in buckets]
+
+
 def test_files_of_weights_have_the_offsets_of_routers_in_float32(
     start: Callable[..., ServerEngine], model_folder: Folder, tmp_path: Path
 ) -> None:
@@ -415,7 +430,7 @@ def test_a_server_that_hangs_in_a_transfer_ends_it_and_says_where(
 ) -> None:
     monkeypatch.setattr(weights_of_servers, "READY_S", 0.5)
     monkeypatch.setattr(weights_of_servers, "BUCKET_S", 0.5)
-    monkeypatch.setattr(running, "HEALTH_S", 0.5)
+    monkeypatch.setattr(running, "WELL_S", 0.5)
     engine, log = start(kind, route("nccl"), max_restarts=1), Log(tmp_path)
     if hangs_in == "group":
         log.hang()
