@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.logprobs import chunks, logits_of
+from fivefold.engine.logprobs import LogitChunks, logits_of
 from fivefold.engine.top_k import gathered, own_rows
 
 
@@ -18,7 +18,7 @@ def linear_sum_of_squares(
     weight_VH: torch.Tensor,
     *,
     temperature: float,
-    chunk_size: int,
+    chunks: LogitChunks,
     vocab: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
@@ -28,14 +28,14 @@ def linear_sum_of_squares(
         hidden_NH: the same on all ranks.
         weight_VH: this rank's rows of the output layer, in rank order.
         temperature: divides the logits.
-        chunk_size: number of places whose logits exist at one time.
+        chunks: the logits that exist at one time.
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
     """
     _, real_rows = own_rows(weight_VH, vocab, group)
     # log sum e^l and log sum e^2l of this rank's rows.
     sums_2N = hidden_NH.new_full((2, len(hidden_NH)), -torch.inf, dtype=torch.float32)
-    for rows in chunks(len(hidden_NH), chunk_size) if real_rows else []:
+    for rows in chunks.of(len(hidden_NH)) if real_rows else []:
         logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
         sums_2N[0, rows] = logits.logsumexp(1)
         sums_2N[1, rows] = logits.mul_(2).logsumexp(1)

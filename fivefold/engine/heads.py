@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fivefold.algorithms.distillation import Direction, coarse_divergence
 from fivefold.engine.concentration import linear_sum_of_squares
-from fivefold.engine.logprobs import linear_logprobs
+from fivefold.engine.logprobs import LogitChunks, linear_logprobs
 from fivefold.engine.top_k import linear_logprobs_of, linear_top_k
 
 Predictions = Mapping[str, torch.Tensor]
@@ -109,8 +109,8 @@ class LogprobHead:
 
     vocab: int
     """Number of tokens in the vocabulary; further rows of the output layer are filler."""
-    chunk_size: int
-    """Number of tokens whose logits exist at one time."""
+    chunks: LogitChunks
+    """The logits that exist at one time."""
     group: dist.ProcessGroup
     """The tensor-parallel group, over which the vocabulary is sharded."""
 
@@ -125,7 +125,7 @@ class LogprobHead:
             targets_N,
             temperature=options.temperature,
             entropy_gradient=options.entropy_gradient,
-            chunk_size=self.chunk_size,
+            chunks=self.chunks,
             vocab=self.vocab,
             group=self.group,
         )
@@ -153,7 +153,7 @@ class LogprobHead:
             output.weight_VH,
             teacher.tokens_NK,
             temperature=temperature,
-            chunk_size=self.chunk_size,
+            chunks=self.chunks,
             vocab=self.vocab,
             group=self.group,
         )
@@ -165,7 +165,7 @@ class LogprobHead:
             hidden_NH,
             output.weight_VH,
             temperature=temperature,
-            chunk_size=self.chunk_size,
+            chunks=self.chunks,
             vocab=self.vocab,
             group=self.group,
         )
@@ -180,7 +180,7 @@ class LogprobHead:
             output.weight_VH,
             options.k,
             temperature=options.temperature,
-            chunk_size=self.chunk_size,
+            chunks=self.chunks,
             vocab=self.vocab,
             group=self.group,
         )

@@ -1,11 +1,13 @@
 """Log-probabilities and entropies from the last hidden state, without the [tokens, vocabulary] logits.
 
 The vocabulary is sharded over tensor-parallel ranks and the tokens are taken a chunk at a time, in the forward and in
-the backward pass. Between the two, one log-normaliser and one entropy are kept for each token.
+the backward pass. Between the two, one log-normaliser and one entropy are kept for each token; the logits are computed
+again, or kept as well where there is room for them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +17,24 @@ from fivefold.engine.kernels import logit_gradient, logit_statistics
 from fivefold.engine.main_grad import add_matmul, main_grad, mark_accumulated
 
 
+@dataclass(frozen=True)
+class LogitChunks:
+    """How many logits exist at one time."""
+
+    size: int
+    """Tokens whose logits are computed together."""
+    recompute: bool = True
+    """Whether the backward pass computes the logits again; else all of them are kept for it, in float32."""
+
+    def of(self, n_tokens: int) -> list[slice]:
+        """Return the places of each chunk of `n_tokens` tokens."""
+        return [slice(start, min(start + self.size, n_tokens)) for start in range(0, n_tokens, self.size)]
+
+    def for_grad_mode(self) -> LogitChunks:
+        """Return the same, which keeps nothing where no backward pass follows."""
+        return self if torch.is_grad_enabled() else replace(self, recompute=True)
+
+
 def linear_logprobs(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
@@ -22,7 +42,7 @@ def linear_logprobs(
     *,
     temperature: float,
     entropy_gradient: bool,
-    chunk_size: int,
+    chunks: LogitChunks,
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,12 +54,12 @@ def linear_logprobs(
         targets_N: int64.
         temperature: divides the logits.
         entropy_gradient: whether the entropy carries a gradient.
-        chunk_size: number of tokens whose logits exist at one time.
+        chunks: the logits that exist at one time.
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
     """
     return _LinearLogprobs.apply(
-        hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunk_size, vocab, group
+        hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunks.for_grad_mode(), vocab, group
     )
 
 
@@ -56,22 +76,25 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         entropy_gradient: bool,
-        chunk_size: int,
+        chunks: LogitChunks,
         vocab: int,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = group.rank() * weight.shape[0]
         real_rows = min(max(vocab - first, 0), weight.shape[0])
         statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
-        for rows in chunks(hidden.shape[0], chunk_size):
+        kept = []
+        for rows in chunks.of(hidden.shape[0]):
             if real_rows == 0:
                 statistics[:, rows] = _NO_ROWS.to(hidden.device)[:, None]
                 continue
             logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
+            if not chunks.recompute:
+                kept.append(logits)
         log_normalizer, logprobs, entropy = _combine(statistics, group)
-        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
-        ctx.constants = (temperature, entropy_gradient, chunk_size, first, real_rows)
+        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy, *kept)
+        ctx.constants = (temperature, entropy_gradient, chunks, first, real_rows)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -80,12 +103,12 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
-        temperature, entropy_gradient, chunk_size, first, real_rows = ctx.constants
+        hidden, weight, targets, log_normalizer, entropy, *kept = ctx.saved_tensors
+        temperature, entropy_gradient, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
-        for rows in chunks(hidden.shape[0], chunk_size) if real_rows > 0 else []:
-            logits = logits_of(hidden[rows], weight[:real_rows], temperature)
+        for index, rows in enumerate(chunks.of(hidden.shape[0]) if real_rows > 0 else []):
+            logits = kept[index] if kept else logits_of(hidden[rows], weight[:real_rows], temperature)
             grad_logits = logit_gradient(
                 logits,
                 targets[rows] - first,
@@ -98,10 +121,6 @@ class _LinearLogprobs(torch.autograd.Function):
             torch.mm(grad_logits, weight[:real_rows], out=grad_hidden[rows])
             accumulator.add(grad_logits, hidden[rows])
         return grad_hidden, accumulator.result(), None, None, None, None, None, None
-
-
-def chunks(n_tokens: int, chunk_size: int) -> list[slice]:
-    return [slice(start, min(start + chunk_size, n_tokens)) for start in range(0, n_tokens, chunk_size)]
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:

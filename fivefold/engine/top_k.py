@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.logprobs import WeightGradient, chunks, logits_of
+from fivefold.engine.logprobs import LogitChunks, WeightGradient, logits_of
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def linear_top_k(
     k: int,
     *,
     temperature: float,
-    chunk_size: int,
+    chunks: LogitChunks,
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def linear_top_k(
         weight_VH: this rank's rows of the output layer, in rank order.
         k: number of tokens, at most `vocab`.
         temperature: divides the logits.
-        chunk_size: number of places whose logits exist at one time.
+        chunks: the logits that exist at one time.
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
 
@@ -42,7 +42,7 @@ def linear_top_k(
     tokens_NK = torch.zeros(len(hidden_NH), k, dtype=torch.int64, device=hidden_NH.device)
     logits_NK = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     sums_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
-    for rows in chunks(len(hidden_NH), chunk_size) if real_rows else []:
+    for rows in chunks.of(len(hidden_NH)) if real_rows else []:
         logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
         own = min(k, real_rows)
         logits_NK[rows, :own], tokens_NK[rows, :own] = logits.topk(own)
@@ -59,7 +59,7 @@ def linear_logprobs_of(
     tokens_NK: torch.Tensor,
     *,
     temperature: float,
-    chunk_size: int,
+    chunks: LogitChunks,
     vocab: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
@@ -70,11 +70,11 @@ def linear_logprobs_of(
         weight_VH: this rank's rows of the output layer, in rank order.
         tokens_NK: int64: the tokens, no token twice at one place.
         temperature: divides the logits.
-        chunk_size: number of places whose logits exist at one time.
+        chunks: the logits that exist at one time.
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
     """
-    return _LinearLogprobsOf.apply(hidden_NH, weight_VH, tokens_NK, temperature, chunk_size, vocab, group)
+    return _LinearLogprobsOf.apply(hidden_NH, weight_VH, tokens_NK, temperature, chunks.for_grad_mode(), vocab, group)
 
 
 class _LinearLogprobsOf(torch.autograd.Function):
@@ -85,35 +85,38 @@ class _LinearLogprobsOf(torch.autograd.Function):
         weight: torch.Tensor,
         tokens: torch.Tensor,
         temperature: float,
-        chunk_size: int,
+        chunks: LogitChunks,
         vocab: int,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         first, real_rows = own_rows(weight, vocab, group)
         found = hidden.new_zeros(tokens.shape, dtype=torch.float32)
         sums = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-        for rows in chunks(len(hidden), chunk_size) if real_rows else []:
+        kept = []
+        for rows in chunks.of(len(hidden)) if real_rows else []:
             logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             own, is_own = _own(tokens[rows], first, real_rows)
             found[rows] = torch.where(is_own, logits.gather(1, own), 0.0)
             sums[rows] = logits.logsumexp(1)
+            if not chunks.recompute:
+                kept.append(logits)
         if group.size() > 1 and found.numel() > 0:
             dist.all_reduce(found, group=group)  # each token is on one rank
         log_normalizer = gathered(sums, group).logsumexp(0)
-        ctx.save_for_backward(hidden, weight, tokens, log_normalizer)
-        ctx.constants = (temperature, chunk_size, first, real_rows)
+        ctx.save_for_backward(hidden, weight, tokens, log_normalizer, *kept)
+        ctx.constants = (temperature, chunks, first, real_rows)
         return found - log_normalizer[:, None]
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, tokens, log_normalizer = ctx.saved_tensors
-        temperature, chunk_size, first, real_rows = ctx.constants
+        hidden, weight, tokens, log_normalizer, *kept = ctx.saved_tensors
+        temperature, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
-        for rows in chunks(len(hidden), chunk_size) if real_rows else []:
+        for index, rows in enumerate(chunks.of(len(hidden)) if real_rows else []):
             # d logprob[j] / d logit[v] is (v == j) - p[v].
             grad = grad_logprobs[rows] / temperature
-            logits = logits_of(hidden[rows], weight[:real_rows], temperature)
+            logits = kept[index] if kept else logits_of(hidden[rows], weight[:real_rows], temperature)
             grad_logits = (logits - log_normalizer[rows, None]).exp() * -grad.sum(1, keepdim=True)
             own, is_own = _own(tokens[rows], first, real_rows)
             grad_logits.scatter_add_(1, own, torch.where(is_own, grad, 0.0))

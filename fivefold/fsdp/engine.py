@@ -24,6 +24,7 @@ from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
 from fivefold.engine.host_copy import Parkable
+from fivefold.engine.logprobs import LogitChunks
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -104,7 +105,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self.head: Head = (
             ValueHead(self.groups.tp)
             if value_head
-            else LogprobHead(stored.vocab, config.fsdp.logprob_chunk_size, self.groups.tp)
+            else LogprobHead(
+                stored.vocab,
+                LogitChunks(config.fsdp.logprob_chunk_size, config.fsdp.logprob_recompute),
+                self.groups.tp,
+            )
         )
         known = mappings(self.shape)
         trains = optimizer is not None

@@ -28,6 +28,7 @@ from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.logprobs import LogitChunks
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -169,7 +170,11 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self.head: Head = (
             ValueHead(self.groups.tp)
             if value_head
-            else LogprobHead(shape.vocab, config.megatron.logprob_chunk_size, self.groups.tp)
+            else LogprobHead(
+                shape.vocab,
+                LogitChunks(config.megatron.logprob_chunk_size, config.megatron.logprob_recompute),
+                self.groups.tp,
+            )
         )
         self._builder = MicroBatchBuilder(
             layout=layout,

@@ -211,8 +211,9 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int
     """Return the bytes that are alive while the last stage turns hidden states into log-probs and back.
 
     There are three tensors of hidden states (normalised, those of trained tokens, and their gradient), and of logits a
-    chunk in float32, the chunk before it until its name is bound again, and a gradient. A value head has no logits, and
-    two more tensors of hidden states, in float32.
+    chunk in float32, the chunk before it until its name is bound again, and a gradient; or those of all tokens, if the
+    backward pass does not compute them again. A value head has no logits, and two more tensors of hidden states, in
+    float32.
     """
     element = work.element_bytes
     tokens = work.tokens_per_micro_batch / layout.cp
@@ -221,6 +222,9 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int
     hidden = element * shape.hidden * (3 * tokens + (tokens / layout.tp if layout.tp > 1 else 0))
     if shape.value_head:
         return int(hidden + tokens * _FLOAT * (2 * shape.hidden + 6))
-    logits = chunk * vocabulary * (2 * _FLOAT + element)
-    in_hook = chunk * vocabulary * (_FLOAT + element) + element * vocabulary * shape.hidden
+    kept = 0 if work.logprob_recompute else tokens * vocabulary * _FLOAT
+    logits = max(kept, 2 * chunk * vocabulary * _FLOAT) + chunk * vocabulary * element
+    in_hook = (
+        max(kept, chunk * vocabulary * _FLOAT) + chunk * vocabulary * element + element * vocabulary * shape.hidden
+    )
     return int(hidden + max(logits, in_hook) + 6 * _FLOAT * tokens)

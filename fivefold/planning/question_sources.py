@@ -332,6 +332,7 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
             recompute=config.fsdp.recompute,
             element_bytes=element,
             logprob_chunk=config.fsdp.logprob_chunk_size,
+            logprob_recompute=config.fsdp.logprob_recompute,
             kept_gathered=_kept_gathered(config.fsdp.reshard_after_forward),
             prefetched=max(0, config.fsdp.forward_prefetch - 1, config.fsdp.backward_prefetch - 1),
             state=state,
@@ -349,6 +350,7 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         fused_activation=config.megatron.transformer.bias_activation_fusion,
         element_bytes=element,
         logprob_chunk=config.megatron.logprob_chunk_size,
+        logprob_recompute=config.megatron.logprob_recompute,
         gradient_bytes=4 if config.megatron.ddp.grad_reduce_in_fp32 else element,
         state=replace(state, master=2 if config.megatron.optimizer.store_param_remainders else 4),
     )

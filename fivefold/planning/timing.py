@@ -199,8 +199,8 @@ class _StageTime:
         layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
         if layout.backend == "fsdp":
             layers, again = PLAIN_LAYERS * layers, PLAIN_LAYERS * again
-        # The logits are computed twice, so that they need not be kept.
-        head = 4 * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
+        products = 4 if work.logprob_recompute else 3
+        head = products * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
         exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)
         repeated, _ = repeated_halves(stage, work)
         launch = LAUNCH_SECONDS * stage.n_layers * (1 + repeated / 3)

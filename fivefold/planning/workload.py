@@ -61,7 +61,9 @@ class Workload:
     element_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     logprob_chunk: int = 1024
-    """Tokens whose logits exist at one time."""
+    """Tokens whose logits are computed together."""
+    logprob_recompute: bool = True
+    """Whether the backward pass computes the logits again; else those of a micro-batch are kept for it."""
     n_fields: int = 5
     """Float32 values that travel with each token: advantages, old log-probs and the like."""
     gradient_bytes: int = 4

@@ -21,7 +21,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.logprobs import linear_logprobs
+from fivefold.engine.logprobs import LogitChunks, linear_logprobs
 from fivefold.types import Batch
 
 HIDDEN = 12
@@ -32,6 +32,7 @@ class Problem:
     n_tokens: int = 37
     vocab: int = 101
     chunk_size: int = 8
+    recompute: bool = True
     temperature: float = 1.0
     entropy_gradient: bool = True
     before: None = None
@@ -53,6 +54,8 @@ class Tensors:
 
 PROBLEMS = {
     "chunks that do not divide": Problem(),
+    "kept logits": Problem(temperature=1.7, recompute=False),
+    "kept logits of shards of filler": Problem(vocab=2, recompute=False),
     "one chunk": Problem(chunk_size=1000),
     "a token a chunk": Problem(chunk_size=1),
     "chunks that divide": Problem(n_tokens=32),
@@ -116,7 +119,7 @@ def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
         tensors.targets_N,
         temperature=problem.temperature,
         entropy_gradient=problem.entropy_gradient,
-        chunk_size=problem.chunk_size,
+        chunks=LogitChunks(problem.chunk_size, problem.recompute),
         vocab=problem.vocab,
         group=group,
     )
@@ -153,6 +156,32 @@ def test_values_and_gradients_are_those_of_log_softmax(
             size = max([1.0, *want.abs().flatten().tolist()])
             error = max([0.0, *(result[what].double() - want).abs().flatten().tolist()])
             assert error <= problem.tolerance * size, what
+
+
+def kept_between_the_passes(problem: Problem, with_grad: bool) -> int:
+    """In a worker: return the number of logits that a forward pass leaves behind."""
+    tensors = make(problem)
+    kept = []
+    with torch.set_grad_enabled(with_grad), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        linear_logprobs(
+            tensors.hidden_NH.requires_grad_(),
+            tensors.weight_VH,
+            tensors.targets_N,
+            temperature=1.0,
+            entropy_gradient=False,
+            chunks=LogitChunks(problem.chunk_size, problem.recompute),
+            vocab=problem.vocab,
+            group=dist.group.WORLD,
+        )
+    return sum(tensor.numel() for tensor in kept if tensor.shape[-1:] == (problem.vocab,))
+
+
+@pytest.mark.parametrize(("recompute", "with_grad", "n_kept"), [(True, True, 0), (False, True, 37), (False, False, 0)])
+def test_logits_are_kept_only_for_a_backward_pass(
+    workers: Workers, recompute: bool, with_grad: bool, n_kept: int
+) -> None:
+    problem = Problem(recompute=recompute)
+    assert workers(1).run(kept_between_the_passes, problem, with_grad) == [n_kept * problem.vocab]
 
 
 class LargestTensor(TorchDispatchMode):

@@ -63,6 +63,7 @@ class FSDPConfig(TorchParameters):
             "forward_prefetch",
             "backward_prefetch",
             "logprob_chunk_size",
+            "logprob_recompute",
             "optimizer",
         }
     )
@@ -85,4 +86,7 @@ class FSDPConfig(TorchParameters):
     mp_policy: FSDPMixedPrecision = FSDPMixedPrecision()
     logprob_chunk_size: Positive = 1024
     """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    logprob_recompute: bool = True
+    """Compute the logits again in the backward pass; false: keep those of all trained tokens of a micro-batch for it, 4
+    bytes for each token and row of the vocabulary / tp, which spares one of the four products of the output layer."""
     optimizer: FSDPOptimizerFields = FSDPOptimizerFields()

@@ -203,6 +203,9 @@ class MegatronConfig(Section):
     installed. None drops tokens."""
     logprob_chunk_size: Positive = 1024
     """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
+    logprob_recompute: bool = True
+    """Compute the logits again in the backward pass; false: keep those of all trained tokens of a micro-batch for it, 4
+    bytes for each token and row of the vocabulary / tp, which spares one of the four products of the output layer."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations the backward pass computes again: none, those of some modules, or those of whole layers
     (`transformer.recompute_modules`, `transformer.recompute_method`)."""
