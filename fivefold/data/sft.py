@@ -3,6 +3,9 @@
 {"prompt": "17 + 25 =", "response": " 42"}      or      {"messages": [..., {"role": "assistant", "content": "42"}]}
 tokens   17 + 25 =  42 <eos>
 mask      0 0  0 0   1   1
+
+Of a conversation, all answers of the assistant are learnt. An example ends with one of them, and has all before it that
+its chat template writes there as it writes a last answer; the others end examples of their own (`conversation`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.examples import Examples, require_examples
@@ -33,6 +37,8 @@ class SFTExample:
     """Tokens of the prompt."""
     response_ids: tuple[int, ...]
     """Tokens of the response, and the end-of-sequence token."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each stretch of the prompt's tokens that is learnt too: earlier answers of a conversation."""
 
     @property
     def n_tokens(self) -> int:
@@ -40,9 +46,19 @@ class SFTExample:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def parts(self) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of the prompt, and those of the response."""
-        yield self.prompt_ids
+        """Yield the tokens of the prompt, divided where an earlier answer begins or ends, and those of the response."""
+        ends = [place for stretch in self.earlier for place in stretch]
+        for start, end in zip([0, *ends], [*ends, len(self.prompt_ids)], strict=True):
+            if start < end:
+                yield self.prompt_ids[start:end]
         yield self.response_ids
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens are learnt."""
+        mask_T = np.arange(self.n_tokens) >= len(self.prompt_ids)
+        for start, end in self.earlier:
+            mask_T[start:end] = True
+        return mask_T
 
 
 def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[SFTExample]:
@@ -50,6 +66,9 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
 
     The prompt is rendered as in reinforcement learning, with its chat template. A response that is a text follows it
     unchanged, and chat messages as the template writes them.
+
+    Of a conversation, each answer is learnt unless `mask_history` is set; if one of its examples is too long, all are
+    dropped.
 
     Raises:
         ValueError: no data, a missing column, a response that is neither a text nor messages, a tokenizer without an
@@ -66,33 +85,42 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
     for key in keys:
         require_column(rows, getattr(config, key), key, config.path)
     examples: list[SFTExample] = []
+    n_too_long = 0
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        prompt, response = _parts(row, config, where)
-        answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(response))
-        example = answers.tokenized(response, config.messages_key or config.response_key)
-        if example.n_tokens <= config.max_length:
-            examples.append(example)
+        found = _examples(row, config, tokenizer, where)
+        if all(example.n_tokens <= config.max_length for example in found):
+            examples += found
+        else:
+            n_too_long += 1
     require_examples(examples, len(rows), config.path, config.max_length)
-    return Examples(tuple(examples), n_rows=len(rows), n_too_long=len(rows) - len(examples))
+    return Examples(tuple(examples), n_rows=len(rows), n_too_long=n_too_long)
 
 
-def _parts(row: Row, config: SFTRowsConfig, where: str) -> tuple[Any, Any]:
-    """Return the prompt and the response of a row.
+def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> list[SFTExample]:
+    """Return the examples of a row: one, or those of a conversation."""
+    if config.messages_key is not None:
+        messages = _messages(row[config.messages_key], config.messages_key, where)
+        return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
+    response = read_answer(row[config.response_key], config)
+    answers = Answers(row[config.prompt_key], config, tokenizer, where, as_chat=is_chat(response))
+    return [answers.tokenized(response, config.response_key)]
+
+
+def _messages(value: Any, key: str, where: str) -> list[Any]:
+    """Return the messages of a row's column.
 
     Raises:
         ValueError: a conversation that does not end with an answer.
     """
-    if config.messages_key is None:
-        return row[config.prompt_key], read_answer(row[config.response_key], config)
-    messages = read_messages(row[config.messages_key])
+    messages = read_messages(value)
     last = messages[-1] if isinstance(messages, list) and len(messages) > 1 else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         raise ValueError(
-            f"{where}: {config.messages_key!r} must be a list of chat messages that ends with one of the assistant, "
+            f"{where}: {key!r} must be a list of chat messages that ends with one of the assistant, "
             f"not {messages!r:.200}"
         )
-    return messages[:-1], messages[-1:]
+    return list(messages)
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -145,6 +173,26 @@ class Answers:
         is_ended = learned[-1:] == [self._end]
         return SFTExample(self._prompt.token_ids, tuple(learned) if is_ended else (*learned, self._end))
 
+    def learning(self, example: SFTExample, earlier: Sequence[_Earlier]) -> SFTExample:
+        """Return an example of this prompt that learns earlier answers, which are in its text, too.
+
+        Tokens do not cross the ends of an answer, as when it is sampled.
+        """
+        text, ids = self._prompt.text, list[int]()
+        ends = [end for answer in earlier for end in (answer.start, answer.end)]
+        places: list[int] = []
+        for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
+            whole = self._tokenized(text[:end], add_special_tokens=False)
+            joins = whole[: len(ids)] == ids
+            ids = whole if joins else [*ids, *self._tokenized(text[start:end], add_special_tokens=False)]
+            places.append(len(ids))
+        stretches = tuple(zip(places[0:-1:2], places[1:-1:2], strict=True))
+        return SFTExample(tuple(ids), example.response_ids, stretches)
+
+    def holds(self, answer: _Earlier) -> bool:
+        """Return whether the prompt's text has an earlier answer as it was when it was the last one."""
+        return self._prompt.text.startswith(answer.text)
+
     def _behind_prompt(self, text: str) -> list[int]:
         """Return the tokens of an answer as they are behind the prompt.
 
@@ -180,12 +228,77 @@ class Answers:
         return text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """An answer of a conversation that goes on behind it."""
+
+    text: str
+    """The conversation up to the end of the answer, with its end token if the chat template writes one."""
+    start: int
+    """Character with which the answer begins."""
+
+    @property
+    def end(self) -> int:
+        return len(self.text)
+
+    @staticmethod
+    def of(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> _Earlier | None:
+        """Return the last message; None if the chat template does not write the others as it does without it."""
+        prompt = render_chat(messages[:-1], tokenizer, where)
+        text = render_chat(messages, tokenizer, where, is_prompt=False)
+        ended = text.rstrip()
+        text = ended if ended.endswith(str(tokenizer.eos_token)) else text
+        return _Earlier(text, len(prompt)) if text.startswith(prompt) else None
+
+
+def conversation(
+    messages: list[Any],
+    config: RowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    key: str,
+    *,
+    only_last: bool,
+) -> list[SFTExample]:
+    """Return the examples of a conversation, in the order of the answers that end them.
+
+    Chat templates may write an earlier answer in another way than a last one: Qwen3's drops its thoughts. A model that
+    answers sees the earlier ones so, and its own not. So an answer is learnt in the example of a later one only if that
+    has it unchanged, with all before it, and otherwise in an example that ends with it.
+
+    Args:
+        messages: the messages, of which the last is an answer.
+        config: how rows are read.
+        tokenizer: the model's tokenizer.
+        where: the row, for error messages.
+        key: the column, for error messages.
+        only_last: learn the last answer alone.
+
+    Raises:
+        ValueError: messages that the chat template refuses, or an answer that nothing tells from what is before it.
+    """
+    places = [
+        place
+        for place, message in enumerate(messages)
+        if place > 0 and isinstance(message, Mapping) and message.get("role") == "assistant"
+    ]
+    left = places[-1:] if only_last else places
+    earlier = {place: _Earlier.of(messages[: place + 1], tokenizer, where) for place in left[:-1]}
+    examples = []
+    while left:
+        *before, last = left
+        answers = Answers(messages[:last], config, tokenizer, where, as_chat=True)
+        example = answers.tokenized(messages[last : last + 1], key)
+        found = {place: answer for place in before if (answer := earlier[place]) is not None and answers.holds(answer)}
+        examples.append(answers.learning(example, list(found.values())) if found else example)
+        left = [place for place in before if place not in found]
+    return examples[::-1]
+
+
 def sft_columns(examples: Sequence[SFTExample]) -> Columns:
-    """Lay examples end to end as the columns `tokens` and `mask`, which is true on responses and their end tokens."""
-    lengths = [(len(example.prompt_ids), len(example.response_ids)) for example in examples]
+    """Lay examples end to end as the columns `tokens` and `mask`, which is true on what is learnt."""
     tokens = [token for example in examples for token in (*example.prompt_ids, *example.response_ids)]
-    mask_T = np.repeat([False, True] * len(examples), [n for pair in lengths for n in pair])
     return Columns(
-        np.array([sum(pair) for pair in lengths], dtype=np.int32),
-        {"tokens": np.array(tokens, dtype=np.int32), "mask": mask_T},
+        np.array([example.n_tokens for example in examples], dtype=np.int32),
+        {"tokens": np.array(tokens, dtype=np.int32), "mask": np.concatenate([each.mask() for each in examples])},
     )

@@ -39,7 +39,6 @@ NOTHING_GENERATED = "nothing is generated"
 TWO_EVALUATIONS = "held-out rows are evaluated before the first step and after the last one"
 ONE_UPDATE = "a step makes one update on its batch"
 NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: prepare the file"
-LAST_ANSWER = "the last message of a conversation is learnt, and no answer before it"
 
 # Models and training
 

@@ -83,8 +83,12 @@ class SFTRowsConfig(RowsConfig):
     """Column of the response, a text or a list of chat messages, also as a text of JSON; the end-of-sequence token is
     appended to it."""
     messages_key: str | None = None
-    """Column of whole conversations, whose last message is the response and all before it the prompt; null: prompt and
-    response have columns of their own."""
+    """Column of whole conversations, which end with an answer of the assistant; null: prompt and response have columns
+    of their own."""
+    mask_history: bool = False
+    """With `messages_key`, learn the last answer of a conversation alone; false: all answers of the assistant but one
+    that nothing precedes. Where the chat template writes an earlier answer otherwise than a last one, as Qwen3's does,
+    which drops its thoughts, that answer is an example of its own, with what comes before it."""
     max_length: Positive = 1024
     """Most tokens of an example: prompt, response and end token. Longer examples are dropped, and their number is
     reported."""
@@ -96,6 +100,11 @@ class SFTRowsConfig(RowsConfig):
         if self.messages_key is not None and strays:
             raise ValueError(
                 f"{strays[0]}={getattr(self, strays[0])} has no effect with messages_key={self.messages_key}: drop one"
+            )
+        if self.mask_history and self.messages_key is None:
+            raise ValueError(
+                "mask_history=true chooses among the answers of a conversation, and has no effect without "
+                "messages_key: name its column, or drop mask_history"
             )
         return self
 

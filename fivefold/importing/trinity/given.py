@@ -15,7 +15,7 @@ from fivefold.importing.settings import ask_as_user
 from fivefold.importing.trinity.defaults import OWN_OPTIMIZER
 from fivefold.importing.trinity.rules import IN_MEMORY, RULES, TREE
 from fivefold.importing.trinity.trainer import finish, micro_batches, override_layout, path_of_data
-from fivefold.importing.values import number, text, whole
+from fivefold.importing.values import flag, number, text, whole
 from fivefold.importing.verl import tree as verl_tree
 from fivefold.importing.verl.actor_rules import MODEL
 
@@ -56,7 +56,7 @@ GIVEN: Mapping[str, Rule] = {
             "format.tools_key": implied("a conversation is rendered without tools"),
             "format.chat_template": off(reasons.TEMPLATE),
             "format.system_prompt*": off("write the system's message into the rows, as chat messages"),
-            "format.enable_concatenated_multi_turn": off(reasons.LAST_ANSWER),
+            "format.enable_concatenated_multi_turn": implied("prompt_type is not messages, or rows are pairs"),
             "*": unknown("the rows"),
         },
     ),
@@ -106,10 +106,15 @@ def _columns(draft: Draft) -> None:
     if kind == "messages":
         to_ = "prompt_key" if is_dpo else "messages_key"
         # The default's name differs from the one that most data sets have.
-        draft.recipe[f"train_dataset.{to_}"] = draft.get(FORMAT + "messages_key", "message")
+        draft.recipe[f"train_dataset.{to_}"] = draft.read(FORMAT + "messages_key", text, "message")
         draft.mapped(FORMAT + "messages_key", f"train_dataset.{to_}", draft.recipe[f"train_dataset.{to_}"])
         for name in used:
             draft.implied(FORMAT + name, "prompt_type is messages")
+        if not is_dpo:
+            learns_all = FORMAT + "enable_concatenated_multi_turn"
+            only_last = not draft.read(learns_all, flag, False)
+            draft.recipe["train_dataset.mask_history"] = only_last
+            draft.mapped(learns_all, "train_dataset.mask_history", only_last)
         return
     for name, otherwise in used.items():
         if name == "prompt_key" or not is_dpo:

@@ -172,7 +172,7 @@ def _columns(draft: Draft) -> None:
         if draft.get(key) is None or (section == MULTI_TURN and draft.get(MULTI_TURN + "enable") is not True):
             continue
         draft.recipe["train_dataset.messages_key"] = draft.get(key)
-        draft.mapped(key, "train_dataset.messages_key", draft.get(key), reasons.LAST_ANSWER)
+        draft.mapped(key, "train_dataset.messages_key", draft.get(key))
         for unused in ("data.prompt_key", "data.response_key"):
             draft.implied(unused, f"{key} names whole conversations")
         return

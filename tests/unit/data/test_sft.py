@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from fivefold.config.schema.data import SFTDatasetConfig
-from fivefold.data.sft import load_sft, sft_columns
+from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 Write = Callable[..., str]
@@ -36,9 +37,78 @@ def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFa
     assert columns.values["mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
+ENDING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last or m.role == 'user' else m.content[-1] }}"
+    "{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As Qwen3's, which writes all of a last answer, and of an earlier one what comes behind its thoughts."""
+TALK = [
+    {"role": "assistant", "content": "0"},
+    USER,
+    ANSWER,
+    USER,
+    {"role": "assistant", "content": "z12"},
+    USER,
+    ANSWER,
+]
+
+
+def learnt(example: SFTExample) -> list[str]:
+    """Return the whole text of an example, and each stretch that is learnt."""
+    tokens, mask = [*example.prompt_ids, *example.response_ids], example.mask().tolist()
+    names = {number: name for name, number in VOCAB.items()}
+    runs = groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1])
+    texts = [(is_learnt, "".join(names[token] for token, _ in run)) for is_learnt, run in runs]
+    return ["".join(text for _, text in texts), *(text for is_learnt, text in texts if is_learnt)]
+
+
+def test_all_answers_of_a_conversation_are_learnt(write_jsonl: Write) -> None:
+    ending = build_tokenizer("<s> $A")
+    ending.chat_template = ENDING
+    path = write_jsonl([{"talk": TALK}])
+    (example,) = load_sft(config(path, messages_key="talk"), ending).examples
+    whole = ending.apply_chat_template(TALK, tokenize=False).removesuffix("\n")
+    assert learnt(example) == [whole, "yo</s>", "z12</s>", "yo</s>"]
+    assert [*example.prompt_ids, *example.response_ids] == ending(whole, add_special_tokens=False)["input_ids"]
+    assert sft_columns([example]).values["mask"].sum() == 3 + 4 + 3
+    (last,) = load_sft(config(path, messages_key="talk", mask_history=True), ending).examples
+    assert learnt(last) == [whole, "yo</s>"]
+    assert last.prompt_ids == example.prompt_ids
+    prints = {
+        load_sft(config(path, messages_key="talk", mask_history=only), ending).fingerprint() for only in (False, True)
+    }
+    assert len(prints) == 2
+
+
+def test_answers_that_a_template_writes_otherwise_later_are_examples_of_their_own(write_jsonl: Write) -> None:
+    forgetful = build_tokenizer("<s> $A")
+    forgetful.chat_template = FORGETFUL
+    path = write_jsonl([{"talk": TALK}, {"talk": [USER, ANSWER]}])
+    data = load_sft(config(path, messages_key="talk"), forgetful)
+    begin, user = "<|assistant|>", "<|user|>hi"
+    first = f"{begin}0</s>\n{user}{begin}yo</s>"
+    second = f"{begin}0</s>\n{user}{begin}o</s>\n{user}{begin}z12</s>"
+    third = f"{begin}0</s>\n{user}{begin}o</s>\n{user}{begin}2</s>\n{user}{begin}yo</s>"
+    wanted = [[first, "yo</s>"], [second, "z12</s>"], [third, "yo</s>"], [f"{user}{begin}yo</s>", "yo</s>"]]
+    assert [learnt(example) for example in data.examples] == wanted
+    assert data.usage == "2 of 2 rows"
+    short = load_sft(config(path, messages_key="talk", max_length=12), forgetful)
+    assert (len(short), short.n_too_long) == (1, 1)
+
+
+def test_the_history_of_a_conversation_may_be_masked_and_of_texts_there_is_none() -> None:
+    with pytest.raises(ValueError, match="mask_history=true chooses among the answers of a conversation"):
+        config("unused", mask_history=True)
+
+
 def test_the_last_message_of_a_conversation_is_learnt(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
     rows = [{"talk": json.dumps([USER, ANSWER])}, {"talk": [USER, ANSWER, USER, ANSWER]}]
-    first, second = load_sft(config(write_jsonl(rows), messages_key="talk"), tokenizer).examples
+    options = {"messages_key": "talk", "mask_history": True}
+    first, second = load_sft(config(write_jsonl(rows), **options), tokenizer).examples
     assert first.response_ids == second.response_ids == tuple(VOCAB[token] for token in (*"yo", "</s>"))
     assert [VOCAB["<|user|>"] for _ in range(2)] == [id_ for id_ in second.prompt_ids if id_ == VOCAB["<|user|>"]]
     pair = [{"prompt": [USER], "response": [ANSWER]}]

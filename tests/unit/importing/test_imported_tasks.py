@@ -124,6 +124,7 @@ CONVERTED: list[tuple[Framework, str, dict[str, Any], set[str]]] = [
             "actor.backend": "megatron:(attn:d8t2|ffn:d1t2e8)",
             "train_dataset.max_length": 4096,
             "train_dataset.messages_key": "messages",
+            "train_dataset.mask_history": True,
             "train_dataset.batch_size": 128,
         },
         set(),
