@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing import reductions
@@ -16,6 +18,9 @@ _DEVICE_INDEX = 6
 """Place of the device's index among the arguments of `rebuild_cuda_tensor`."""
 _COUNTER, _OFFSET = 11, 12
 """Places of the file with the count of a handle's users, and of the count in it."""
+_HEADER_BYTES = 64
+"""Bytes before the counts, which torch keeps for itself."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_uuid(device: torch.device) -> str:
@@ -54,12 +59,23 @@ def on_device(handle: Handle, device: int | str) -> Handle:
 
 
 def release(handles: Iterable[Handle]) -> None:
-    """Release handles in place of a process that has died, whichever of them it had released itself.
+    """Release handles in place of a process that has died, but those that it had released itself.
 
-    The exporter frees memory whose count of users is zero or less, and no handle shares its count with another.
+    The exporter frees memory whose count of users is zero. One that is released twice would keep it for ever, because
+    the count has no sign.
     """
     for handle in handles:
-        UntypedStorage._release_ipc_counter(handle[_COUNTER], handle[_OFFSET], device="cuda")
+        if _is_used(handle):
+            UntypedStorage._release_ipc_counter(handle[_COUNTER], handle[_OFFSET], device="cuda")
+
+
+def _is_used(handle: Handle) -> bool:
+    """Return whether the count of a handle's users is above zero; it is so from the beginning, until it is released."""
+    file = SHARED_MEMORY / handle[_COUNTER].decode().lstrip("/")
+    if not file.exists():  # all of its memory is free, or it is on another node
+        return False
+    counts = np.fromfile(file, np.int64, offset=_HEADER_BYTES)
+    return bool(counts[handle[_OFFSET]] > 0)
 
 
 def collect() -> None:

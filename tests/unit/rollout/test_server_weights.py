@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -297,6 +298,22 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
     with pytest.raises(ServerDied, match="died when its weights were about to come by NCCL"):
         engine.load_buckets(iter(buckets), 3)
     assert len(Log(tmp_path).rows("start")) == 3
+
+
+def test_a_handle_is_released_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "SHARED_MEMORY", tmp_path)
+    file = tmp_path / "torch_1_2_0"
+    file.write_bytes(bytes(64) + np.array([1, 0, 1, 1], np.int64).tobytes())
+
+    def release(name: bytes, place: int, *, device: str) -> None:
+        counts = np.memmap(file, np.int64, "r+", offset=64)
+        counts[place] -= 1
+
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", release)
+    handles = [(*range(11), b"/torch_1_2_0", place) for place in range(3)]
+    for _ in range(2):
+        cuda_ipc.release([*handles, (*range(11), b"/torch_of_another_node", 0)])
+    assert np.fromfile(file, np.int64, offset=64).tolist() == [0, 0, 0, 1]
 
 
 def test_handles_of_a_server_that_dies_are_released_in_its_place(
