@@ -33,6 +33,8 @@ PAGE = ROOT / "docs" / "cluster.md"
 HEAD = "127.0.0.2"
 START_ATTEMPTS = 3
 STORE_BYTES = 80_000_000
+AGENTS_PORT = 52365
+"""The port of Ray's own that Linux may give out as a free one. A node that has it for something else does not start."""
 
 
 @dataclass
@@ -157,7 +159,10 @@ def small(host: str, n_gpus: int, folder: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of the head that no process has at present."""
-    with socket.socket() as held:
-        held.bind((HEAD, 0))
-        return int(held.getsockname()[1])
+    """Return a TCP port of the head that no process has at present, and that Ray does not keep for its agents."""
+    port = AGENTS_PORT
+    while port == AGENTS_PORT:
+        with socket.socket() as held:
+            held.bind((HEAD, 0))
+            port = int(held.getsockname()[1])
+    return port

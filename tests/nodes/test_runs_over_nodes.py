@@ -1,4 +1,4 @@
-"""One training run whose roles lie on several nodes, of which one is killed, and which goes on without it."""
+"""Runs on the nodes of one cluster: an evaluation whose server is on two, and a training that goes on after a loss."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import COMMAND, ROOT
 from tests.nodes.cluster import PretendCluster
+from tests.unit.rollout.fake_server import Log, write_python
 
 Row = Mapping[str, Any]
+
+N_PROMPTS = 6
 
 COMMON = [
     "train", str(ROOT / "recipes" / "quickstart.yaml"), "train_dataset.batch_size=4", "gconfig.n_samples=4",
@@ -38,6 +42,35 @@ LOST = "127.0.0.4"
 """The third node: it has rank 1 of both actor and rollout."""
 END_S = 60.0
 """The run ends in four seconds on a machine that has nothing else to do."""
+
+
+def value(row: dict[str, Any], flag: str) -> str:
+    return str(row["command"][row["command"].index(flag) + 1])
+
+
+def test_a_replica_that_is_larger_than_a_node_generates_on_two(cluster: PretendCluster, tmp_path: Path) -> None:
+    python = write_python(tmp_path / "server")
+    done = subprocess.run(
+        [
+            *COMMAND, "eval", str(ROOT / "recipes" / "quickstart.yaml"), "scheduler.type=ray",
+            f"scheduler.address={cluster.address}", "cluster.n_nodes=2", "cluster.n_gpus_per_node=1",
+            "rollout.backend=vllm:d1t2", f"rollout.server_python={python}",
+            f"valid_dataset.limit={N_PROMPTS}",
+        ],
+        env={**cluster.environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["n_prompts"] == N_PROMPTS
+    rows = Log(tmp_path / "server").rows("start")
+    hosts = {value(row, "--node-rank"): row["environment"]["VLLM_HOST_IP"] for row in rows}
+    assert hosts.keys() == {"0", "1"}
+    # Ray chooses two of the four nodes.
+    assert len({*hosts.values()} & {node.host for node in cluster.nodes}) == 2
+    assert {value(row, "--master-addr") for row in rows} == {hosts["0"]}
+    assert all(row["environment"]["CUDA_VISIBLE_DEVICES"].isdigit() for row in rows), "each part has one GPU"
+    pids = [pid for row in rows for pid in (row["pid"], row["parent"])]
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert left == []
 
 
 def command(cluster: PretendCluster, root: Path, n_nodes: int, n_gpus: int, n_steps: int, keys: list[str]) -> list[str]:
