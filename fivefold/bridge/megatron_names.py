@@ -28,14 +28,17 @@ Spec = Literal["te", "local"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _INPUT_NORM, _PRE_MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_FUSED_INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
 _FUSED_PRE_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
+UNFUSED_NORMS = {_FUSED_INPUT_NORM: _INPUT_NORM, _FUSED_PRE_MLP_NORM: _PRE_MLP_NORM}
+"""Our name of each norm that is part of the linear layer behind it in TransformerEngine's layers, within a layer."""
 _FUSED_LATENT_NORMS = {
     f"self_attention.{letter}_layernorm.weight": f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
     for letter in ("q", "kv")
 }
 _SPELLINGS = {
     # Both specs write the first spelling: the local one is renamed to it.
-    _INPUT_NORM: ("self_attention.linear_qkv.layer_norm_weight", _INPUT_NORM),
+    _INPUT_NORM: (_FUSED_INPUT_NORM, _INPUT_NORM),
     _PRE_MLP_NORM: (_PRE_MLP_NORM, _FUSED_PRE_MLP_NORM),
     **{name: (name, fused) for name, fused in _FUSED_LATENT_NORMS.items()},
     "mlp.experts.weight1": ("mlp.experts.experts.{expert}linear_fc1.weight",),

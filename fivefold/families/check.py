@@ -143,6 +143,11 @@ def engine_problems(recipe: Recipe) -> Iterator[str]:
                 f"{ROLE_SECTIONS[role.role]}.attn_impl=flash_attention_4 runs on GPUs, and cluster.n_gpus_per_node is "
                 "0: set attn_impl to flash_attention_2, or name the GPUs"
             )
+        if section.megatron.kernels == "te" and recipe.cluster.n_gpus_per_node == 0:
+            yield (
+                f"{ROLE_SECTIONS[role.role]}.megatron.kernels=te runs on GPUs, and cluster.n_gpus_per_node is 0: set "
+                "it to fivefold, or name the GPUs"
+            )
         for name in _ENGINE_SECTIONS:
             if name != role.backend:
                 for key, value in _changed(getattr(section, name)):

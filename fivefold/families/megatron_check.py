@@ -28,6 +28,7 @@ def megatron_problems(
     """Yield a line for each key of a role's section `megatron` that its model or its pipeline cannot take."""
     prefix = f"{role}.megatron.transformer"
     yield from _bridge_problems(role, config, shape, layout.tp)
+    yield from _kernel_problems(role, config, shape, layout.cp)
     yield from _router_problems(prefix, config, shape)
     if config.megatron.transformer.moe_shared_expert_overlap:
         yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)
@@ -47,6 +48,17 @@ def _bridge_problems(role: str, config: EngineConfig, shape: ModelShape, tp: int
         yield f"{key} has no latent attention, which {shape.family} needs: set it to fivefold"
     if bridge == "megatron-bridge" and shape.vocab % tp:
         yield f"{key} does not pad the vocabulary, and t{tp} does not divide {shape.vocab} tokens: set it to fivefold"
+
+
+def _kernel_problems(role: str, config: EngineConfig, shape: ModelShape, cp: int) -> Iterator[str]:
+    """Yield a line for each thing that layers of TransformerEngine's modules cannot do."""
+    if config.megatron.kernels != "te":
+        return
+    key = f"{role}.megatron.kernels=te"
+    if shape.latent is not None:
+        yield f"{key} has no latent attention, which {shape.family} needs: set it to fivefold"
+    if cp > 1:
+        yield f"{key} does not divide sequences as c{cp} does: set it to fivefold, or drop c{cp} from backend"
 
 
 def _overlap_problems(

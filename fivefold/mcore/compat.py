@@ -28,7 +28,7 @@ def prepare() -> None:
     global _prepared
     if _prepared:
         return
-    _fix_router_without_transformer_engine()
+    _multiply_routers_without_transformer_engine()
     _accumulate_gradients_without_apex()
     _recompute_outputs_without_transformer_engine()
     if not torch.cuda.is_available():
@@ -38,14 +38,14 @@ def prepare() -> None:
     _prepared = True
 
 
-def _fix_router_without_transformer_engine() -> None:
-    """Symptom: NameError `te_general_gemm` in the router's forward pass with moe_router_dtype=fp32.
+def _multiply_routers_without_transformer_engine() -> None:
+    """Symptom: NameError `te_general_gemm` in the router's forward pass with moe_router_dtype=fp32; where
+    TransformerEngine is installed, gradients of float32 routers with the precision of TF32.
 
-    Cause: moe_utils defines the name only where TransformerEngine imports, yet reads it always.
-    Remove when: moe_utils defines it as None otherwise.
+    Cause: moe_utils defines the name only where TransformerEngine imports, yet reads it always, and TransformerEngine
+    multiplies float32 matrices by TF32. Remove when: moe_utils asks whether to use it.
     """
-    if "te_general_gemm" not in vars(moe_utils):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
 
 
 def _accumulate_gradients_without_apex() -> None:

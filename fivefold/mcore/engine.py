@@ -62,6 +62,7 @@ from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_par
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
+from fivefold.mcore.specs import check_transformer_engine, spec_provider
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
@@ -115,13 +116,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         check_attention(config, shape)
         check_megatron(config, shape, layout)
         check_deepep(config.megatron)
+        check_transformer_engine(config.megatron.kernels)
         self.groups = initialize_parallel(layout, seed, timeout_s)
         self._shards = shard_groups(self.groups)
         self._device = torch.device(torch.cuda.current_device())
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
         self._bridge = build_bridge(config, self.shape, self._folder, self._megatron_config)
-        self._decoders = build_chunks(self._megatron_config, layout, self.shape)
+        self._decoders = build_chunks(self._megatron_config, layout, self.shape, spec_provider(config.megatron.kernels))
         self._routers = routers_of(self._decoders)
         self._chunks: list[Any] = list(self._decoders)
         self.parameters = dict(named_parameters(self._decoders))

@@ -54,14 +54,23 @@ class GroupedExperts(MegatronModule):
             [N, hidden], a partial sum if etp > 1; and None, because there is no bias.
         """
         tokens = permuted_local_hidden_states
-        ends = tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate_up = GroupedLinear.apply(tokens, self.weight1, ends)
+        groups = self._groups(tokens, tokens_per_expert)
+        gate_up = self._multiply(tokens, self.weight1, groups)
         if not (self.recomputes_activation and torch.is_grad_enabled()):
-            return GroupedLinear.apply(swiglu(gate_up, permuted_probs), self.weight2, ends), None
+            return self._multiply(swiglu(gate_up, permuted_probs), self.weight2, groups), None
         activation = CheckpointWithoutOutput()
-        output = GroupedLinear.apply(activation.checkpoint(swiglu, gate_up, permuted_probs), self.weight2, ends)
+        output = self._multiply(activation.checkpoint(swiglu, gate_up, permuted_probs), self.weight2, groups)
         activation.discard_output_and_register_recompute(output)
         return output, None
+
+    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> Any:
+        """Return which rows are of which expert, as `_multiply` takes it."""
+        return tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
+
+    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: Any) -> torch.Tensor:
+        """Return rows [N, I] times the transposes of weight [experts, O, I], each row times its expert's: [N, O]."""
+        product: torch.Tensor = GroupedLinear.apply(rows, weight, groups)
+        return product
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -21,7 +21,7 @@ from fivefold.bridge.gather import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.mapping import TensorReader
-from fivefold.bridge.megatron_names import layer_of
+from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
 from fivefold.families.shape import ModelShape
 
 
@@ -126,10 +126,8 @@ def _views(name: str, parameter: Tensor, *, has_experts: bool) -> Iterator[tuple
             prefix = name.removesuffix(ours) + theirs
             yield from ((f"{prefix}.weight{expert}", weight) for expert, weight in enumerate(parameter.unbind()))
             return
-    norms = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
-    if not has_experts:
-        norms["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
-    for ours, theirs in norms.items():
-        if name.endswith(f".{ours}"):
+    for theirs, ours in UNFUSED_NORMS.items():
+        # The norm before experts is a module of its own in their layers too.
+        if name.endswith(f".{ours}") and not (has_experts and theirs.startswith("mlp.")):
             name = name.removesuffix(ours) + theirs
     yield name, parameter.view_as(parameter)

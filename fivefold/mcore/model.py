@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.mapping import padded_vocab
+from fivefold.bridge.megatron_names import UNFUSED_NORMS
 from fivefold.engine.heads import OutputLayer
 from fivefold.engine.sequences import LocalSequences
 from fivefold.families.shape import ModelShape
@@ -64,7 +66,9 @@ class ValueLayer(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype)) if has_bias else None
 
 
-def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: ModelShape) -> list[Decoder]:
+def build_chunks(
+    config: TransformerConfig, layout: ParallelLayout, shape: ModelShape, provider: BackendSpecProvider
+) -> list[Decoder]:
     """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = []
@@ -72,7 +76,7 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
         vp_stage = stage if layout.vpp > 1 else None
         chunk = Decoder(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, shape.latent),
+            transformer_layer_spec=block_spec(config, vp_stage, shape.latent, provider),
             vocab_size=padded_vocab(shape.vocab, layout.tp),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -95,7 +99,10 @@ def build_chunks(config: TransformerConfig, layout: ParallelLayout, shape: Model
 
 
 def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model."""
+    """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model.
+
+    A norm has the name of the layer's own module also where it belongs to the linear layer behind it.
+    """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             yield _global_name(chunk, name), parameter
@@ -113,4 +120,6 @@ def _global_name(chunk: Decoder, name: str) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage))
+        own = ".".join(parts[3:])
+        parts[3:] = [UNFUSED_NORMS.get(own, own)]
     return ".".join(parts)

@@ -117,6 +117,16 @@ class EngineConfig(Section):
                 "attn_impl=flash_attention_4 is for bfloat16 models on GPUs, got dtype=float32: set dtype to bfloat16, "
                 "or attn_impl to flash_attention_2"
             )
+        if self.megatron.kernels == "te" and self.dtype == "float32":
+            raise ValueError(
+                "megatron.kernels=te attends in bfloat16 only, got dtype=float32: set dtype to bfloat16, or "
+                "megatron.kernels to fivefold"
+            )
+        if self.megatron.kernels == "te" and self.attn_impl == "flash_attention_4":
+            raise ValueError(
+                "megatron.kernels=te attends with TransformerEngine's own choice of kernels, got "
+                "attn_impl=flash_attention_4: drop attn_impl, or set megatron.kernels to fivefold"
+            )
         if self.dtype == "float32" and self.megatron.optimizer.store_param_remainders:
             raise ValueError(
                 "megatron.optimizer.store_param_remainders=true stores what bfloat16 weights lack, and dtype=float32 "

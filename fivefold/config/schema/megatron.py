@@ -11,6 +11,7 @@ from fivefold.config.schema.fields import Dtype, PathText, Positive, Section
 from fivefold.config.schema.library import LibraryFields
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+Kernels = Literal["fivefold", "te"]
 Weight = Annotated[float, Field(ge=0)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
@@ -185,6 +186,9 @@ class MegatronConfig(Section):
     """What loads a Hugging Face folder into Megatron-Core's parameters, and turns them into Hugging Face's for the
     rollout: Fivefold itself, or the package mbridge or megatron-bridge, which must be installed (megatron-bridge needs
     TransformerEngine as well). The weights are the same bit for bit."""
+    kernels: Kernels = "fivefold"
+    """What the layers are built of: PyTorch's kernels and Fivefold's own, or (`te`) the modules of TransformerEngine,
+    which must be installed (docs/megatron.md). Checkpoints and weights are the same with both."""
     use_dist_checkpointing: bool = False
     """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
     config and a tokenizer."""
@@ -248,6 +252,20 @@ class MegatronConfig(Section):
                 "transformer.moe_layer_recompute=true is a word for recompute=selective with "
                 f"transformer.recompute_modules=[moe], and recompute={self.recompute} or recompute_modules says "
                 "something else: drop moe_layer_recompute, and add moe to recompute_modules"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kernels(self) -> MegatronConfig:
+        if self.kernels == "te" and self.use_deterministic_algorithms:
+            raise ValueError(
+                "kernels=te does not promise the same bits in every run: set kernels to fivefold, or "
+                "use_deterministic_algorithms to false"
+            )
+        if self.kernels == "te" and "layernorm" in (self.transformer.recompute_modules or ()):
+            raise ValueError(
+                "transformer.recompute_modules has layernorm, and with kernels=te norms are parts of the linear layers "
+                "behind them: drop layernorm, or set kernels to fivefold"
             )
         return self
 

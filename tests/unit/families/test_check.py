@@ -212,6 +212,34 @@ def test_mbridge_has_no_latent_attention() -> None:
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
+def test_layers_of_transformer_engine_refuse_what_they_cannot_do() -> None:
+    actor = {"path": "m", "backend": "megatron:d2", "megatron": {"kernels": "te"}}
+    check_recipe(recipe(actor=actor), MOE)
+    with pytest.raises(
+        RecipeError, match=r"actor\.megatron\.kernels=te has no latent attention, which deepseek_v3 needs"
+    ):
+        check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
+    with pytest.raises(RecipeError, match=r"actor\.megatron\.kernels=te does not divide sequences as c2 does"):
+        check_recipe(recipe(actor={**actor, "backend": "megatron:c2"}), MOE)
+    for own, message in (
+        ({"dtype": "float32"}, "attends in bfloat16 only"),
+        ({"attn_impl": "flash_attention_4"}, "TransformerEngine's own choice of kernels"),
+        ({"megatron": {"kernels": "te", "use_deterministic_algorithms": True}}, "does not promise the same bits"),
+        (
+            {
+                "megatron": {
+                    "kernels": "te",
+                    "recompute": "selective",
+                    "transformer": {"recompute_modules": ["layernorm"]},
+                }
+            },
+            "with kernels=te norms are parts of the linear layers",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe(actor={**actor, **own})
+
+
 @pytest.mark.parametrize("quantized", [["--quantization", "fp8"], ["--quantization=fp8"], ["-q", "fp8"]])
 def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[str]) -> None:
     latent = find_shape("DeepSeek-V3")
