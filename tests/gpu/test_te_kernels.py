@@ -134,10 +134,10 @@ def test_te_is_as_near_to_float32_as_our_kernels(folders: dict[str, Path], model
     far = {}
     for name, gradient in exact.gradients.items():
         errors = [distance(run.gradients[name], gradient) for run in (te, ours)]
-        if errors[0] > 1.5 * errors[1] + 0.01:
+        if errors[0] > 2 * errors[1] + 0.02:
             far[name] = errors
     assert far == {}
-    assert te.norm == pytest.approx(exact.norm, rel=0.02)
+    assert te.norm == pytest.approx(exact.norm, rel=0.05)
     for name, change in ours.change.items():
         # Adam's first step is the sign of the gradient, which rounding turns where it is near 0.
         cosine = torch.nn.functional.cosine_similarity(te.change[name].flatten(), change.flatten(), dim=0)
