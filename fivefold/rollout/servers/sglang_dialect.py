@@ -32,6 +32,8 @@ from fivefold.sync.cuda_ipc import visible_uuids
 
 ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
+_KEPT = 6
+"""Places of its context that SGLang gives to no prompt, and two of them to no completion. It says nothing of them."""
 _WEIGHTS, _CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 """SGLang's names for what it releases. It resumes each of them exactly once."""
 
@@ -85,7 +87,7 @@ class SGLangDialect:
             *("--host", HOST, "--port", str(address)),
             *("--dtype", spec.dtype, "--random-seed", str(spec.seed % SERVER_SEEDS)),
             *("--tp-size", str(spec.tp), "--pp-size", str(spec.pp)),
-            *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length)),
+            *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length + _KEPT)),
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
@@ -97,6 +99,8 @@ class SGLangDialect:
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         # Connections are idle while the actor trains, and must stay open.
         environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
+        # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.
+        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # The processes of other nodes connect to this address.
         return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
 

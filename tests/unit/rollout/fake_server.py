@@ -84,6 +84,7 @@ class Flavour:
     switches: frozenset[str]
     sampling_keys: frozenset[str]
     batch_size: str
+    context: str
     most_tokens: str
     seed: str
     prompt: str
@@ -111,6 +112,7 @@ FLAVOURS = {
             "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words"
         ),
         batch_size="--max-num-seqs",
+        context="--max-model-len",
         most_tokens="max_tokens",
         seed="seed",
         prompt="token_ids",
@@ -129,6 +131,7 @@ FLAVOURS = {
             "skip_special_tokens spaces_between_special_tokens no_stop_trim logit_bias sampling_seed"
         ),
         batch_size="--max-running-requests",
+        context="--context-length",
         most_tokens="max_new_tokens",
         seed="sampling_seed",
         prompt="input_ids",
@@ -258,13 +261,13 @@ class FakeServer:
             is_cut_short = self._is_cut_short(prompt, n_pauses, n_holds)
             self.n_long -= prompt[0] == LONG
             held = self.versions[n_holds if prompt[0] == LONG else -1 :]
-            problem = None if is_cut_short else self._problem(sampling)
+            problem = None if is_cut_short else self._problem(sampling) or self._no_room(prompt)
         if problem:
             return 400, {"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}
         if prompt[0] == DEADLY:
             os._exit(STATUS_IN_REQUEST)
         self._wait_for_its_turn(prompt[0])
-        n, most_tokens = sampling.get("n", 1), sampling[self.flavour.most_tokens]
+        n, most_tokens = sampling.get("n", 1), min(sampling[self.flavour.most_tokens], self._room(len(prompt)))
         seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(LONG_TOKENS, LONG_TOKENS + n)
         answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
         if is_cut_short:
@@ -290,6 +293,16 @@ class FakeServer:
         if unknown := sampling.keys() - self.flavour.sampling_keys:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
+
+    def _room(self, n_prompt_tokens: int) -> int:
+        """Return the most tokens that may follow a prompt. SGLang keeps two places of its context to itself."""
+        kept = 2 if self.flavour.context == "--context-length" else 0
+        return int(self.options[self.flavour.context]) - kept - n_prompt_tokens
+
+    def _no_room(self, prompt: Sequence[int]) -> str | None:
+        """SGLang refuses prompts that leave fewer than seven places."""
+        least = 5 if self.flavour.context == "--context-length" else 1
+        return None if self._room(len(prompt)) >= least else f"a prompt of {len(prompt)} tokens is too long"
 
     def _is_cut_short(self, prompt: Sequence[int], n_pauses: int, n_holds: int) -> bool:
         """Return whether the server has paused again before an answer was whole; while paused, it answers nothing."""

@@ -38,7 +38,7 @@ COMMANDS = {
     "--worker-extension-cls fivefold_weights.WorkerWeights --scheduler-cls fivefold_scheduler.scheduler",
     "sglang": "-m sglang.launch_server --model-path {model} --tokenizer-path {tokenizer} "
     "--host 127.0.0.1 --port {address} --dtype bfloat16 --random-seed 5 "
-    "--tp-size {tp} --pp-size {pp} --max-running-requests 6 --context-length {length} "
+    "--tp-size {tp} --pp-size {pp} --max-running-requests 6 --context-length {context} "
     "--log-level warning",
 }
 DUMMY_SLEEPER = {
@@ -94,7 +94,8 @@ def assert_answered(served: Served, requests: Sequence[GenerationRequest], versi
 @pytest.mark.parametrize("backend", COMMANDS)
 def test_the_command_line_follows_from_the_replica(backend: str) -> None:
     spec = spec_of(backend, Path("/models/a"), tokenizer_path="/models/b", python="/opt/python", tp=2, pp=3)
-    words = COMMANDS[backend].format(model="/models/a", tokenizer="/models/b", address=81, tp=2, pp=3, length=60)
+    models = {"model": "/models/a", "tokenizer": "/models/b"}
+    words = COMMANDS[backend].format(**models, address=81, tp=2, pp=3, length=60, context=66)
     assert server_command(DIALECTS[backend], spec, 81) == [
         "/opt/python",
         *words.split(),
@@ -116,7 +117,7 @@ def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
     flag = {"vllm": "--uds", "sglang": "--port"}[server.backend]
     address = row["command"][row["command"].index(flag) + 1]
     words = COMMANDS[server.backend].format(
-        model=server.spec.path, tokenizer=server.spec.path, address=address, tp=1, pp=1, length=60
+        model=server.spec.path, tokenizer=server.spec.path, address=address, tp=1, pp=1, length=60, context=66
     )
     assert row["command"] == [*words.split(), *DUMMY_SLEEPER[server.backend].split()]
 
@@ -138,8 +139,8 @@ def test_a_server_gets_no_variables_of_a_rank_and_serves_from_the_checkpoint(
     [row] = Log(tmp_path).rows("start")
     assert not row["environment"].keys() & set(ranks)
     assert row["environment"]["CUDA_VISIBLE_DEVICES"] == "2,3"
-    lengths = {"vllm": "--max-model-len", "sglang": "--context-length"}
-    assert row["command"][row["command"].index(lengths[backend]) + 1] == str(POSITIONS)
+    flag, length = {"vllm": ("--max-model-len", POSITIONS), "sglang": ("--context-length", POSITIONS + 6)}[backend]
+    assert row["command"][row["command"].index(flag) + 1] == str(length)
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
@@ -353,6 +354,15 @@ def test_as_many_requests_reach_the_server_as_it_decodes_together(served: Served
 
 
 @ONE_SERVER
+@pytest.mark.parametrize("n_prompt_tokens", [2, 48, 59])
+def test_a_prompt_and_its_completion_may_have_all_of_the_length(served: Served, n_prompt_tokens: int) -> None:
+    n_new = served.spec.max_length - n_prompt_tokens
+    prompt = tuple(range(3, 3 + n_prompt_tokens))
+    request = GenerationRequest(prompt, n_new - 1)
+    [completion] = served.engine.generate([request], sampling(max_new_tokens=n_new))
+    assert (len(completion.token_ids), completion.finish_reason) == (n_new, "length")
+
+
 def test_no_requests_have_no_completions(served: Served) -> None:
     assert served.engine.generate([], sampling()) == []
 
