@@ -17,10 +17,8 @@ from pathlib import Path
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # before vLLM reads it: `draw_weights` travels as a pickle
 
-import torch
+from drawn_weights import draw_weights
 from vllm import LLM, SamplingParams
-
-INITIALIZER_RANGE = 0.02
 
 
 def main() -> None:
@@ -67,15 +65,6 @@ def main() -> None:
         json.dumps({"share": args.share, "logprobs": args.logprobs, "seconds": seconds, "sampled_tokens": tokens}),
         flush=True,
     )
-
-
-def draw_weights(model: torch.nn.Module) -> None:
-    """Draw the weights anew: matrices normal, norms 1."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=INITIALIZER_RANGE)
-        else:
-            parameter.data.fill_(1.0)
 
 
 if __name__ == "__main__":

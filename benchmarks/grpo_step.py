@@ -10,8 +10,8 @@ Three programs run one after the other on the same machine:
     step      `fivefold train` with the recipe, on random prompts and with a random reward, until it has made `--steps`
               steps; the fastest one after the first counts, and with a look-ahead the mean of those which it does not
               shorten any more
-    engine    vLLM's own `LLM.generate` with the same prompts and sampling, one process for each replica; without the
-              log-probs of sampled tokens and with them
+    engine    vLLM's own `LLM.generate`, or SGLang's own `Engine.generate`, with the same prompts and sampling, one
+              process for each replica; without the log-probs of sampled tokens and with them
     update    `actor_update.py` with the recipe's actor and as many sequences of the same length
 
 The last lines of the output are JSON: the seconds of the step and of its phases, those of the engine and the update
@@ -174,20 +174,29 @@ def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe, 
     python = recipe.rollout.server_python or sys.executable
     prompts = folder / "engine.jsonl"
     prompts.write_text("".join((folder / "prompts.jsonl").read_text().splitlines(keepends=True)[: args.prompts]))
+    # What SGLang needs to start is the same with and without a server.
+    further = recipe.rollout.server_args if layout.backend == "sglang" else []
     replicas = []
     for replica in range(layout.dp):
         devices = visible[replica * layout.tp : (replica + 1) * layout.tp]
         command = [
-            *(python, str(HERE / "bare_vllm.py"), "--model", str(folder / "model"), "--prompts", str(prompts)),
+            *(
+                python,
+                str(HERE / f"bare_{layout.backend}.py"),
+                "--model",
+                str(folder / "model"),
+                "--prompts",
+                str(prompts),
+            ),
             *("--share", f"{replica}/{layout.dp}", "--samples", str(recipe.gconfig.n_samples)),
             *("--new-tokens", str(args.new_tokens), "--batch", str(recipe.rollout.max_batch_size)),
-            *("--tensor-parallel", str(layout.tp), *options),
+            *("--tensor-parallel", str(layout.tp), *options, *further),
         ]
         # The model runner that the servers have.
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         replicas.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     lines = [replica.communicate()[0].splitlines() for replica in replicas]
-    # vLLM writes to the same stream.
+    # The engines write to the same stream.
     results = [json.loads(line) for out in lines for line in out if line.startswith('{"share"')]
     if len(results) < layout.dp:
         raise SystemExit(f"{layout.dp - len(results)} of {layout.dp} bare engines failed: see the output above")
