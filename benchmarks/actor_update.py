@@ -90,7 +90,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--sequences", type=int, default=16, help="sequences in a step, over all ranks")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at one time")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other keys of the engine's section")
@@ -104,13 +103,11 @@ def described(args: argparse.Namespace, folder: str) -> tuple[EngineConfig, Opti
     if args.recipe:
         actor = load_recipe(args.recipe, [], TrainRecipe).actor
         return engine_config(actor, actor.path), actor.optimizer
-    config = engine_section(folder, args.backend, args.recompute, args.micro_tokens, args.chunk, args.set)
+    config = engine_section(folder, args.backend, args.recompute, args.micro_tokens, args.set)
     return config, OptimizerConfig(lr=1e-5)
 
 
-def engine_section(
-    folder: str, backend: str, recompute: str, micro_tokens: int, chunk: int, overrides: list[str]
-) -> EngineConfig:
+def engine_section(folder: str, backend: str, recompute: str, micro_tokens: int, overrides: list[str]) -> EngineConfig:
     """Return the engine's section of a run with these options."""
     values, problems = apply_overrides(
         {
@@ -118,7 +115,7 @@ def engine_section(
             "backend": backend,
             "init_from_scratch": True,
             "mb_spec": {"max_tokens_per_mb": micro_tokens},
-            parse_backend(backend).backend: {"logprob_chunk_size": chunk, "recompute": recompute},
+            parse_backend(backend).backend: {"recompute": recompute},
         },
         overrides,
     )

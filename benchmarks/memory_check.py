@@ -46,7 +46,7 @@ def main() -> None:
     worst = 0.0
     for row in rows:
         measured_gb, seconds = row["peak_memory_gb"], min(row["seconds"][1:])
-        expected_gb, expected_seconds = estimate(row, args.sequence, args.chunk, args.gpu)
+        expected_gb, expected_seconds = estimate(row, args.sequence, args.gpu)
         worst = max(worst, abs(expected_gb / measured_gb - 1))
         backend = row["backend"].replace("|", "\\|")
         print(
@@ -62,7 +62,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="output of actor_update.py; without files: standard input")
     parser.add_argument("--sequence", type=int, default=4096, help="--sequence of the runs")
-    parser.add_argument("--chunk", type=int, default=1024, help="--chunk of the runs")
     parser.add_argument("--gpu", default="h200-141g", help="GPU of the runs")
     parser.add_argument("--tolerance", type=float, default=0.1, help="largest deviation, as a share of the peak")
     return parser.parse_args()
@@ -81,9 +80,9 @@ def options(row: dict[str, Any]) -> str:
     return " ".join([row["recompute"], *(override.rpartition(".")[2] for override in row.get("set", []))])
 
 
-def estimate(row: dict[str, Any], sequence: int, chunk: int, gpu: str) -> tuple[float, float]:
+def estimate(row: dict[str, Any], sequence: int, gpu: str) -> tuple[float, float]:
     """Return the estimated peak of a rank's allocator in a run, in GB (1e9 bytes), and the seconds of a step."""
-    config = engine_section(".", row["backend"], row["recompute"], row["micro_tokens"], chunk, row.get("set", []))
+    config = engine_section(".", row["backend"], row["recompute"], row["micro_tokens"], row.get("set", []))
     parsed, model = parse_backend(row["backend"]), shape(row["model"], row["layers"])
     layout = with_stages(parsed, config.megatron)
     work = replace(engine_work(config, parsed.backend, sequence, row["tokens_per_step"] // sequence), n_fields=1)

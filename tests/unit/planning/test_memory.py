@@ -45,7 +45,7 @@ def planned(run: dict[str, Any]) -> tuple[ParallelLayout, ModelShape, Workload]:
         "path": ".",
         "backend": run["backend"],
         "mb_spec": {"max_tokens_per_mb": run["micro_tokens"]},
-        layout.backend: {"recompute": run["recompute"], "logprob_chunk_size": 1024},
+        layout.backend: {"recompute": run["recompute"]},
     }
     values, problems = apply_overrides(keys, run.get("set", []))
     assert not problems
