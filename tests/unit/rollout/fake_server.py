@@ -63,7 +63,9 @@ LONG = 59
 """First token of a prompt, of `LONG_PROMPT` tokens, that is not answered before the server pauses as many times as the
 second token says. It then has two more tokens each time: one that is aborted answers with them, one that is held keeps
 them."""
-LONG_PROMPT, LONG_TOKENS = 4, 2
+LONG_PROMPT, MODEL_LENGTH = 1 << 20
+"""Places of the model, which are the context of a server that is not told one."""
+LONG_TOKENS = 4, 2
 VLLM_MEMORY = ("weights", "kv_cache")
 SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
 """Kinds of device memory that the servers give back."""
@@ -297,7 +299,7 @@ class FakeServer:
     def _room(self, n_prompt_tokens: int) -> int:
         """Return the most tokens that may follow a prompt. SGLang keeps two places of its context to itself."""
         kept = 2 if self.flavour.context == "--context-length" else 0
-        return int(self.options[self.flavour.context]) - kept - n_prompt_tokens
+        return int(self.options[self.flavour.context] or MODEL_LENGTH) - kept - n_prompt_tokens
 
     def _no_room(self, prompt: Sequence[int]) -> str | None:
         """SGLang refuses prompts that leave fewer than seven places."""
