@@ -63,9 +63,9 @@ LONG = 59
 """First token of a prompt, of `LONG_PROMPT` tokens, that is not answered before the server pauses as many times as the
 second token says. It then has two more tokens each time: one that is aborted answers with them, one that is held keeps
 them."""
-LONG_PROMPT, MODEL_LENGTH = 1 << 20
+LONG_PROMPT, LONG_TOKENS = 4, 2
+MODEL_LENGTH = 1 << 20
 """Places of the model, which are the context of a server that is not told one."""
-LONG_TOKENS = 4, 2
 VLLM_MEMORY = ("weights", "kv_cache")
 SGLANG_MEMORY = (*VLLM_MEMORY, "cuda_graph")
 """Kinds of device memory that the servers give back."""
