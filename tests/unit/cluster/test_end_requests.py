@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,40 @@ def test_the_first_signal_lets_the_step_end(first: str) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["step ends", "saved", "outside of the loop it ends at once"]
     assert "the run saves and ends after this step" in result.stderr
+
+
+CLOSED = """
+import os, signal, sys
+from pathlib import Path
+from fivefold.cluster.interrupt import ending_after_a_step, interruptible
+if {ignored}:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with interruptible():
+    with ending_after_a_step() as request:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for _ in range(2):  # shell and kernel
+            os.kill(os.getpid(), signal.SIGHUP)
+        if not {ignored}:
+            print("the step ends", flush=True)
+        Path({file!r}).write_text(f"{{request.made}}")
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_lets_the_step_end_unless_that_is_ignored(ignored: bool, tmp_path: Path) -> None:
+    ours, terminal = os.openpty()
+    file = tmp_path / "saved"
+    program = CLOSED.format(ignored=ignored, file=str(file))
+    run = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=terminal, stderr=terminal)
+    with open(ours, "rb", buffering=0, closefd=False) as output:
+        # To the end of the line: the terminal is closed when the program has written all of it.
+        assert output.readline() == b"ready\r\n"
+    os.close(terminal)
+    os.close(ours)
+    run.communicate(b"\n", timeout=60)
+    assert run.returncode == 0
+    assert file.read_text() == str(not ignored)
 
 
 def test_the_step_ends_although_nobody_reads_that_it_will() -> None:

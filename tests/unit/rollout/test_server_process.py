@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_a_socket_is_reached_by_its_user_alone_and_goes_with_its_server(tmp_path
     other.private.remove()
 
 
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sockets of this test alone, whose path is short: servers of other tests remove what is abandoned in theirs."""
+    with tempfile.TemporaryDirectory(dir=place_module.short_folder()) as folder:
+        monkeypatch.setattr(place_module, "short_folder", lambda: Path(folder))
+        yield
+
+
+@pytest.mark.usefixtures("own_folder")
 def test_a_socket_whose_guard_is_killed_goes_with_the_next_servers_start(tmp_path: Path) -> None:
     place, server, http = listen_at_socket(tmp_path)
     [row] = Log(tmp_path).rows("start")
