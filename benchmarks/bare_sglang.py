@@ -7,12 +7,9 @@ As `bare_vllm.py`. Further arguments are those of SGLang's server.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from pathlib import Path
 from typing import Any
 
+from bare_engine import measure, parser, prompts_of
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import prepare_server_args
 from transformers import AutoTokenizer
@@ -21,21 +18,9 @@ DRAW_WEIGHTS = "drawn_weights.draw_weights"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--share", default="0/1", help="which of how many equal shares")
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--logprobs", action="store_true", help="ask for the log-prob of every sampled token")
-    parser.add_argument("--memory-fraction", type=float, default=0.85)
-    args, others = parser.parse_known_args()
-    number, of = map(int, args.share.split("/"))
-    texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()][number::of]
+    args, others = parser(__doc__).parse_known_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    prompts = [tokenizer.encode(text) for text in texts]
+    prompts = [tokenizer.encode(text) for text in prompts_of(args)]
     # SGLang wants more room than the longest sequence has.
     context = max(map(len, prompts)) + args.new_tokens + 8
     words = [
@@ -49,24 +34,17 @@ def main() -> None:
         raise SystemExit(f"SGLang did not take new weights: {message}")
     sampling = {"n": args.samples, "max_new_tokens": args.new_tokens, "temperature": 1.0}
 
-    def generate(prompts: list[list[int]], **changes: int) -> list[dict[str, Any]]:
+    def answers(prompts: list[list[int]], **changes: int) -> list[dict[str, Any]]:
         outputs: list[dict[str, Any]] = engine.generate(
             input_ids=prompts, sampling_params={**sampling, **changes}, return_logprob=args.logprobs
         )
         return outputs
 
-    generate(prompts[:2], n=2, max_new_tokens=16)
-    seconds, tokens = [], 0
-    for _ in range(2):
-        engine.flush_cache()  # the second run reads the prompts again
-        began = time.perf_counter()
-        outputs = generate(prompts)
-        seconds.append(round(time.perf_counter() - began, 2))
-        tokens = sum(len(output["output_ids"]) for output in outputs)
-    print(
-        json.dumps({"share": args.share, "logprobs": args.logprobs, "seconds": seconds, "sampled_tokens": tokens}),
-        flush=True,
-    )
+    def generate() -> int:
+        return sum(len(output["output_ids"]) for output in answers(prompts))
+
+    answers(prompts[:2], n=2, max_new_tokens=16)
+    measure(args, generate, before=engine.flush_cache)  # the second run reads the prompts again
     engine.shutdown()
 
 
