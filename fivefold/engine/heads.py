@@ -225,3 +225,29 @@ class _PartOfSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad / ctx.n, None
+
+
+class LogitOptions(Protocol):
+    """The keys of an engine's section that say how logits are computed."""
+
+    @property
+    def logprob_chunk_size(self) -> int:
+        """Tokens whose logits are computed together."""
+
+    @property
+    def logprob_recompute(self) -> bool:
+        """Whether the backward pass computes the logits again."""
+
+
+def model_head(vocab: int, section: LogitOptions, group: dist.ProcessGroup, *, is_value: bool) -> Head:
+    """Return the head of a model.
+
+    Args:
+        vocab: number of tokens in the vocabulary.
+        section: the engine's section of the recipe.
+        group: the tensor-parallel group.
+        is_value: whether it is a value head in place of a policy's.
+    """
+    if is_value:
+        return ValueHead(group)
+    return LogprobHead(vocab, LogitChunks(section.logprob_chunk_size, section.logprob_recompute), group)

@@ -7,6 +7,7 @@ again, or kept as well where there is room for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,8 +108,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature, entropy_gradient, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
-        for index, rows in enumerate(chunks.of(hidden.shape[0]) if real_rows > 0 else []):
-            logits = kept[index] if kept else logits_of(hidden[rows], weight[:real_rows], temperature)
+        for rows, logits in logits_again(kept, chunks, hidden, weight[:real_rows], temperature):
             grad_logits = logit_gradient(
                 logits,
                 targets[rows] - first,
@@ -130,6 +130,18 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) ->
     else:
         logits = torch.mm(hidden, weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def logits_again(
+    kept: Sequence[torch.Tensor],
+    chunks: LogitChunks,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: float,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the places and the logits of each chunk for a backward pass: those that were kept, or computed again."""
+    for index, rows in enumerate(chunks.of(len(hidden)) if len(weight) else []):
+        yield rows, kept[index] if kept else logits_of(hidden[rows], weight, temperature)
 
 
 def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.logprobs import LogitChunks, WeightGradient, logits_of
+from fivefold.engine.logprobs import LogitChunks, WeightGradient, logits_again, logits_of
 
 
 @torch.no_grad()
@@ -113,10 +113,9 @@ class _LinearLogprobsOf(torch.autograd.Function):
         temperature, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
-        for index, rows in enumerate(chunks.of(len(hidden)) if real_rows else []):
+        for rows, logits in logits_again(kept, chunks, hidden, weight[:real_rows], temperature):
             # d logprob[j] / d logit[v] is (v == j) - p[v].
             grad = grad_logprobs[rows] / temperature
-            logits = kept[index] if kept else logits_of(hidden[rows], weight[:real_rows], temperature)
             grad_logits = (logits - log_normalizer[rows, None]).exp() * -grad.sum(1, keepdim=True)
             own, is_own = _own(tokens[rows], first, real_rows)
             grad_logits.scatter_add_(1, own, torch.where(is_own, grad, 0.0))

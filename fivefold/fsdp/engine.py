@@ -22,9 +22,8 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.flash import flash_kernels
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
+from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.host_copy import Parkable
-from fivefold.engine.logprobs import LogitChunks
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -102,15 +101,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self.head: Head = (
-            ValueHead(self.groups.tp)
-            if value_head
-            else LogprobHead(
-                stored.vocab,
-                LogitChunks(config.fsdp.logprob_chunk_size, config.fsdp.logprob_recompute),
-                self.groups.tp,
-            )
-        )
+        self.head: Head = model_head(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
         trains = optimizer is not None
         self.model = build_model(

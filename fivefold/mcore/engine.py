@@ -27,8 +27,7 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.flash import flash_kernels
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, ValueHead
-from fivefold.engine.logprobs import LogitChunks
+from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -169,15 +168,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._buffers = ChunkBuffers(self._chunks, self.parameters.values())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = (
-            ValueHead(self.groups.tp)
-            if value_head
-            else LogprobHead(
-                shape.vocab,
-                LogitChunks(config.megatron.logprob_chunk_size, config.megatron.logprob_recompute),
-                self.groups.tp,
-            )
-        )
+        self.head: Head = model_head(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),

@@ -223,8 +223,7 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int
     if shape.value_head:
         return int(hidden + tokens * _FLOAT * (2 * shape.hidden + 6))
     kept = 0 if work.logprob_recompute else tokens * vocabulary * _FLOAT
-    logits = max(kept, 2 * chunk * vocabulary * _FLOAT) + chunk * vocabulary * element
-    in_hook = (
-        max(kept, chunk * vocabulary * _FLOAT) + chunk * vocabulary * element + element * vocabulary * shape.hidden
-    )
+    gradient = chunk * vocabulary * element
+    logits = max(kept, 2 * chunk * vocabulary * _FLOAT) + gradient
+    in_hook = max(kept, chunk * vocabulary * _FLOAT) + gradient + element * vocabulary * shape.hidden
     return int(hidden + max(logits, in_hook) + 6 * _FLOAT * tokens)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
+from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.heads import LogprobHead, ValueHead, model_head
 from fivefold.engine.logprobs import LogitChunks, linear_logprobs
 from fivefold.types import Batch
 
@@ -182,6 +185,16 @@ def test_logits_are_kept_only_for_a_backward_pass(
 ) -> None:
     problem = Problem(recompute=recompute)
     assert workers(1).run(kept_between_the_passes, problem, with_grad) == [n_kept * problem.vocab]
+
+
+@pytest.mark.parametrize("section", [MegatronConfig, FSDPConfig])
+def test_the_keys_of_a_recipe_decide_which_logits_are_kept(section: type[MegatronConfig | FSDPConfig]) -> None:
+    group = mock.Mock(spec=dist.ProcessGroup)
+    for recompute in (True, False):
+        options = section(logprob_chunk_size=7, logprob_recompute=recompute)
+        head = model_head(101, options, group, is_value=False)
+        assert head == LogprobHead(101, LogitChunks(7, recompute), group)
+    assert model_head(101, options, group, is_value=True) == ValueHead(group)
 
 
 class LargestTensor(TorchDispatchMode):
