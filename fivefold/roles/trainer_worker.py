@@ -91,6 +91,8 @@ class UpdateResult:
     """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
+    n_trained: int = 1
+    """Trained tokens of the mini-batch, by which its means over tokens count among those of other updates."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ class TrainerWorker(SendsWeights):
             step = self._engine.optim_step()
         metrics |= {f"peak_memory_gb/{phase}": peak for phase, peak in self._peaks.take().items()}
         metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
-        return UpdateResult(metrics, step.skipped, step.non_finite)
+        return UpdateResult(metrics, step.skipped, step.non_finite, share.totals.n_trained_tokens)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fivefold.algorithms.ages import averaged
 from fivefold.algorithms.positions import N_PARTS, PART, SHARE
@@ -83,30 +83,52 @@ _OVER_KNOWN = (
 """Metrics over the tokens that have a log-prob of the rollout."""
 
 
+_OF_UPDATES, _SECTIONS_OF_UPDATES = {"loss", "grad_norm", "lr"}, ("pipeline/", "experts/", "peak_memory_gb/")
+"""Metrics that are no means over trained tokens, and beginnings of the names of others."""
+
+
 def effective_share(mean: float, mean_square: float) -> float:
     """Return Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the number of weights w."""
     return mean * mean / mean_square if mean_square > 0 else 0.0
 
 
+def _is_of_tokens(name: str) -> bool:
+    """Return whether a metric is a mean over trained tokens."""
+    return not (name in _OF_UPDATES or name.startswith(_SECTIONS_OF_UPDATES) or _extreme(name))
+
+
+def _extreme(name: str) -> Callable[[Iterable[float]], float] | None:
+    """Return the extreme value by which a metric is reduced; None: it is averaged."""
+    return {"max": max, "min": min}.get(name.rpartition("/")[2])
+
+
+def _reduced(name: str, row: Sequence[tuple[float, int]]) -> float:
+    """Return one number for the values of a metric, each with its weight."""
+    if (extreme := _extreme(name)) is not None:
+        return extreme(value for value, _ in row)
+    return sum(value * weight for value, weight in row) / sum(weight for _, weight in row)
+
+
 def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Reduce each metric of several updates to one number.
 
-    Most are averaged. Names that end in `/max` or `/min` are reduced by maximum or minimum, `lr` is the last one, and
-    `skipped_updates` counts the updates that were skipped.
+    Means over tokens become means over the trained tokens of all updates; if no update has any, they are left out.
+    What an update has as a whole, such as `loss`, is averaged over updates. Names that end in `/max` or `/min` are
+    reduced by maximum or minimum, `lr` is the last one, and `skipped_updates` counts the updates that were skipped.
     """
-    values: dict[str, list[float]] = defaultdict(list)
+    values: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for result in results:
         for name, value in result.metrics.items():
-            values[name].append(value)
-    reduce = {"max": max, "min": min}
-    averages = {
-        name: reduce.get(name.rpartition("/")[2], lambda row: sum(row) / len(row))(row) for name, row in values.items()
-    }
-    averages["lr"] = values["lr"][-1]
-    if share := averages.get("rollout_mismatch_share"):
+            if weight := result.n_trained if _is_of_tokens(name) else 1:
+                values[name].append((value, weight))
+    averages = {name: _reduced(name, row) for name, row in values.items()}
+    averages["lr"] = results[-1].metrics["lr"]
+    if (share := averages.get("rollout_mismatch_share")) is not None:
         # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
-        averages |= {name: averages[name] / share for name in _OVER_KNOWN}
-        averages["rollout_ess"] = effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
+        known = {name: averages.pop(name) for name in _OVER_KNOWN}
+        if share > 0:
+            averages |= {name: value / share for name, value in known.items()}
+            averages["rollout_ess"] = effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
     for number in range(1, N_PARTS + 1):
         # The sums are over the tokens of one part, and were divided by all trained tokens.
         if (of_part := averages.pop(f"{SHARE}/{number}", None)) is not None:
