@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.engine.logprobs import LogitChunks, logits_of
-from fivefold.engine.top_k import gathered, own_rows
+from fivefold.engine.vocab_shards import gathered, own_rows
 
 
 @torch.no_grad()

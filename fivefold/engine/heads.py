@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fivefold.algorithms.distillation import Direction, coarse_divergence
 from fivefold.engine.concentration import linear_sum_of_squares
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs
-from fivefold.engine.top_k import linear_logprobs_of, linear_top_k
+from fivefold.engine.logprobs import LogitChunks, linear_logprobs, linear_logprobs_with_others
+from fivefold.engine.top_k import linear_top_k
 
 Predictions = Mapping[str, torch.Tensor]
 """Tensors float32 [N], by name."""
@@ -131,33 +131,38 @@ class LogprobHead:
         )
         return {"logprobs": logprobs, "entropy": entropy}
 
-    def divergence(
+    def predict_beside_teacher(
         self,
         hidden_NH: torch.Tensor,
         output: OutputLayer,
+        targets_N: torch.Tensor,
+        options: HeadOptions,
         teacher: TeacherTokens,
         direction: Direction,
-        temperature: float,
-    ) -> torch.Tensor:
-        """Return the divergence from the teacher at each place, float32 [N], with gradient (`coarse_divergence`).
+    ) -> Predictions:
+        """Predict as `predict` does, and from the same logits the `divergence` from the teacher (`coarse_divergence`).
 
         Args:
             hidden_NH: the hidden states, as in `predict`.
             output: this rank's part of the output layer.
+            targets_N: int64, the tokens to predict.
+            options: options of the loss.
             teacher: the teacher's distributions, at the same temperature.
             direction: direction of the divergence.
-            temperature: divides the logits.
         """
-        logprobs_NK = linear_logprobs_of(
+        logprobs, entropy, logprobs_NK = linear_logprobs_with_others(
             hidden_NH,
             output.weight_VH,
+            targets_N,
             teacher.tokens_NK,
-            temperature=temperature,
+            temperature=options.temperature,
+            entropy_gradient=options.entropy_gradient,
             chunks=self.chunks,
             vocab=self.vocab,
             group=self.group,
         )
-        return coarse_divergence(logprobs_NK, teacher.logprobs_NK, direction)
+        divergence = coarse_divergence(logprobs_NK, teacher.logprobs_NK, direction)
+        return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
 
     def sum_of_squares(self, hidden_NH: torch.Tensor, output: OutputLayer, temperature: float) -> torch.Tensor:
         """Return the sum of squared probabilities over the vocabulary at each place, float32 [N], without gradient."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fivefold.engine.kernels import logit_gradient, logit_statistics
 from fivefold.engine.main_grad import add_matmul, main_grad, mark_accumulated
+from fivefold.engine.vocab_shards import gathered, own_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def linear_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log softmax(hidden @ weight.T / temperature)[target] and that distribution's entropy, float32 [N] each.
+    """Compute log p[target] and the entropy of p = softmax(hidden @ weight.T / temperature), float32 [N] each.
 
     Args:
         hidden_NH: the same on all ranks. Its gradient is this rank's part of a sum over the group.
@@ -59,8 +60,43 @@ def linear_logprobs(
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
     """
+    no_others_N0 = targets_N.new_empty(len(targets_N), 0)
+    logprobs_N, entropy_N, _ = _LinearLogprobs.apply(
+        hidden_NH,
+        weight_VH,
+        targets_N,
+        no_others_N0,
+        temperature,
+        entropy_gradient,
+        chunks.for_grad_mode(),
+        vocab,
+        group,
+    )
+    return logprobs_N, entropy_N
+
+
+def linear_logprobs_with_others(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    others_NK: torch.Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    chunks: LogitChunks,
+    vocab: int,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute what `linear_logprobs` does, and from the same logits log p of other tokens, float32 [N, k].
+
+    Args:
+        hidden_NH: this and what is not named is as there.
+        weight_VH: as there.
+        targets_N: as there.
+        others_NK: int64: k tokens at each place, of which the target may be one.
+    """
     return _LinearLogprobs.apply(
-        hidden_NH, weight_VH, targets_N, temperature, entropy_gradient, chunks.for_grad_mode(), vocab, group
+        hidden_NH, weight_VH, targets_N, others_NK, temperature, entropy_gradient, chunks.for_grad_mode(), vocab, group
     )
 
 
@@ -75,15 +111,16 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
+        others: torch.Tensor,
         temperature: float,
         entropy_gradient: bool,
         chunks: LogitChunks,
         vocab: int,
         group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        first = group.rank() * weight.shape[0]
-        real_rows = min(max(vocab - first, 0), weight.shape[0])
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        first, real_rows = own_rows(weight, vocab, group)
         statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+        found = torch.zeros_like(others, dtype=torch.float32)
         kept = []
         for rows in chunks.of(hidden.shape[0]):
             if real_rows == 0:
@@ -91,20 +128,24 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
+            places, is_own = rows_of(others[rows], first, real_rows)
+            found[rows] = torch.where(is_own, logits.gather(1, places), 0.0)
             if not chunks.recompute:
                 kept.append(logits)
         log_normalizer, logprobs, entropy = _combine(statistics, group)
-        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy, *kept)
+        if group.size() > 1 and found.numel() > 0:
+            dist.all_reduce(found, group=group)  # each token is on one rank
+        ctx.save_for_backward(hidden, weight, targets, others, log_normalizer, entropy, *kept)
         ctx.constants = (temperature, entropy_gradient, chunks, first, real_rows)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs, entropy, found - log_normalizer[:, None]
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
+        ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None, grad_others: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, log_normalizer, entropy, *kept = ctx.saved_tensors
+        hidden, weight, targets, others, log_normalizer, entropy, *kept = ctx.saved_tensors
         temperature, entropy_gradient, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
@@ -116,11 +157,27 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logprob[rows] / temperature,
                 None if grad_entropy is None or not entropy_gradient else grad_entropy[rows] / temperature,
                 entropy[rows],
-                hidden.dtype,
+                torch.float32 if others.shape[1] else hidden.dtype,
             )
+            if others.shape[1]:
+                p = (logits - log_normalizer[rows, None]).exp_()
+                _add_gradient(grad_logits, p, grad_others[rows] / temperature, *rows_of(others[rows], first, real_rows))
+                grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight[:real_rows], out=grad_hidden[rows])
             accumulator.add(grad_logits, hidden[rows])
-        return grad_hidden, accumulator.result(), None, None, None, None, None, None
+        return grad_hidden, accumulator.result(), None, None, None, None, None, None, None
+
+
+def _add_gradient(
+    grad_logits_NV: torch.Tensor,
+    p_NV: torch.Tensor,
+    grad_NK: torch.Tensor,
+    rows_NK: torch.Tensor,
+    is_own_NK: torch.Tensor,
+) -> None:
+    """Add the gradient of sum_k g_k log p[k], which is (v == k) - p[v] for each of them, to that of the logits."""
+    grad_logits_NV.addcmul_(p_NV, grad_NK.sum(1, keepdim=True), value=-1)
+    grad_logits_NV.scatter_add_(1, rows_NK, torch.where(is_own_NK, grad_NK, 0.0))
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -146,12 +203,7 @@ def logits_again(
 
 def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-normaliser, log-prob of the target and entropy, float32 [N] each, from every rank's statistics."""
-    shards = statistics_4N.unsqueeze(0)
-    if group.size() > 1 and statistics_4N.numel() > 0:
-        gathered = statistics_4N.new_empty(group.size() * 4, statistics_4N.shape[1])
-        dist.all_gather_into_tensor(gathered, statistics_4N.contiguous(), group=group)
-        shards = gathered.view(group.size(), *statistics_4N.shape)
-    maximum_RN, sums_RN, weighted_RN, target_RN = shards.unbind(1)
+    maximum_RN, sums_RN, weighted_RN, target_RN = gathered(statistics_4N, group).unbind(1)
     maximum = maximum_RN.amax(0)
     below_RN = maximum_RN - maximum
     scale_RN = below_RN.exp()

@@ -60,15 +60,16 @@ def predict(
     """
     if isinstance(options, TopKScoring):
         return _logprob_head(head).top_k(hidden_NH, output, options)
-    own = head.predict(hidden_NH, output, micro_batch.local.targets_N, options)
+    targets_N = micro_batch.local.targets_N
+    if isinstance(options, Distilling) and (direction := options.divergence) is not None:
+        fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
+        teacher = TeacherTokens(fields["teacher_tokens"][places_N].long(), fields["teacher_token_logprobs"][places_N])
+        pupil = _logprob_head(head)
+        return pupil.predict_beside_teacher(hidden_NH, output, targets_N, options, teacher, direction)
+    own = head.predict(hidden_NH, output, targets_N, options)
     if isinstance(options, SquaresScoring):
         return {**own, "squares": _logprob_head(head).sum_of_squares(hidden_NH, output, options.temperature)}
-    if not isinstance(options, Distilling) or (direction := options.divergence) is None:
-        return own
-    fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
-    teacher = TeacherTokens(fields["teacher_tokens"][places_N].long(), fields["teacher_token_logprobs"][places_N])
-    divergence_N = _logprob_head(head).divergence(hidden_NH, output, teacher, direction, options.temperature)
-    return {**own, "divergence": divergence_N}
+    return own
 
 
 def _logprob_head(head: Head) -> LogprobHead:

@@ -34,9 +34,10 @@ CASES: list[tuple[str, str, int, Direction]] = [
     ("fsdp:d2t2", "fsdp:t2c2", 5, "reverse"),
 ]
 """Layouts of pupil and teacher, tokens of the divergence, and its direction."""
+CHUNK = 5
 KEEPING: dict[str, AnyCase] = {
-    "megatron:d1": Case("megatron:d1", MegatronConfig(logprob_chunk_size=5, logprob_recompute=False)),
-    "fsdp:d2t2": FSDPCase("fsdp:d2t2", FSDPConfig(logprob_chunk_size=5, logprob_recompute=False)),
+    "megatron:d1": Case("megatron:d1", MegatronConfig(logprob_chunk_size=CHUNK, logprob_recompute=False)),
+    "fsdp:d2t2": FSDPCase("fsdp:d2t2", FSDPConfig(logprob_chunk_size=CHUNK, logprob_recompute=False)),
 }
 """Pupils that keep their logits for the backward pass; the others compute them again."""
 
@@ -92,15 +93,18 @@ def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, to
 def pupil(
     case: AnyCase, folder: Path, tokens_TK: torch.Tensor, logprobs_TK: torch.Tensor, direction: Direction
 ) -> object:
-    """In a worker: return the loss and its gradient."""
+    """In a worker: return the loss, the divergence, their gradient, and the number of logits kept for the gradient."""
     engine, batch = case.engine(folder, OptimizerConfig()), uneven_batch()
     batch = batch.with_fields(
         advantages=torch.zeros(batch.n_tokens), teacher_tokens=tokens_TK.int(), teacher_token_logprobs=logprobs_TK
     )
     over = "full" if tokens_TK.shape[1] == VOCAB else "top_k"
     loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction))
-    metrics = engine.forward_backward_of(batch, loss)
-    return metrics["loss"], metrics["teacher_kl"], whole(engine.gradients())
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        metrics = engine.forward_backward_of(batch, loss)
+    logits = (tensor for tensor in kept if tensor.ndim == 2 and len(tensor) <= CHUNK and tensor.shape[1] >= VOCAB // 2)
+    return metrics["loss"], metrics["teacher_kl"], whole(engine.gradients()), sum(tensor.numel() for tensor in logits)
 
 
 @pytest.mark.parametrize(("layout", "of_teacher", "k", "direction"), CASES)
@@ -122,7 +126,9 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
         for mine_T, theirs_T in zip(own_2T, (sampled_T, squares_T), strict=True):
             torch.testing.assert_close(mine_T[trained_T], theirs_T[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
     results = workers(case.world_size).run(pupil, case, models / PUPIL, tokens_TK, logprobs_TK, direction)
-    for loss, divergence, _ in results:
+    for loss, divergence, *_ in results:
         assert loss == pytest.approx(expected.loss, rel=TOLERANCE)
         assert divergence == pytest.approx(expected.loss / COEFF, rel=TOLERANCE)
     assert_close(results[0][2], expected.gradients, TOLERANCE)
+    if layout in KEEPING:
+        assert sum(n_kept for *_, n_kept in results) == batch.mask_T.sum() * VOCAB, "each logit is kept once"

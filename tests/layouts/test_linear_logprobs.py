@@ -24,7 +24,7 @@ from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import LogprobHead, ValueHead, model_head
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs
+from fivefold.engine.logprobs import LogitChunks, linear_logprobs, linear_logprobs_with_others
 from fivefold.types import Batch
 
 HIDDEN = 12
@@ -38,7 +38,8 @@ class Problem:
     recompute: bool = True
     temperature: float = 1.0
     entropy_gradient: bool = True
-    before: None = None
+    n_others: int = 0
+    """Further tokens at each place whose log-probs are asked for, all different; often the target is among them."""
     dtype: torch.dtype = torch.float32
     scale: float = 1.0
     """Scale of the logits."""
@@ -53,12 +54,21 @@ class Tensors:
     targets_N: torch.Tensor
     grads_2N: torch.Tensor
     """Gradients of log-prob and entropy."""
+    others_NK: torch.Tensor
+    grads_NK: torch.Tensor
+    """Gradients of the others' log-probs."""
 
 
 PROBLEMS = {
     "chunks that do not divide": Problem(),
     "kept logits": Problem(temperature=1.7, recompute=False),
     "kept logits of shards of filler": Problem(vocab=2, recompute=False),
+    "others": Problem(n_others=5, temperature=1.7),
+    "others, no entropy gradient": Problem(n_others=5, entropy_gradient=False),
+    "others, kept logits": Problem(n_others=101, recompute=False, temperature=0.7),
+    "others, kept logits of shards of filler": Problem(n_others=2, vocab=2, recompute=False),
+    "others, no tokens": Problem(n_others=5, n_tokens=0),
+    "others, bfloat16": Problem(n_others=5, dtype=torch.bfloat16, tolerance=2e-2),
     "one chunk": Problem(chunk_size=1000),
     "a token a chunk": Problem(chunk_size=1),
     "chunks that divide": Problem(n_tokens=32),
@@ -84,7 +94,10 @@ def make(problem: Problem) -> Tensors:
     weight = torch.randn(problem.vocab, HIDDEN, generator=generator)
     targets = torch.randint(0, problem.vocab, (problem.n_tokens,), generator=generator)
     grads = torch.randn(2, problem.n_tokens, generator=generator)
-    return Tensors(hidden.to(problem.dtype), weight.to(problem.dtype), targets, grads)
+    shuffled = torch.rand(problem.n_tokens, problem.vocab if problem.n_others else 0, generator=generator).argsort(1)
+    others = shuffled[:, : problem.n_others]
+    grads_of_others = torch.randn(others.shape, generator=generator)
+    return Tensors(hidden.to(problem.dtype), weight.to(problem.dtype), targets, grads, others, grads_of_others)
 
 
 def on_full_logits(problem: Problem) -> dict[str, torch.Tensor]:
@@ -96,14 +109,34 @@ def on_full_logits(problem: Problem) -> dict[str, torch.Tensor]:
     logprobs = log_p.gather(1, tensors.targets_N[:, None]).squeeze(1)
     entropies = -(log_p.exp() * log_p).sum(-1)
     grad_logprob, grad_entropy = tensors.grads_2N.double()
+    others = log_p.gather(1, tensors.others_NK)
     differentiated = grad_logprob @ logprobs + (grad_entropy @ entropies if problem.entropy_gradient else 0.0)
-    differentiated.backward()
+    (differentiated + (tensors.grads_NK * others).sum()).backward()
     return {
         "logprobs": logprobs.detach(),
         "entropies": entropies.detach(),
+        "others": others.detach(),
         "hidden gradient": hidden.grad,
         "weight gradient": weight.grad,
     }
+
+
+def predictions(
+    problem: Problem, hidden: torch.Tensor, weight: torch.Tensor, tensors: Tensors, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute log-probs, entropies, and log-probs of other tokens if there are any."""
+    options: dict[str, Any] = {
+        "temperature": problem.temperature,
+        "entropy_gradient": problem.entropy_gradient,
+        "chunks": LogitChunks(problem.chunk_size, problem.recompute),
+        "vocab": problem.vocab,
+        "group": group,
+    }
+    if problem.n_others:
+        return linear_logprobs_with_others(hidden, weight, tensors.targets_N, tensors.others_NK, **options)
+    return *linear_logprobs(hidden, weight, tensors.targets_N, **options), hidden.new_empty(
+        tensors.others_NK.shape
+    ).float()
 
 
 def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
@@ -116,20 +149,15 @@ def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
     if into_main_grad:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     hidden = tensors.hidden_NH.clone().requires_grad_()
-    logprobs, entropies = linear_logprobs(
-        hidden,
-        weight,
-        tensors.targets_N,
-        temperature=problem.temperature,
-        entropy_gradient=problem.entropy_gradient,
-        chunks=LogitChunks(problem.chunk_size, problem.recompute),
-        vocab=problem.vocab,
-        group=group,
-    )
-    assert logprobs.dtype == entropies.dtype == torch.float32
+    logprobs, entropies, others = predictions(problem, hidden, weight, tensors, group)
+    assert logprobs.dtype == entropies.dtype == others.dtype == torch.float32
     assert entropies.requires_grad == problem.entropy_gradient
-    outputs = [logprobs, entropies] if problem.entropy_gradient else [logprobs]
-    torch.autograd.backward(outputs, list(tensors.grads_2N[: len(outputs)]))
+    outputs, grads = [logprobs], [tensors.grads_2N[0]]
+    if problem.entropy_gradient:
+        outputs, grads = [*outputs, entropies], [*grads, tensors.grads_2N[1]]
+    if problem.n_others:
+        outputs, grads = [*outputs, others], [*grads, tensors.grads_NK]
+    torch.autograd.backward(outputs, grads)
     hidden_gradient = hidden.grad.clone()
     dist.all_reduce(hidden_gradient)
     local = weight.main_grad if into_main_grad else weight.grad
@@ -140,6 +168,7 @@ def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
     return {
         "logprobs": logprobs.detach(),
         "entropies": entropies.detach(),
+        "others": others.detach(),
         "hidden gradient": hidden_gradient,
         "weight gradient": whole[: problem.vocab],
     }
@@ -166,24 +195,16 @@ def kept_between_the_passes(problem: Problem, with_grad: bool) -> int:
     tensors = make(problem)
     kept = []
     with torch.set_grad_enabled(with_grad), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
-        linear_logprobs(
-            tensors.hidden_NH.requires_grad_(),
-            tensors.weight_VH,
-            tensors.targets_N,
-            temperature=1.0,
-            entropy_gradient=False,
-            chunks=LogitChunks(problem.chunk_size, problem.recompute),
-            vocab=problem.vocab,
-            group=dist.group.WORLD,
-        )
+        predictions(problem, tensors.hidden_NH.requires_grad_(), tensors.weight_VH, tensors, dist.group.WORLD)
     return sum(tensor.numel() for tensor in kept if tensor.shape[-1:] == (problem.vocab,))
 
 
+@pytest.mark.parametrize("n_others", [0, 5])
 @pytest.mark.parametrize(("recompute", "with_grad", "n_kept"), [(True, True, 0), (False, True, 37), (False, False, 0)])
-def test_logits_are_kept_only_for_a_backward_pass(
-    workers: Workers, recompute: bool, with_grad: bool, n_kept: int
+def test_logits_are_kept_once_and_only_for_a_backward_pass(
+    workers: Workers, recompute: bool, with_grad: bool, n_kept: int, n_others: int
 ) -> None:
-    problem = Problem(recompute=recompute)
+    problem = Problem(recompute=recompute, n_others=n_others)
     assert workers(1).run(kept_between_the_passes, problem, with_grad) == [n_kept * problem.vocab]
 
 
