@@ -320,7 +320,7 @@ def judge(each: Mutant, folder: Path) -> Verdict:
     began = time.process_time()
     try:
         recipe = load_any_recipe(file, each.overrides)
-        plan_recipe(file, each.overrides).as_json()
+        plan_recipe(recipe).as_json()
     except ValueError as error:
         verdict = Verdict("refused", str(error))
         if not named(str(error), file):

@@ -21,6 +21,7 @@ from fivefold.planning.defaults import (
 from fivefold.planning.workload import Recompute
 
 if TYPE_CHECKING:
+    from fivefold.config.schema.recipe import Recipe
     from fivefold.families.shape import ModelShape
     from fivefold.planning.blueprint import Blueprint
     from fivefold.planning.look_ahead import LookAhead
@@ -173,6 +174,7 @@ def plan(
       fivefold plan --model Qwen3-8B --gpus 8 --search
     """
     with reporting_errors():
+        from fivefold.config.load import load_any_recipe
         from fivefold.planning.plan import plan_model, plan_recipe
         from fivefold.planning.question_sources import Changes
 
@@ -188,13 +190,14 @@ def plan(
                     {"--search": search, "--lengths": lengths, "--ranks": ranks, "--svg": svg, "--html": html,
                      **{f"--{name.replace('_', '-')}": value for name, value in vars(changes).items()}}
                 )  # fmt: skip
-                _print_effective(recipe, overrides or [], as_json=as_json)
+                _print_effective(load_any_recipe(recipe, overrides or []), as_json=as_json)
                 return
-            answer = plan_recipe(recipe, overrides or [], gpu=gpu, changes=changes, searching=search)
-            _check_checkpoint(recipe, overrides or [], answer.question.shape)
-            _check_methods(recipe, overrides or [])
+            loaded = load_any_recipe(recipe, overrides or [])
+            answer = plan_recipe(loaded, gpu=gpu, changes=changes, searching=search)
+            _check_checkpoint(loaded, answer.question.shape)
+            _check_methods(loaded)
             if lengths is not None:
-                ahead = _look_ahead(recipe, overrides or [], answer.question, lengths)
+                ahead = _look_ahead(loaded, answer.question, lengths)
         elif recipe is None and model is not None and gpus is not None:
             if effective:
                 raise ValueError("--effective needs a recipe: a model and its GPUs alone set nothing")
@@ -214,56 +217,50 @@ def plan(
             raise typer.Exit(FAILED)
 
 
-def _check_checkpoint(recipe: Path, overrides: list[str], shape: ModelShape) -> None:
+def _check_checkpoint(recipe: Recipe, shape: ModelShape) -> None:
     """Check that the Megatron-Core checkpoint that a recipe starts from, if any, holds its model.
 
     Raises:
         ValueError: it does not.
     """
-    from fivefold.config.load import load_any_recipe
-
-    checkpoint = load_any_recipe(recipe, overrides).actor.megatron.dist_checkpointing_path
+    checkpoint = recipe.actor.megatron.dist_checkpointing_path
     if checkpoint is not None:
         from fivefold.bridge.megatron_reader import MegatronWeights  # imports torch, which no other plan needs
 
         MegatronWeights(checkpoint, shape).close()
 
 
-def _check_methods(recipe: Path, overrides: list[str]) -> None:
+def _check_methods(recipe: Recipe) -> None:
     """Check the loss and the advantage of a recipe as the training does, if it says more of them than a known name.
 
     Raises:
         ValueError: one that cannot be imported, or wrong options.
     """
-    from fivefold.config.load import load_any_recipe
     from fivefold.config.schema.train import TrainRecipe
 
-    loaded = load_any_recipe(recipe, overrides)
-    if not isinstance(loaded, TrainRecipe):
+    if not isinstance(recipe, TrainRecipe):
         return
-    actor = loaded.actor
+    actor = recipe.actor
     is_own = any(":" in name for name in (actor.loss, actor.advantage))
     if is_own or actor.loss_kwargs or actor.advantage_kwargs or actor.prox_logp_method == "loglinear":
         from fivefold.algorithms.methods import check_methods  # imports torch, which no other plan needs
 
-        check_methods(loaded)
+        check_methods(recipe)
 
 
-def _look_ahead(recipe: Path, overrides: list[str], question: Question, lengths: str) -> LookAhead:
+def _look_ahead(recipe: Recipe, question: Question, lengths: str) -> LookAhead:
     """Simulate asynchronous training of a recipe.
 
     Raises:
         ValueError: a recipe that does not generate, or lengths that cannot be read.
     """
-    from fivefold.config.load import load_any_recipe
     from fivefold.config.schema.train import TrainRecipe
     from fivefold.planning.lengths import parse_lengths
     from fivefold.planning.look_ahead import look_ahead
 
-    loaded = load_any_recipe(recipe, overrides)
-    if not isinstance(loaded, TrainRecipe):
-        raise ValueError(f"--lengths: {recipe} does not generate, so there is nothing to answer ahead of its step")
-    return look_ahead(loaded, question, parse_lengths(lengths))
+    if not isinstance(recipe, TrainRecipe):
+        raise ValueError("--lengths: the recipe does not generate, so there is nothing to answer ahead of its step")
+    return look_ahead(recipe, question, parse_lengths(lengths))
 
 
 def _refuse_model_options(options: dict[str, object]) -> None:
@@ -298,12 +295,11 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
         write_text(path, render(answer.blueprint))
 
 
-def _print_effective(recipe: Path, overrides: list[str], *, as_json: bool) -> None:
+def _print_effective(recipe: Recipe, *, as_json: bool) -> None:
     """Print what a recipe makes of Megatron-Core's configuration, as YAML or as one JSON object."""
-    from fivefold.config.load import load_any_recipe
     from fivefold.planning.effective import effective_configs, effective_text
 
-    configs = effective_configs(load_any_recipe(recipe, overrides))
+    configs = effective_configs(recipe)
     typer.echo(json.dumps(configs) if as_json else effective_text(configs), nl=as_json)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from fivefold.config.load import load_any_recipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.layout.allocation import Allocation
 from fivefold.layout.parser import parse_role
 from fivefold.layout.stages import NEARLY_EQUAL
@@ -49,8 +48,7 @@ class Plan:
 
 
 def plan_recipe(
-    path: Path,
-    overrides: Sequence[str],
+    recipe: Recipe,
     *,
     gpu: str = DEFAULT_GPU,
     changes: Changes | None = None,
@@ -59,8 +57,7 @@ def plan_recipe(
     """Plan a recipe, be it for `fivefold train` or for `fivefold sft`.
 
     Args:
-        path: file of the recipe.
-        overrides: `a.b=c`, keys of the recipe to set.
+        recipe: the recipe.
         gpu: kind of GPU, such as `h100-80g`.
         changes: what to change about the recipe's work.
         searching: rank all layouts of the actor, and plan the best one.
@@ -68,8 +65,7 @@ def plan_recipe(
     Raises:
         ValueError: the recipe is wrong, its roles do not fit on its cluster, or the GPU is unknown.
     """
-    question = question_of_recipe(load_any_recipe(path, overrides), gpu, changes or Changes())
-    return _answer(question, searching=searching)
+    return _answer(question_of_recipe(recipe, gpu, changes or Changes()), searching=searching)
 
 
 def plan_model(

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fivefold.cli.main import app
+from fivefold.config import load
+from fivefold.config.source import read_mapping
 
 RECIPE = """
 experiment_name: plan-me
@@ -210,6 +212,29 @@ def test_a_look_ahead_of_held_requests_reads_nothing_anew(recipe: str) -> None:
     assert held[0]["seconds"] == read[0]["seconds"], "nothing is in progress when weights change"
     assert not held[4]["colocate"]
     assert held[4]["seconds"] < read[4]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--effective"],
+        ["--lengths", "mean=300,max=1024", "rollout.backend=sglang:d2t2", "actor.backend=megatron:d2t2",
+         "rollout.colocate=false"],
+    ],
+)  # fmt: skip
+def test_a_recipe_is_read_once_for_all_of_its_checks(
+    recipe: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counting(path: Path) -> dict[str, Any]:
+        read.append(path)
+        return read_mapping(path)
+
+    monkeypatch.setattr(load, "read_mapping", counting)
+    result = run(recipe, *options)
+    assert result.exit_code == 0, result.output
+    assert read == [Path(recipe)]
 
 
 @pytest.mark.parametrize(

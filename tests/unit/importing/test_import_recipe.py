@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text
 
-from fivefold.config.load import load_recipe
+from fivefold.config.load import load_any_recipe, load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.importing.framework import Framework
 from fivefold.importing.recipe import import_recipe, split_arguments
@@ -74,7 +74,7 @@ def test_files_of_another_framework_are_told(tmp_path: Path) -> None:
 
 def _refused_by_plan(recipe: Path) -> str:
     try:
-        plan_recipe(recipe, [])
+        plan_recipe(load_any_recipe(recipe, []))
     except ValueError as error:
         return str(error)
     return ""

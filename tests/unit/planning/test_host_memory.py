@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config.load import load_any_recipe
 from fivefold.families.read import find_shape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.host_memory import PROCESS_BYTES
@@ -16,7 +17,7 @@ MODEL = ["actor.path=Qwen3-30B-A3B"]
 
 
 def planned(*overrides: str) -> Blueprint:
-    plan = plan_recipe(RECIPE, [*MODEL, *overrides], gpu="h200-141g")
+    plan = plan_recipe(load_any_recipe(RECIPE, [*MODEL, *overrides]), gpu="h200-141g")
     assert plan.blueprint is not None
     return plan.blueprint
 
@@ -70,7 +71,7 @@ def test_checkpoints_are_copied_in_float32_where_there_is_room() -> None:
     assert memory.total == without + memory.snapshots
     assert waits not in roomy.notes
     assert any("366.4 GB of copies for checkpoints" in note for note in roomy.notes)
-    plan = plan_recipe(RECIPE, [*MODEL, "cluster.host_memory_gib=null"], gpu="h200-141g")
+    plan = plan_recipe(load_any_recipe(RECIPE, [*MODEL, "cluster.host_memory_gib=null"]), gpu="h200-141g")
     [node] = plan.as_json()["host_memory"]
     assert node == {"node": 0, **vars(memory), "total": memory.total}
 

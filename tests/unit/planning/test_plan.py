@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import fivefold
+from fivefold.config.load import load_any_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.families.read import find_shape
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
@@ -59,20 +60,20 @@ def test_a_folded_layout_lies_beside_its_rollout() -> None:
 
 
 def test_a_recipe_is_planned_with_its_own_numbers(recipe: Path) -> None:
-    values = read_back(plan_recipe(recipe, [], gpu="h200"))
+    values = read_back(plan_recipe(load_any_recipe(recipe, []), gpu="h200"))
     assert values["work"]["sequence_length"] == 4096
     assert values["work"]["sequences"] == 256
     assert values["cluster"]["nodes"] == 4
     assert [role["role"] for role in values["roles"]] == ["actor", "rollout"]
     changes = Changes(sequence_length=2048)
-    changed = read_back(plan_recipe(recipe, ["actor.megatron.recompute=full"], changes=changes))
+    changed = read_back(plan_recipe(load_any_recipe(recipe, ["actor.megatron.recompute=full"]), changes=changes))
     assert changed["work"]["recompute"] == "full"
     assert changed["work"]["sequence_length"] == 2048
 
 
 def test_an_experts_sequences_count_for_time_and_memory(recipe: Path) -> None:
     def actor(*overrides: str) -> TrainerPlan:
-        blueprint = plan_recipe(recipe, overrides, gpu="h200").blueprint
+        blueprint = plan_recipe(load_any_recipe(recipe, overrides), gpu="h200").blueprint
         assert blueprint is not None
         return next(trainer for trainer in blueprint.trainers if trainer.placed.role == "actor")
 
@@ -88,14 +89,14 @@ def test_an_experts_sequences_count_for_time_and_memory(recipe: Path) -> None:
 
 
 def test_a_reference_model_lives_with_the_actor(recipe: Path) -> None:
-    alone, beside = (read_back(plan_recipe(recipe, keys)) for keys in ([], ["actor.kl_ctl=0.1"]))
+    alone, beside = (read_back(plan_recipe(load_any_recipe(recipe, keys))) for keys in ([], ["actor.kl_ctl=0.1"]))
     stages = [values["roles"][0]["memory"][0] for values in (alone, beside)]
     assert (stages[0]["reference"], stages[1]["reference"]) == (0, stages[1]["weights"])
     keys = [
         "actor.kl_ctl=0.1", "ref.backend=megatron:t2p4e2", "rollout.colocate=true", "rollout.backend=sglang:d2t4",
         "actor.backend=megatron:t2p4e2",
     ]  # fmt: skip
-    apart = read_back(plan_recipe(recipe, keys))
+    apart = read_back(plan_recipe(load_any_recipe(recipe, keys)))
     frozen = next(role for role in apart["roles"] if role["role"] == "ref")
     assert frozen["step"] is None
     assert (frozen["memory"][0]["optimizer"], frozen["memory"][0]["gradients"]) == (0, 0)
@@ -137,12 +138,12 @@ def test_either_kind_of_recipe_is_read(tmp_path: Path) -> None:
         "experiment_name: sft\nactor: {path: Qwen3-0.6B, backend: 'megatron:d8'}\n"
         "train_dataset: {path: data.jsonl, response_key: answer, batch_size: 64, max_length: 2048}\n"
     )
-    planned = plan_recipe(file, [])
+    planned = plan_recipe(load_any_recipe(file, []))
     assert planned.blueprint is not None
     assert planned.blueprint.question.work.sequence_length == 2048
     file.write_text(file.read_text().replace("batch_size", "batch_sise"))
     with pytest.raises(RecipeError, match=r"did you mean train_dataset\.batch_size") as error:
-        plan_recipe(file, [])
+        plan_recipe(load_any_recipe(file, []))
     # The other kind of recipe does not know `response_key`; that must not be a second problem.
     assert len(error.value.problems) == 1
 
@@ -166,7 +167,9 @@ def small(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda it: it.stem)
 def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     # A model that has yet to be converted is stood in for.
-    planned = plan_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
+    planned = plan_recipe(
+        load_any_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
+    )
     assert planned.blueprint is not None
     roles = [placed.role for placed in planned.blueprint.placement.roles]
     alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
@@ -177,7 +180,7 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
     def plan(recipe: str, *overrides: str) -> dict[str, TrainerPlan]:
         keys = ["cluster.n_gpus_per_node=8", "actor.backend=megatron:d8", "actor.path=Qwen3-8B", *overrides]
-        blueprint = plan_recipe(RECIPES / recipe, keys).blueprint
+        blueprint = plan_recipe(load_any_recipe(RECIPES / recipe, keys)).blueprint
         assert blueprint is not None
         assert blueprint.question.work.sequences == 2 * 32
         return {trainer.placed.role: trainer for trainer in blueprint.trainers}
@@ -200,7 +203,7 @@ def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need
 def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
     def plan(*overrides: str) -> dict[str, TrainerPlan]:
         keys = ["cluster.n_gpus_per_node=8", "critic.path=Qwen3-8B", "actor.path=Qwen3-8B", *overrides]
-        blueprint = plan_recipe(RECIPES / "quickstart-ppo.yaml", keys).blueprint
+        blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-ppo.yaml", keys)).blueprint
         assert blueprint is not None
         return {trainer.placed.role: trainer for trainer in blueprint.trainers}
 
@@ -226,7 +229,7 @@ def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
 
 def test_a_recipe_of_either_kind_is_planned_for_fine_tuning_with_a_note(small: Path) -> None:
     def has_note(*keys: str, searching: bool = False) -> bool:
-        notes = read_back(plan_recipe(small, keys, searching=searching))["notes"]
+        notes = read_back(plan_recipe(load_any_recipe(small, keys), searching=searching))["notes"]
         return any("planned for `fivefold sft`" in note for note in notes)
 
     assert has_note()
@@ -237,7 +240,7 @@ def test_a_recipe_of_either_kind_is_planned_for_fine_tuning_with_a_note(small: P
 
 def test_slips_are_told_as_those_of_the_kind_that_was_meant(small: Path) -> None:
     with pytest.raises(RecipeError) as error:
-        plan_recipe(small, ["rollout.max_bach_size=3", "rollout.bakend=a"])
+        plan_recipe(load_any_recipe(small, ["rollout.max_bach_size=3", "rollout.bakend=a"]))
     assert [problem.partition("?")[0].rpartition(" ")[2] for problem in error.value.problems] == [
         "rollout.max_batch_size", "rollout.backend"
     ]  # fmt: skip
@@ -247,16 +250,16 @@ def test_what_train_refuses_is_refused(small: Path) -> None:
     keys = ["rollout.max_batch_size=16", "rollout.colocate=false"]
     inner = ["actor.kl_ctl=0.1", "ref.path=Qwen3-0.6B", "actor.backend=megatron:p9v4", "cluster.n_gpus_per_node=10"]
     with pytest.raises(ValueError, match="ref: 28 layers are too few"):
-        plan_recipe(small, [*keys, *inner])
+        plan_recipe(load_any_recipe(small, [*keys, *inner]))
     losses = ["actor.backend=megatron:d1p2t2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"]
     with pytest.raises(RecipeError, match="is a router's loss, and qwen3 has none"):
-        plan_recipe(small, [*keys, *losses])
+        plan_recipe(load_any_recipe(small, [*keys, *losses]))
     with pytest.raises(RecipeError, match=r"rollout\.memory_fraction=0\.5 is for servers \(vLLM, SGLang\)"):
-        plan_recipe(small, [*keys, "rollout.memory_fraction=0.5"])
+        plan_recipe(load_any_recipe(small, [*keys, "rollout.memory_fraction=0.5"]))
     with pytest.raises(RecipeError, match=r"gconfig\.temperature=3\.0: vLLM samples with"):
-        plan_recipe(small, ["rollout.backend=vllm:d8", "gconfig.temperature=3"])
+        plan_recipe(load_any_recipe(small, ["rollout.backend=vllm:d8", "gconfig.temperature=3"]))
     with pytest.raises(RecipeError, match=r"recompute=full is for Megatron-Core, and the actor runs on FSDP: set "):
-        plan_recipe(small, [*keys, "actor.backend=fsdp:d8", "actor.megatron.recompute=full"])
+        plan_recipe(load_any_recipe(small, [*keys, "actor.backend=fsdp:d8", "actor.megatron.recompute=full"]))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_what_train_refuses_is_refused(small: Path) -> None:
 )
 def test_what_train_refuses_without_data_is_refused(small: Path, keys: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        plan_recipe(small, ["rollout.backend=transformers:d8", *keys])
+        plan_recipe(load_any_recipe(small, ["rollout.backend=transformers:d8", *keys]))
     (problem,) = caught.value.problems
     assert message in problem
 
@@ -286,7 +289,9 @@ def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tm
 
     def notes(*keys: str) -> str:
         return "\n".join(
-            read_back(plan_recipe(small, [f"actor.path={model}", "actor.backend=megatron:d2", *keys]))["notes"]
+            read_back(plan_recipe(load_any_recipe(small, [f"actor.path={model}", "actor.backend=megatron:d2", *keys])))[
+                "notes"
+            ]
         )
 
     assert f"{model} has no weights" in notes()
@@ -299,7 +304,7 @@ def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tm
 
 
 def test_a_server_over_two_nodes_is_drawn_and_noted_as_untried(recipe: Path) -> None:
-    values = read_back(plan_recipe(recipe, ["rollout.backend=vllm:d1t8p2"], gpu="h200"))
+    values = read_back(plan_recipe(load_any_recipe(recipe, ["rollout.backend=vllm:d1t8p2"]), gpu="h200"))
     assert values["problems"] == []
     assert any(note.startswith("rollout: each replica is on 2 nodes, which was tried with") for note in values["notes"])
     assert {node for node, _ in values["roles"][1]["devices"]} == {0, 1}
@@ -307,7 +312,7 @@ def test_a_server_over_two_nodes_is_drawn_and_noted_as_untried(recipe: Path) -> 
 
 def test_a_server_takes_the_fraction_of_the_recipe(recipe: Path) -> None:
     memory, usual = (
-        read_back(plan_recipe(recipe, keys, gpu="h200"))["roles"][1]["memory"]
+        read_back(plan_recipe(load_any_recipe(recipe, keys), gpu="h200"))["roles"][1]["memory"]
         for keys in (["rollout.memory_fraction=0.5"], [])
     )
     assert memory["weights"] == usual["weights"]
@@ -330,7 +335,7 @@ def test_the_ranking_is_of_the_gpus_that_the_rollout_leaves() -> None:
 
 def test_a_search_says_that_it_does_not_keep_the_recipes_layers_of_a_stage(recipe: Path) -> None:
     def is_noted(*keys: str) -> bool:
-        notes = read_back(plan_recipe(recipe, keys, searching=True))["notes"]
+        notes = read_back(plan_recipe(load_any_recipe(recipe, keys), searching=True))["notes"]
         return any("the search divides layers as equally as can be" in note for note in notes)
 
     uneven = ("actor.backend=megatron:d4p2", "actor.megatron.transformer.num_layers_in_first_pipeline_stage=1")
@@ -339,11 +344,11 @@ def test_a_search_says_that_it_does_not_keep_the_recipes_layers_of_a_stage(recip
 
 
 def test_cpu_processes_are_planned_without_a_limit_and_not_searched(recipe: Path) -> None:
-    values = read_back(plan_recipe(recipe, ["cluster.n_gpus_per_node=0", "cluster.n_nodes=1"]))
+    values = read_back(plan_recipe(load_any_recipe(recipe, ["cluster.n_gpus_per_node=0", "cluster.n_nodes=1"])))
     assert values["fits"]
     assert values["roles"][0]["memory"][0]["total"] > 0
     with pytest.raises(ValueError, match=r"cluster\.n_gpus_per_node=8"):
-        plan_recipe(recipe, ["cluster.n_gpus_per_node=0"], searching=True)
+        plan_recipe(load_any_recipe(recipe, ["cluster.n_gpus_per_node=0"]), searching=True)
 
 
 def test_a_plan_needs_none_of_the_heavy_packages() -> None:
@@ -394,16 +399,18 @@ def test_lists_of_devices_that_do_not_work_are_refused(devices: list[str], rollo
 
 def test_a_plan_says_how_much_waits_for_its_step() -> None:
     keys = ["train_dataset.max_length=44"]
-    blueprint = plan_recipe(RECIPES / "quickstart-async.yaml", keys).blueprint
+    blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", keys)).blueprint
     assert blueprint is not None
     # 3 x 32 prompts with 8 samples of 44 + 20 tokens each, of 13 bytes
     [note] = [note for note in blueprint.notes if "max_head_offpolicyness" in note]
     assert "up to 96 prompts (768 sequences)" in note
     assert f"{768 * 64 * 13 / 1e9:.1f} GB" in note
-    synchronous = plan_recipe(RECIPES / "quickstart-async.yaml", [*keys, "rollout.max_head_offpolicyness=0"]).blueprint
+    synchronous = plan_recipe(
+        load_any_recipe(RECIPES / "quickstart-async.yaml", [*keys, "rollout.max_head_offpolicyness=0"])
+    ).blueprint
     assert synchronous is not None
     assert not [note for note in synchronous.notes if "max_head_offpolicyness" in note]
     scored = [*keys, "reward={fn: model, model: {path: package:tiny-moe}}"]
-    blueprint = plan_recipe(RECIPES / "quickstart-async.yaml", scored).blueprint
+    blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", scored)).blueprint
     assert blueprint is not None
     assert any("reward.model scores samples while others are generated" in note for note in blueprint.notes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.load import load_any_recipe
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.layout.transport import Transport
@@ -33,7 +34,7 @@ def test_buckets_hold_the_largest_tensor(transport: Transport, buckets: int) -> 
 
 def roles(gpu: str, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return a rank of the actor, the rollout, and the plan's problems."""
-    plan = plan_recipe(RECIPE, ["actor.path=Qwen3-30B-A3B", *overrides], gpu=gpu).as_json()
+    plan = plan_recipe(load_any_recipe(RECIPE, ["actor.path=Qwen3-30B-A3B", *overrides]), gpu=gpu).as_json()
     by_role = {role["role"]: role for role in plan["roles"]}
     return by_role["actor"]["memory"][0], by_role["rollout"], plan["problems"]
 

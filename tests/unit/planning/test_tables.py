@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fivefold.config.load import load_any_recipe
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
 from fivefold.planning.tables import print_plan
 
@@ -106,9 +107,9 @@ def test_notes_are_printed_with_and_without_a_layout_that_fits(tmp_path: Path) -
         "experiment_name: e\nactor: {path: Qwen/Qwen3-8B, backend: 'megatron:d8'}\n"
         "cluster: {n_gpus_per_node: 8}\ntrain_dataset: {path: foo}\n"
     )
-    too_large = plan_recipe(file, ["actor.path=Llama-3.1-405B"], searching=True)
+    too_large = plan_recipe(load_any_recipe(file, ["actor.path=Llama-3.1-405B"]), searching=True)
     assert too_large.blueprint is None
-    for plan in (plan_recipe(file, []), too_large):
+    for plan in (plan_recipe(load_any_recipe(file, [])), too_large):
         assert "planned for `fivefold sft`" in " ".join(text_of(plan).split())
 
 
