@@ -271,7 +271,7 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
             draft.demote("rollout.memory_fraction", reason, "implied")
             continue
         draft.problems += problems_of_recipe(checked)
-        draft.notes += _server_notes(checked)
+        draft.notes += [*_silent_notes(checked, draft), *_server_notes(checked)]
         return _nested(draft.recipe, draft.schema)
 
 
@@ -284,6 +284,24 @@ def _who_settles_memory(recipe: Recipe) -> str | None:
     if not placement["rollout"].layout.is_server:
         return "the embedded engine takes what it needs"
     return LEFT_BY_OTHERS if placement.sharers("rollout") else None
+
+
+def _silent_notes(recipe: Recipe, draft: Draft) -> list[str]:
+    """Return notes on what a recipe does although no key of the source says it, or leaves undone."""
+    notes: list[str] = []
+    if not isinstance(recipe, TrainRecipe):
+        return notes
+    if recipe.actor.advantage != "none" and not any(key.startswith("reward.") for key in draft.recipe):
+        notes.append(
+            "no reward was converted, so reward.fn=math judges all responses: 1 for the right final answer, else 0. "
+            "Where the source judges otherwise, by the data source for example, write reward.fn or reward.rewards"
+        )
+    if recipe.gconfig.truncates_distribution and recipe.actor.rollout_correction.method == "auto":
+        notes.append(
+            "with top_p, top_k or min_new_tokens the rollout samples from a cut distribution, so that its mismatch "
+            "with the trainer is neither measured nor corrected (actor.rollout_correction)"
+        )
+    return notes
 
 
 def _server_notes(recipe: Recipe) -> list[str]:

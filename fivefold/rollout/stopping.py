@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +66,11 @@ class StopRule:
             hits_BN |= self._texts.hits(tails_BW, n_new, n_exempt)
         first_B = hits_BN.int().argmax(dim=1)
         return torch.where(hits_BN.any(dim=1), length - n_new + 1 + first_B, 0)
+
+    def has_ended(self, sampled: Sequence[int]) -> bool:
+        """Return whether a completion ends with the last of its tokens."""
+        tail = torch.tensor([sampled[-self.window :]], device=self._ids.device)
+        return bool(sampled) and bool(self.ends(tail, 1, len(sampled)))
 
 
 class _StopTexts:

@@ -220,7 +220,9 @@ TOP: Mapping[str, Rule] = {
     "add_len_reward": off(reasons.OWN_REWARD),
     "use_reward_scaling": off("rewards are scaled by a constant: set actor.reward_scaling"),
     "use_reward_norm": off("rewards are normalised as actor.reward_norm says"),
-    "whiten_rewards": off("rewards are normalised once"),
+    "whiten_rewards": off(
+        "rewards of tokens are not whitened; instead, actor.reward_norm normalises rewards over the batch or the group"
+    ),
     "async_generation_ratio": staleness(),
     "generate_opt_level": implied(reasons.ENGINE_SCHEDULES),
     "is_num_return_sequences_expand": implied("each response is a request of its own"),

@@ -29,6 +29,7 @@ from fivefold.rollout.servers.standstill import Standstill
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
+from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.cuda_ipc import release, visible_uuids
 from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
@@ -129,13 +130,15 @@ class ServerEngine:
         """
         version = self._state.require_weights()
         most = self._spec.max_batch_size
+        stop = StopRule(sampling, frozenset(self._end_token_ids), self._tokenizer, torch.device("cpu"))
 
         def asks(requests: Sequence[GenerationRequest]) -> list[Ask]:
             check_requests(requests, sampling, self._config)
             return asks_of(requests, sampling, most)
 
         def complete(ask: Ask) -> list[Completion]:
-            return [answer.completion(version) for answer in self._read(self._send(ask, sampling), ask)]
+            answers = self._read(self._send(ask, sampling), ask)
+            return [_truly_ended(answer.completion(version), stop) for answer in answers]
 
         try:
             yield from answered(map(asks, jobs), complete, most)
@@ -460,3 +463,13 @@ class ServerEngine:
         self._dialect.watch_weights(self._server.http)
         yield
         check_arrived(self._dialect.arrived(self._server.http), sent())
+
+
+def _truly_ended(completion: Completion, stop: StopRule) -> Completion:
+    """Return a completion that ends as `stop` says with its last token also where that is the last one it may have.
+
+    SGLang looks at the limit first, and says `length`.
+    """
+    if completion.finish_reason == "length" and stop.has_ended(completion.token_ids.tolist()):
+        return replace(completion, finish_reason="stop")
+    return completion

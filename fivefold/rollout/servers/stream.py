@@ -139,7 +139,7 @@ def _reason_to_end(sampled: list[int], most_tokens: int, stop: StopRule) -> Fini
 
     SGLang samples one more token of what it aborts, and does not look at that, nor at the last one of a chunk.
     """
-    if sampled and stop.ends(torch.tensor([sampled[-stop.window :]]), 1, len(sampled)):
+    if stop.has_ended(sampled):
         return "stop"
     return "length" if len(sampled) >= most_tokens else None
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text
+from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text, convert_words
 
 from fivefold.config.load import load_any_recipe, load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -257,3 +257,25 @@ def test_values_without_effect_are_implied(tmp_path: Path) -> None:
         conversion = convert_text(framework, tmp_path, text)
         assert conversion[key].outcome == "implied", text
         assert note in conversion[key].note, text
+
+
+def test_a_reward_that_no_key_names_is_noted() -> None:
+    def has_note(framework: Framework, *words: str) -> bool:
+        return any(
+            "reward.fn=math judges all responses" in note for note in convert_words(framework, *words).report.notes
+        )
+
+    # verl chooses its rewards by the data source, AReaL names them in Python.
+    assert has_note("verl", *VERL_IN_SHORT)
+    assert not has_note("verl", *VERL_IN_SHORT, "custom_reward_function.path=own.py")
+    assert has_note("areal", "actor.path=a")
+    assert not has_note("areal", "actor.path=a", "train_dataset.type=sft")
+    assert not has_note("trinity", "buffer.explorer_input.default_reward_fn_type=math_boxed_reward")
+
+
+def test_sampling_that_leaves_the_mismatch_unknown_is_noted() -> None:
+    def has_note(*words: str) -> bool:
+        return any("neither measured nor corrected" in note for note in convert_words("verl", *words).report.notes)
+
+    assert has_note(*VERL_IN_SHORT, "actor_rollout_ref.rollout.top_p=0.9")
+    assert not has_note(*VERL_IN_SHORT)

@@ -313,6 +313,17 @@ def test_log_probs_that_are_not_asked_for_are_not_a_number(served: Served) -> No
 
 
 @ONE_SERVER
+def test_a_completion_whose_last_token_ends_it_has_stopped_also_at_the_limit(served: Served) -> None:
+    """SGLang compares the number of tokens first, and does not look at the last one that a completion may have."""
+    requests = [GenerationRequest((5, 6, 7), 11), GenerationRequest((5, 6, 8), 11)]
+    ends = [answer_to(request.token_ids, request.seed, 12)[0][-1] for request in requests]
+    assert ends[0] != ends[1]
+    completions = served.engine.generate(requests, sampling(stop_token_ids=ends[:1]))
+    assert [len(completion.token_ids) for completion in completions] == [12, 12]
+    assert [completion.finish_reason for completion in completions] == ["stop", "length"]
+
+
+@ONE_SERVER
 def test_a_job_is_taken_only_when_the_server_has_room(served: Served) -> None:
     """Each job is answered only when a whole batch has come, so the first batch must be taken before an answer."""
     taken: list[int] = []
