@@ -295,8 +295,8 @@ def _notes(blueprint: Blueprint) -> Iterator[str]:
     for rollout in blueprint.rollouts:
         if (n_nodes := rollout.placed.nodes_per_replica) > 1:
             yield (
-                f"{rollout.placed.role}: each replica is on {n_nodes} nodes, which was tried with stand-ins for the "
-                "servers alone (docs/rollout.md)"
+                f"{rollout.placed.role}: each replica is on {n_nodes} nodes, which has never been tried over a network "
+                "(docs/rollout.md)"
             )
     yield from _turns(blueprint)
     yield from _host_notes(blueprint)

@@ -306,7 +306,10 @@ def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tm
 def test_a_server_over_two_nodes_is_drawn_and_noted_as_untried(recipe: Path) -> None:
     values = read_back(plan_recipe(load_any_recipe(recipe, ["rollout.backend=vllm:d1t8p2"]), gpu="h200"))
     assert values["problems"] == []
-    assert any(note.startswith("rollout: each replica is on 2 nodes, which was tried with") for note in values["notes"])
+    assert any(
+        note.startswith("rollout: each replica is on 2 nodes, which has never been tried over")
+        for note in values["notes"]
+    )
     assert {node for node, _ in values["roles"][1]["devices"]} == {0, 1}
 
 
