@@ -22,6 +22,7 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.run import ProfileConfig
+from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.peak_memory import UPDATE, PeakMemory
 from fivefold.engine.profiling import Recording
@@ -118,6 +119,8 @@ class TrainerWorker(SendsWeights):
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # the only device that this process sees
             backend = "nccl"
+        else:
+            share_gloo_devices()
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
         engine = build_engine(
             spec.model,

@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from fivefold.engine.compat import share_gloo_devices
 from tests.forks import forking
 
 START_LIMIT_S = 600.0
@@ -191,6 +192,7 @@ def rejoin() -> None:
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection, stack_file: Path) -> None:
     global _membership
     torch.set_num_threads(1)
+    share_gloo_devices()
     _membership = _Membership(rank, world_size, store)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
