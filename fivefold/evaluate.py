@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class Evaluator:
         Args:
             rollout: generates the completions.
             reward_model: the model of which one of the rewards is the score, if there is one.
-            renew: gives weights to replicas whose server died and was started again; None: such a server is an error.
+            renew: is called when a server died and was started again, to give it weights if it has none; None: such a
+                server is an error.
         """
         prompts = self.data.prompts
         key = (self._seed, "evaluation")
@@ -216,9 +218,14 @@ def evaluate(
     }
 
 
+def _tell_of_death() -> None:
+    """Tell of a server that was started again, which is all that it needs: it has loaded its weights itself."""
+    print("a server died and was started again; it is asked anew what it had not answered", file=sys.stderr)
+
+
 def _run(evaluator: Evaluator, rollout: Rollout, reward_model: RewardModel | None) -> Evaluation:
     try:
-        return evaluator.run(rollout, reward_model)
+        return evaluator.run(rollout, reward_model, _tell_of_death)
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its set-up
         raise RunFailed(str(error)) from error
 

@@ -75,8 +75,8 @@ class Rollout:
             sampling: how tokens are chosen.
             key: decides the random choices, together with a prompt's place and the sample's place in its group.
             finished: is told of each group once, and at least every second of no group; what it raises ends the wait.
-            renew: gives weights to replicas that have none, because their server died and was started again; what it
-                was answering is then asked for once more. None: a server that dies is an error.
+            renew: is called when a server died and was started again, to give it weights if it has none; what it was
+                answering is then asked for once more. None: a server that dies is an error.
         """
         asked = [prompt for prompt in prompts for _ in range(n_samples)]
         requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key, sampling.logprob_share)

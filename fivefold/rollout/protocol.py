@@ -174,8 +174,8 @@ class RolloutEngine(Protocol):
         Args:
             jobs: the requests of each job.
             sampling: how tokens are chosen.
-            may_end: whether the engine may end early and begin anew, without weights, if what answers the jobs dies.
-                Those that it has not yielded are then lost. Otherwise that is an error.
+            may_end: whether the engine may end early and begin anew, without weights that it was sent, if what answers
+                the jobs dies. Those that it has not yielded are then lost. Otherwise that is an error.
         """
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:

@@ -128,3 +128,24 @@ def test_a_server_that_dies_in_a_step_is_started_again_and_the_run_is_as_without
 def test_no_process_and_no_file_is_left(runs: tuple[Run, Run]) -> None:
     for run in runs:
         assert_nothing_is_left(run.log)
+
+
+def test_a_server_that_dies_in_an_evaluation_is_started_again_and_the_result_is_as_without(
+    fivefold: Fivefold, tmp_path: Path
+) -> None:
+    def evaluate(name: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        python = write_python(tmp_path / name, **environment)
+        return fivefold(
+            "eval", str(ROOT / "recipes" / "quickstart.yaml"), "rollout.backend=sglang:d2",
+            f"rollout.server_python={python}", "evaluator.n_samples=2", "evaluator.greedy=false",
+        )  # fmt: skip
+
+    ways = {"lives": {}, "dies": {fake_server.DIES_IN: "/generate", fake_server.DIES_ONCE: "1"}}
+    with ThreadPoolExecutor() as threads:
+        lived, died = threads.map(evaluate, ways, ways.values())
+    assert died.returncode == lived.returncode == 0, died.stderr
+    assert json.loads(died.stdout) == json.loads(lived.stdout)
+    assert "a server died and was started again" in died.stderr
+    assert "a server died" not in lived.stderr
+    starts = [len(Log(tmp_path / name).rows("start")) for name in ways]
+    assert starts == [2, 3]

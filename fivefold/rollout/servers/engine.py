@@ -77,9 +77,7 @@ class ServerEngine:
         if spec.route.transport == "folder" and not spec.followers:
             sizes = (math.prod(tensor.view().shape) for tensor in self._tensors.values())
             self._weights = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
-        self._state = EngineState(0 if spec.load_weights else None)
         self._stream: ServerStream | None = None
-        self._standstill = Standstill(dialect, keeps_cache=spec.keeps_cache)
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
@@ -87,12 +85,19 @@ class ServerEngine:
         self._death: ServerDied | None = None
         """How the server died while it slept, until `revive`."""
         self._server = RunningServer(dialect, spec)
+        self._begin()
         self._server.wait_until_ready()
-        if spec.load_weights:
+
+    def _begin(self) -> None:
+        """Begin with a server that was just started. One that nobody sends weights loads its own, and then goes on."""
+        self._state = EngineState(0 if self._spec.load_weights else None)
+        self._standstill = Standstill(self._dialect, keeps_cache=self._spec.keeps_cache)
+        if self._spec.load_weights:
+            self._server.wait_until_ready()
             self._go_on()
 
     def _restart(self, death: ServerDied) -> None:
-        """Start the server again, whose jobs are lost and whose next weights are those of the next update.
+        """Start the server again, whose jobs are lost; if it is sent weights, it has none before the next update.
 
         Raises:
             ServerDied: see `RunningServer.close_after`.
@@ -100,9 +105,8 @@ class ServerEngine:
         self._server.close_after(death)
         if self._stream is not None:
             self._lost |= self._stream.lose()
-        self._state = EngineState(None)
-        self._standstill = Standstill(self._dialect, keeps_cache=self._spec.keeps_cache)
         self._server.start()
+        self._begin()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
         """Return one completion for each request, in the order of the requests.

@@ -197,6 +197,22 @@ def test_a_server_that_dies_may_end_its_jobs_early_and_is_started_again(model_fo
     served.engine.close()
 
 
+@pytest.mark.parametrize("backend", COMMANDS)
+def test_a_server_of_its_own_weights_answers_again_once_it_was_started_again(
+    backend: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    python = write_python(tmp_path, **{fake_server.DIES_IN: GENERATE[backend], fake_server.DIES_ONCE: "1"})
+    options = {"load_weights": True, "can_sleep": False, "max_restarts": 1, "keeps_cache": backend == "vllm"}
+    engine = start(spec_of(backend, model_folder("qwen3_moe"), python=python, **options))
+    [request] = requests_of(1)
+    assert dict(engine.generate_each(iter([[request]]), sampling(), may_end=True)) == {}
+    assert engine.has_weights
+    [completion] = engine.generate([request], sampling())
+    assert set(completion.versions.tolist()) == {0}
+    assert len(Log(tmp_path).rows("start")) == 2
+    engine.close()
+
+
 def test_a_server_that_dies_while_it_loads_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
     model = model_folder("qwen3_moe")
     python = write_python(tmp_path, **{fake_server.DIES_IN: REFUSED["sglang"]})
