@@ -271,6 +271,7 @@ def replica_spec(
         python=config.server_python,
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
+        server_timeout_s=config.server_timeout_s,
         new_tokens_per_chunk=config.new_tokens_per_chunk,
         keeps_cache=config.keeps_cache(is_server=layout.is_server),
         route=route,

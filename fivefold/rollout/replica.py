@@ -74,6 +74,8 @@ class ReplicaSpec:
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     max_restarts: int = 0
     """Times that a server which died is started again."""
+    server_timeout_s: float = 300.0
+    """Seconds without an answer after which a server has to show that it goes on."""
     new_tokens_per_chunk: int | None = None
     """Most tokens of a stream's completion that a server is asked for at one time; None: all."""
     keeps_cache: bool = False

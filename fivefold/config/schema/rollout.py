@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fivefold.config.limits import MOST_SECONDS
 from fivefold.config.schema.fields import (
     DeviceList,
     Dtype,
@@ -77,8 +78,11 @@ class RolloutConfig(Section):
     they go on with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
     does not (docs/async.md)."""
     max_server_restarts: NonNegative = 3
-    """Times that the server of a replica is started again if it dies, or hangs while it answers prompts of the next
-    steps; then the run ends. What it was answering is asked for again, of the other replicas too (docs/async.md)."""
+    """Times that the server of a replica is started again if it dies or hangs; then the run ends. What it was answering
+    is asked for again, of the other replicas too (docs/async.md)."""
+    server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 300.0
+    """Seconds without an answer after which a server has to show that it goes on: one that then samples no token for a
+    minute hangs, and is started again (docs/async.md)."""
     new_tokens_per_chunk: Positive | None = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""

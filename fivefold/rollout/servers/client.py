@@ -66,12 +66,12 @@ class HttpClient:
             else _SocketPool("localhost", path=address, **options)
         )
 
-    def is_healthy(self, limit_s: float | None = None) -> bool:
-        """Return whether the server answers within `limit_s` seconds, or `HEALTH_S`, that it is ready."""
+    def is_healthy(self, limit_s: float | None = None, path: str = "/health") -> bool:
+        """Return whether the server answers at `path` within `limit_s` seconds, or `HEALTH_S`, that it is well."""
         limit_s = HEALTH_S if limit_s is None else limit_s
         timeout = urllib3.Timeout(connect=limit_s, read=limit_s)
         try:
-            return self._pool.request("GET", "/health", timeout=timeout).status == 200
+            return self._pool.request("GET", path, timeout=timeout).status == 200
         except urllib3.exceptions.HTTPError:  # the server does not listen yet, or hangs
             return False
 

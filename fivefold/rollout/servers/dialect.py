@@ -162,11 +162,15 @@ class Dialect(Protocol):
     def resume(self, http: HttpClient) -> None:
         """Make a paused server answer requests again."""
 
-    def hold(self, http: HttpClient, limit_s: float) -> int:
-        """Make the server stand still between two tokens of its requests, which keep what they have.
+    def beat(self, http: HttpClient, limit_s: float) -> None:
+        """Return once the server has sampled a token since it was asked, or if it has nothing to sample.
 
-        Returns:
-            The number of tokens that it has sampled since its start.
+        Raises:
+            ServerHangs: it did not within `limit_s`.
+        """
+
+    def hold(self, http: HttpClient, limit_s: float) -> None:
+        """Make the server stand still between two tokens of its requests, which keep what they have.
 
         Raises:
             ServerHangs: it did not within `limit_s`.

@@ -27,6 +27,7 @@ from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.standstill import Standstill
 from fivefold.rollout.servers.stream import ServerStream
+from fivefold.rollout.servers.watch import Watch
 from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
@@ -36,9 +37,6 @@ from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Completion
-
-STALL_S = 300.0
-"""Seconds without an answer of a stream after which its server is asked what it has."""
 
 
 class ServerEngine:
@@ -85,6 +83,7 @@ class ServerEngine:
         self._death: ServerDied | None = None
         """How the server died while it slept, until `revive`."""
         self._server = RunningServer(dialect, spec)
+        self._watch = Watch(self._beat, spec.server_timeout_s)
         self._begin()
         self._server.wait_until_ready()
 
@@ -145,7 +144,8 @@ class ServerEngine:
             return [_truly_ended(answer.completion(version), stop) for answer in answers]
 
         try:
-            yield from answered(map(asks, jobs), complete, most)
+            with self._watch.watching():
+                yield from answered(map(asks, jobs), complete, most)
         except ServerDied as death:
             if not may_end:
                 raise
@@ -188,29 +188,21 @@ class ServerEngine:
             return []
         try:
             done = self._stream.collect(self._state.require_weights(), seconds)
-            if self._stream.quiet_s > STALL_S:
-                self._probe()
+            if self._stream.quiet_s > self._spec.server_timeout_s:
+                self._beat()
+                self._stream.quiet_s = 0.0
             return done
         except ServerDied as death:
             self._restart(death)
             return []
 
-    def _probe(self) -> None:
-        """Interrupt a server that has answered nothing for a long time, and see what it has; it then goes on.
+    def _beat(self) -> None:
+        """Let a server that has not answered for long show that it goes on.
 
         Raises:
-            ServerDied: it has sampled nothing, and was ended.
+            ServerDied: it has died, or does not go on and was ended.
         """
-        assert self._stream is not None
-        n_tokens = self._standstill.n_sampled(self._stream)
-        self._interrupt()
-        if not self._standstill.is_on:  # it has died or was ended, and begins anew
-            return
-        self._stream.note_answers()
-        if self._standstill.n_sampled(self._stream) == n_tokens:
-            self._server.close()
-            raise ServerDied(f"the server has sampled no token for {STALL_S:g} s, and was ended")
-        self._go_on()
+        self._server.beat(standstill.PAUSE_S)
 
     @property
     def n_running(self) -> int:
@@ -235,7 +227,9 @@ class ServerEngine:
         """Ask the server, and return its reply; any thread may."""
         with self._server.served():
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            return self._server.http.send("POST", self._dialect.generate_path, body)
+            reply = self._server.http.send("POST", self._dialect.generate_path, body)
+        self._watch.answered()
+        return reply
 
     def _read(self, reply: bytes, ask: Ask) -> list[Answer]:
         """Return the answers to an ask."""

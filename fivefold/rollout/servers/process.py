@@ -75,7 +75,7 @@ class ServerProcess:
             place.let_go()
         self._others = others
         self._cause: str | None = None
-        """Why a part on another node ended while this one ran."""
+        """Why this process has ended it, or why a part on another node ended while this one ran."""
         self._watches = [threading.Thread(target=self._end_with, args=(other,), daemon=True) for other in others]
         for watch in self._watches:
             watch.start()
@@ -105,8 +105,9 @@ class ServerProcess:
         own = f"the server ended with status {status}; its own messages stand above in this process's log"
         raise ServerDied(self._cause or own)
 
-    def close(self) -> None:
-        """End the server on all its nodes, and wait until it is gone."""
+    def close(self, cause: str | None = None) -> None:
+        """End the server on all its nodes, for a cause that `check` then tells, and wait until it is gone."""
+        self._cause = self._cause or cause
         self._end()
         self._process.wait()
         for other in self._others:

@@ -121,8 +121,9 @@ class RunningServer:
         try:
             yield
         except ServerHangs as hang:
-            self.close()
-            raise ServerDied(f"{hang}, and was ended") from None
+            cause = f"{hang}, and was ended"
+            self._process.close(cause)
+            raise ServerDied(cause) from None
         except ServerGone as gone:
             try:
                 self._process.check(DEATH_S)
@@ -146,6 +147,15 @@ class RunningServer:
             waits = ", though it is well: perhaps it has timed out because another server or the trainer hangs"
             is_well = self.http.is_healthy(WELL_S)
             raise ServerDied(f"{hang}, for weights that travel by NCCL{waits if is_well else ''}") from None
+
+    def beat(self, limit_s: float) -> None:
+        """Return once a server that may have requests has sampled a token since, or if it has nothing to sample.
+
+        Raises:
+            ServerDied: it has died, or did not within `limit_s` seconds and was ended.
+        """
+        with self.served():
+            self._dialect.beat(self.http, limit_s)
 
     def sample_token(self, limit_s: float) -> None:
         """Let a server that has weights and no requests sample one token.

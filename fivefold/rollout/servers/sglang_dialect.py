@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
-from fivefold.rollout.servers.client import HOST, Address, HttpClient
+from fivefold.rollout.servers.client import HOST, Address, HttpClient, ServerHangs
 from fivefold.rollout.servers.dialect import (
     REQUEST_SEEDS,
     SERVER_SEEDS,
@@ -27,9 +28,12 @@ from fivefold.rollout.servers.dialect import (
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.sglang_weights import SGLangWeights
+from fivefold.rollout.servers.standstill import PAUSE_S
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.sync.cuda_ipc import visible_uuids
 
+BEAT = "/health_generate"
+"""SGLang's endpoint that answers once a token was sampled."""
 ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
 _KEPT = 6
@@ -99,6 +103,8 @@ class SGLangDialect:
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         # Connections are idle while the actor trains, and must stay open.
         environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
+        # It says that it is not well after its own limit, which is 20 s, while kernels may be compiled.
+        environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(PAUSE_S))
         # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # The processes of other nodes connect to this address.
@@ -140,7 +146,12 @@ class SGLangDialect:
     def resume(self, http: HttpClient) -> None:
         http.post("/continue_generation")
 
-    def hold(self, http: HttpClient, limit_s: float) -> int:
+    def beat(self, http: HttpClient, limit_s: float) -> None:
+        # It asks its scheduler for a token, which one that is busy takes from any request.
+        if not http.is_healthy(limit_s, BEAT):
+            raise ServerHangs(f"the server did not sample a token within {limit_s:g} s")
+
+    def hold(self, http: HttpClient, limit_s: float) -> None:
         raise ValueError("SGLang reads the tokens so far anew when weights change: drop rollout.recompute_kv_cache")
 
     def go_on(self, http: HttpClient, version: int) -> None:

@@ -22,8 +22,6 @@ class Standstill:
         """Begin with a server that answers."""
         self._dialect = dialect
         self._keeps_cache = keeps_cache
-        self._n_held = 0
-        """Number of tokens that the server had sampled when it was held last."""
         self.is_on = False
 
     def begin(self, http: HttpClient, stream: ServerStream) -> None:
@@ -33,7 +31,7 @@ class Standstill:
             ServerHangs: it did not within `PAUSE_S`.
         """
         if self._keeps_cache:
-            self._n_held = self._dialect.hold(http, PAUSE_S)
+            self._dialect.hold(http, PAUSE_S)
         else:
             stream.hold()
             self._dialect.pause(http, PAUSE_S)
@@ -52,7 +50,3 @@ class Standstill:
         else:
             self._dialect.resume(http)
         self.is_on = False
-
-    def n_sampled(self, stream: ServerStream) -> int:
-        """Return how many tokens the server is known to have sampled: more after `begin`, unless it hangs."""
-        return self._n_held if self._keeps_cache else stream.n_tokens

@@ -200,11 +200,6 @@ class ServerStream:
         """Seconds for which `collect` has waited since the last answer or update."""
 
     @property
-    def n_tokens(self) -> int:
-        """Number of tokens that all jobs have."""
-        return sum(part.n_tokens for parts in self._jobs.values() for part in parts)
-
-    @property
     def n_running(self) -> int:
         """Number of requests that are not answered."""
         return sum(not part.is_whole for parts in self._jobs.values() for part in parts)

@@ -27,6 +27,8 @@ INSIDE = Path(__file__).with_name("inside_vllm")
 """Folder of the code that runs inside vLLM's processes."""
 GENERATE = "fivefold_generate.Generate"
 """The class there that answers requests to generate, and holds them."""
+BEAT = "/fivefold/beat"
+"""Its endpoint that answers once a token was sampled."""
 HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
 """Its endpoints between which nothing is generated, and all requests stay as they are."""
 WEIGHTS = "fivefold_weights.WorkerWeights"
@@ -184,8 +186,11 @@ class VLLMDialect:
     def resume(self, http: HttpClient) -> None:
         http.post(RESUME)
 
-    def hold(self, http: HttpClient, limit_s: float) -> int:
-        return int(http.post(HOLD, limit_s=limit_s)["n_tokens"])
+    def beat(self, http: HttpClient, limit_s: float) -> None:
+        http.post(BEAT, limit_s=limit_s)
+
+    def hold(self, http: HttpClient, limit_s: float) -> None:
+        http.post(HOLD, limit_s=limit_s)
 
     def go_on(self, http: HttpClient, version: int) -> None:
         http.post(GO_ON, {"version": version})

@@ -70,6 +70,13 @@ def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_mem
     assert session.roles["rollout"].args[0].reserved == expected.kept
 
 
+def test_the_replicas_are_told_when_a_server_hangs_and_how_often_it_may(tmp_path: Path) -> None:
+    session = Session(140 * 10**9)
+    launched(tmp_path, session, rollout={"server_timeout_s": 60, "max_server_restarts": 7})
+    spec = session.roles["rollout"].args[0]
+    assert (spec.server_timeout_s, spec.max_restarts) == (60.0, 7)
+
+
 def test_state_is_copied_for_a_checkpoint_if_the_host_has_room_for_the_copy(tmp_path: Path) -> None:
     """Of 8.2 billion parameters, 12 bytes each are copied: 92 GiB, beside 16 processes and what is offloaded."""
 

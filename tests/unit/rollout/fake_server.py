@@ -48,7 +48,9 @@ FORGETS_VERSION = "FAKE_SERVER_FORGETS_VERSION"
 CHECKSUM = "checksum"
 """File in the folder: the checksum of what arrived."""
 HANGS = "hangs"
-"""File in the folder: the id of the process that answers nothing but GET requests any more."""
+"""File in the folder: the id of the process that answers nothing any more but GET requests that need no token."""
+STUCK = "stuck"
+"""File in the folder: while it exists, no token is sampled, though the servers answer other requests."""
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
@@ -224,8 +226,6 @@ class FakeServer:
     n_pauses: int = 0
     versions: list[int | None] = field(default_factory=lambda: [None])
     """Versions of the weights with which it went on: the first until it was held for the first time, and so on."""
-    n_kept: int = 0
-    """Tokens of the requests that were held, each time that they were."""
     is_prepared: bool = False
     is_in_update: bool = False
     weight_version: str = "default"
@@ -255,8 +255,14 @@ class FakeServer:
     def log(self) -> Log:
         return Log(self.folder)
 
+    @property
+    def hangs(self) -> bool:
+        return (self.folder / HANGS).exists() and (self.folder / HANGS).read_text() == str(os.getpid())
+
     def generate(self, n_pauses: int, n_holds: int, body: dict[str, Any]) -> Reply:
         """Answer a request that began after so many pauses. One that comes during a pause waits for its end."""
+        if (self.folder / STUCK).exists():
+            threading.Event().wait()
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
         # No pause comes between the wait for the end of one and the look at what the server has.
         with self.changed:
@@ -406,11 +412,16 @@ class FakeServer:
             self.changed.notify_all()
         return 200, {"status": "resumed"}
 
+    def beat(self, body: dict[str, Any]) -> Reply:
+        """Answer once a token is sampled, as happens at once."""
+        if (self.folder / STUCK).exists():
+            threading.Event().wait()
+        return 200, {}
+
     def hold(self, body: dict[str, Any]) -> Reply:
         with self.changed:
             self.is_held = True
-            self.n_kept += LONG_TOKENS * self.n_long
-        return 200, {"n_tokens": self.n_kept}
+        return 200, {}
 
     def go_on(self, body: dict[str, Any]) -> Reply:
         """Go on; only requests of the same version are served from what was cached with other weights."""
@@ -482,7 +493,7 @@ class FakeServer:
         """Return what GET requests answer, by path."""
         version = {"weight_version": "default" if FORGETS_VERSION in os.environ else self.weight_version}
         if self.flavour.prompt == "input_ids":
-            return {"/health": None, "/model_info": {"model_path": "", **version}}
+            return {"/health": None, "/health_generate": None, "/model_info": {"model_path": "", **version}}
         newer = {"/weight_info": version} if self.is_newer else {}
         return {"/health": None, "/version": {"version": ".".join(map(str, _release()))}, **newer}
 
@@ -542,6 +553,7 @@ class FakeServer:
         has_endpoint = module == "fivefold_generate" and find_spec(module) is not None
         own = {
             "/fivefold/generate": partial(self.generate, n_pauses, n_holds),
+            "/fivefold/beat": self.beat,
             "/fivefold/hold": self.hold,
             "/fivefold/go_on": self.go_on,
         }
@@ -622,6 +634,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.fake.log.write(kind="request", method="GET", path=self.path, body=None)
         information = self.server.fake.information()
         status = 200 if self.path in information else 404
+        if self.path == "/health_generate" and (self.server.fake.folder / STUCK).exists():
+            status = 503
+        if self.path == "/health_generate" and self.server.fake.hangs:
+            threading.Event().wait()
         self._send(status if self.server.is_ready.is_set() else 503, information.get(self.path))
         self.server.is_ready.set()
 
@@ -636,7 +652,7 @@ class Handler(BaseHTTPRequestHandler):
             fake.log.write(kind="request", method="POST", path=self.path, body=body)
         if os.environ.get(DIES_IN) == self.path and fake.may_die():
             os._exit(STATUS_IN_REQUEST)
-        if (fake.folder / HANGS).exists() and (fake.folder / HANGS).read_text() == str(os.getpid()):
+        if fake.hangs:
             threading.Event().wait()
         endpoint = fake.endpoints(n_pauses, n_holds).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})

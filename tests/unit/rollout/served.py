@@ -21,6 +21,7 @@ from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout.fake_server import LONG, PATIENCE_S, Log
 
 GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
+BEAT = {"vllm": "/fivefold/beat", "sglang": "/health_generate"}
 PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 
 

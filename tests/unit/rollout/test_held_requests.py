@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import GenerationRequest
-from fivefold.rollout.servers import engine as engine_of_servers
 from fivefold.rollout.servers import standstill
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
-from fivefold.rollout.servers.vllm_dialect import GO_ON, HOLD, VLLMDialect
+from fivefold.rollout.servers.vllm_dialect import BEAT, GO_ON, HOLD, VLLMDialect
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
@@ -155,13 +153,13 @@ def test_pieces_of_a_held_request_follow_one_another(model_folder: Folder, tmp_p
 def test_a_held_server_that_takes_long_goes_on_and_one_that_hangs_is_started_again(
     held: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = long_request(2)
+    request = long_request(1)
     begin(held, {1: request})
-    monkeypatch.setattr(engine_of_servers, "STALL_S", 0.0)
-    assert held.posts_during(lambda: held.engine.collect(0.01)) == [HOLD, GO_ON]
-    monkeypatch.undo()
+    with monkeypatch.context() as stalled:
+        stalled.setattr(held.engine, "_spec", replace(held.spec, server_timeout_s=0.0))
+        assert held.posts_during(lambda: held.engine.collect(0.01)) == [BEAT]
     held.update(1)
-    assert_sampled_at_one_go(request, collected(held, 1)[1][0], [0, 0, 1])
+    assert_sampled_at_one_go(request, collected(held, 1)[1][0], [0, 1])
     assert len(held.log.rows("start")) == 1
     begin(held, {2: request})
     monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
@@ -172,18 +170,6 @@ def test_a_held_server_that_takes_long_goes_on_and_one_that_hangs_is_started_aga
     # The new server knows its version without having been held.
     held.engine.submit(2, requests_of(1), PARAMS)
     assert set(collected(held, 1)[2][0].versions.tolist()) == {2}
-
-
-def test_a_held_server_that_samples_nothing_is_started_again(held: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(held, {1: long_request(3)})
-    monkeypatch.setattr(VLLMDialect, "hold", lambda self, http, limit_s: int(http.post(HOLD, limit_s=limit_s) and 7))
-    monkeypatch.setattr(engine_of_servers, "STALL_S", 0.0)
-    deadline = time.monotonic() + LONGEST_S
-    while held.engine.has_weights:
-        assert held.engine.collect(0.01) == []
-        assert time.monotonic() < deadline
-    assert held.log.posts().count(HOLD) == 2
-    assert list(held.engine.take_lost()) == [1]
 
 
 def test_sglang_cannot_hold_requests() -> None:

@@ -125,8 +125,9 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
     assert list(server_problems(recipe_of("vllm:d1", keys))) == []
     chunks = {"max_head_offpolicyness": 1, "new_tokens_per_chunk": 64}
     assert list(server_problems(recipe_of("vllm:d1", chunks))) == []
-    [line] = server_problems(recipe_of("transformers:d1", chunks))
-    assert line.startswith("rollout.new_tokens_per_chunk=64 is for servers")
+    for wanted, more in {"new_tokens_per_chunk=64": chunks, "server_timeout_s=60.0": {"server_timeout_s": 60}}.items():
+        [line] = server_problems(recipe_of("transformers:d1", more))
+        assert line.startswith(f"rollout.{wanted} is for servers")
     lines = list(server_problems(recipe_of("transformers:d1", keys)))
     assert [line.partition(" is for servers")[0] for line in lines] == [
         "rollout.seeded=true",

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.servers import engine as engine_of_servers
 from fivefold.rollout.servers import standstill
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
@@ -551,7 +550,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     assert engine.collect(0.1) == []
     served.log.hang()
     if found == "no answers":
-        monkeypatch.setattr(engine_of_servers, "STALL_S", 0.2)
+        monkeypatch.setattr(engine, "_spec", replace(served.spec, server_timeout_s=0.2))
         with monkeypatch.context() as starting:
             starting.setattr(RunningServer, "wait_until_ready", never_again(RunningServer.wait_until_ready))
             assert engine.collect(0.3) == []
@@ -562,44 +561,6 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     # Its successor has its own time for a first answer.
     engine.submit(8, [long_request(2)], sampling())
     with monkeypatch.context() as probing:
-        probing.setattr(ServerEngine, "_probe", lambda engine: pytest.fail("it has just begun"))
+        probing.setattr(ServerEngine, "_beat", lambda engine: pytest.fail("it has just begun"))
         assert engine.collect(0.01) == []
-    engine.close()
-
-
-def test_a_server_that_takes_long_is_asked_what_it_has_and_goes_on(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.engine.wake()
-    server.update(5)
-    params, n_starts, n_long = sampling(max_new_tokens=20), len(server.log.rows("start")), server.n_long()
-    server.engine.submit(0, [long_request(2)], params)
-    for n_asked in (1, 2):
-        assert server.engine.collect(0.01) == []
-        server.wait_for_long(n_long + n_asked)
-        with monkeypatch.context() as stalled:
-            stalled.setattr(engine_of_servers, "STALL_S", 0.0)
-            assert server.engine.collect(0.01) == []
-    [[completion]] = collected(server, 1).values()
-    tokens, logprobs = continued(long_request(2), 2, params)
-    assert completion.token_ids.tolist() == tokens
-    assert completion.logprobs.tolist() == logprobs
-    assert set(completion.versions.tolist()) == {5}
-    assert len(server.log.rows("start")) == n_starts
-
-
-def test_a_server_that_answers_and_samples_nothing_is_started_again(
-    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = restartable(model_folder, tmp_path)
-    engine = served.engine
-    engine.submit(4, [long_request(2)], sampling())
-    assert engine.collect(0.1) == []
-    served.wait_for_long(1)
-    monkeypatch.setattr(engine_of_servers, "STALL_S", 0.0)
-    # The tokens that it has arrive after they were looked for.
-    monkeypatch.setattr(ServerStream, "note_answers", lambda self: None)
-    assert engine.collect(0.01) == []
-    assert not engine.has_weights
-    assert list(engine.take_lost()) == [4]
     engine.close()

@@ -419,7 +419,7 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     assert signs[kind["backend"]][is_busy] in log.posts()[before:]
     before = len(log.posts())
     with monkeypatch.context() as stalled:
-        stalled.setattr(engine_of_servers, "STALL_S", 0.0)
+        stalled.setattr(engine, "_spec", replace(engine._spec, server_timeout_s=0.0))
         assert engine.collect(0.01) == []
     assert log.posts()[before:] == [], "it stands still until the weights come, however long the trainer takes"
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)

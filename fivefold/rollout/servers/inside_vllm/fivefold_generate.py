@@ -18,11 +18,13 @@ thread, which takes longer than to compute the log-probs.
 
 New weights may come between two tokens of a request, which goes on with the keys and values that it has:
 
-    POST /fivefold/hold         {}                  stand still; {"n_tokens": 70}, which were sampled since the start
+    POST /fivefold/hold         {}                  stand still
     POST /fivefold/go_on        {"version": 5}      go on, with weights of this version
 
 Blocks of vLLM's cache of prefixes are salted with the version with which a request began, so that none begins on those
 of other weights. What has no token when the server stands still is begun anew for that, once it goes on.
+
+    POST /fivefold/beat         {}                  answered once a token has been sampled, or if none is to be
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-PATH, HOLD, GO_ON = "/fivefold/generate", "/fivefold/hold", "/fivefold/go_on"
+PATH, BEAT = "/fivefold/generate", "/fivefold/beat"
+HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
+BEAT_S = 0.05
+"""Seconds between two looks at how many tokens there are."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -84,7 +89,7 @@ class Generate:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request. A client that goes before its answer ends the request in the engine."""
-        own = {PATH: self._generate, HOLD: self._hold, GO_ON: self._go_on}
+        own = {PATH: self._generate, BEAT: self._beat, HOLD: self._hold, GO_ON: self._go_on}
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in own:
             await self._app(scope, receive, send)
             return
@@ -118,34 +123,44 @@ class Generate:
                 self._n_answered += sum(len(output.token_ids) for output in outputs)
                 return _packed(outputs, running)
 
+    async def _beat(self, engine: Any, body: bytes) -> bytes:
+        """Return once the engine has sampled a token of a request, or if it has none."""
+        n_tokens = self._n_sampled(engine)
+        while self._running and self._n_sampled(engine) == n_tokens:
+            await asyncio.sleep(BEAT_S)
+        return b"{}"
+
+    def _n_sampled(self, engine: Any) -> int:
+        """Return how many tokens have been sampled since the start. One whose answer is on the way may be missing."""
+        states = (state for running in self._running for state in _states(engine, running))
+        return self._n_answered + sum(state.detokenizer.num_output_tokens() for state in states)
+
     def _prompt(self, token_ids: list[int]) -> Any:
         if self._version is None:
             return tokens_input(token_ids)
         return tokens_input(token_ids, cache_salt=f"weights {self._version}")
 
     async def _hold(self, engine: Any, body: bytes) -> bytes:
-        """Let the engine stand still, and note how many tokens each request has."""
+        """Let the engine stand still, and note how many tokens each of its requests has."""
         if n := max((running.n for running in self._running), default=1) - 1:
             raise ValueError(f"a request for {n + 1} completions is running: only those for one are held")
         self._goes_on.clear()
         await engine.pause_generation(mode="keep", clear_cache=False)
         await _all_taken_over(engine)
-        n_tokens, begun_anew = self._n_answered, []
+        begun_anew = []
         for running in list(self._running):
             states = _states(engine, running)
             if not states:  # it has ended, and its answer is on the way
                 self._running.discard(running)
-                n_tokens += await _n_tokens(running)
                 continue
             sampled = states[0].detokenizer.num_output_tokens()
             running.held.append((running.version, sampled))
-            n_tokens += sampled
             if not sampled:
                 running.work.cancel()
                 begun_anew.append(running.work)
         if begun_anew:
             await asyncio.wait(begun_anew)
-        return json.dumps({"n_tokens": n_tokens}).encode()
+        return b"{}"
 
     async def _go_on(self, engine: Any, body: bytes) -> bytes:
         """Let the engine go on, with weights of the version that the request names."""
@@ -248,14 +263,6 @@ def _states(engine: Any, running: Running) -> list[Any]:
     """Return what vLLM's API server has of each completion of a request that has not ended."""
     processor = engine.output_processor
     return [processor.request_states[name] for name in processor.external_req_ids.get(running.name, ())]
-
-
-async def _n_tokens(running: Running) -> int:
-    """Wait for the answer to a request that has ended; return the number of its tokens."""
-    await asyncio.wait({running.work})
-    if running.work.cancelled() or running.work.exception() is not None:
-        return 0
-    return sum(len(output.token_ids) for output in running.work.result())
 
 
 def _packed(outputs: Sequence[Any], running: Running) -> bytes:

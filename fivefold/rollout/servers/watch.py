@@ -1,0 +1,60 @@
+"""Finds a server that hangs: it has not answered for long, and then does not show that it goes on.
+
+answers ──> answered()        quiet for `quiet_s` ─> beat() ─> the server has sampled a token since: it is only busy
+                                                           └─> it has not in time: it is ended, and its requests fail
+
+No answer alone says little, because an answer comes as a whole, and a long one after many minutes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from fivefold.rollout.servers.process import ServerDied
+
+
+class Watch:
+    """Watches a server that answers."""
+
+    def __init__(self, beat: Callable[[], None], quiet_s: float) -> None:
+        """Begin without a server that answers.
+
+        Args:
+            beat: returns once the server has shown that it goes on; ends it and raises ServerDied if it does not.
+            quiet_s: seconds without an answer after which it has to.
+        """
+        self._beat = beat
+        self._quiet_s = quiet_s
+        self._quiet_since = 0.0
+
+    def answered(self) -> None:
+        """Record that the server has answered; any thread may."""
+        self._quiet_since = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the server in a thread, for as long as this context is entered."""
+        over = threading.Event()
+        self.answered()
+
+        def watch() -> None:
+            while not over.wait(self._quiet_since + self._quiet_s - time.monotonic()):
+                if time.monotonic() - self._quiet_since < self._quiet_s:
+                    continue
+                try:
+                    self._beat()
+                except ServerDied:  # so whoever waits for its answers learns of it
+                    return
+                self.answered()
+
+        with ThreadPoolExecutor(1) as threads:
+            watched = threads.submit(watch)
+            try:
+                yield
+            finally:
+                over.set()
+            watched.result()
