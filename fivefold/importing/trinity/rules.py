@@ -226,6 +226,13 @@ EXPLORER: Mapping[str, Rule] = {
 }
 
 
+def _shortest_response(draft: Draft, source: str) -> None:
+    """Convert the fewest tokens of a response; one, Trinity-RFT's default, is no limit where its end is a token."""
+    if (fewest := whole(draft.get(source))) > 1:
+        draft.mapped(source, "gconfig.min_new_tokens", fewest)
+    draft.implied(source, "a response has at least one token, which may be its end")
+
+
 def _saved_weights(draft: Draft, source: str) -> None:
     """Convert when checkpoints hold the weights in the Hugging Face format too: always, at the last step, or never."""
     match draft.get(source):
@@ -301,7 +308,7 @@ RULES: Mapping[str, Rule] = {
     "model.critic_model_path": only_with_critic("critic.path", text),
     "model.max_prompt_tokens": to("train_dataset.max_length", whole),
     "model.max_response_tokens": to("gconfig.max_new_tokens", whole),
-    "model.min_response_tokens": to("gconfig.min_new_tokens", whole),
+    "model.min_response_tokens": _shortest_response,
     "model.max_model_len": implied(reasons.LENGTHS),
     "model.temperature": to("gconfig.temperature", number),
     "model.top_p": to("gconfig.top_p", number),

@@ -93,7 +93,8 @@ TREE: Mapping[str, Any] = {
     ROLLOUT + "gpu_memory_utilization": 0.5,
     ROLLOUT + "val_kwargs.n": 1,
     **none(ROLLOUT + "dtype"),  # bfloat16, as the actor's
-    **none("async_training.staleness_threshold"),  # the section exists only in recipes of the asynchronous trainer
+    # These sections exist only in recipes of trainers whose rollout has devices of its own.
+    **none("async_training.staleness_threshold", "rollout.total_epochs", "rollout.test_freq"),
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
     "trainer.critic_warmup": 0,

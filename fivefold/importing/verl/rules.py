@@ -36,6 +36,7 @@ from fivefold.importing.verl.actor_rules import (
     REFERENCE_RULES,
     loss_options,
 )
+from fivefold.importing.verl.asynchronous import ROLLOUT_RULES as ROLLOUT_KEYS
 from fivefold.importing.verl.critic_rules import CRITIC, CRITIC_RULES
 from fivefold.importing.verl.distillation import DISTILLATION_RULES
 
@@ -376,6 +377,7 @@ RULES: Mapping[str, Rule] = {
     "async_training.partial_rollout": implied(reasons.GOES_ON),
     "async_training.trigger_parameter_sync_step": only(1, holds="weights are updated after every step"),
     "async_training.require_batches": only(1, holds="each step trains on train_dataset.batch_size prompts"),
+    **ROLLOUT_KEYS,
     "async_training.compute_prox_log_prob": implied(reasons.OLD_LOGPROBS),
     "async_training.*": unknown("asynchronous training"),
     "actor_rollout_ref.nccl_timeout": implied(reasons.TIMEOUT),

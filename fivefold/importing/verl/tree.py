@@ -15,6 +15,7 @@ from fivefold.importing.rules import under
 from fivefold.importing.settings import STD_LEVEL, advantages, min_lr, rollout_engine, token_budget, warmup
 from fivefold.importing.values import KL_ESTIMATOR, Unfit, flag, number, positive, whole
 from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE, REF
+from fivefold.importing.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
 from fivefold.importing.verl.critic_rules import CRITIC
 from fivefold.importing.verl.defaults import CRITICS
 from fivefold.importing.verl.rules import ROLLOUT
@@ -40,9 +41,10 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     recompute(draft, at)
     router(draft, at, at + MODEL + "path")
     _lay_out_rollout(draft, at)
-    _mini_batches(draft, at)
+    batch = draft.get(at + "data.train_batch_size") if at else prompts_of_step(draft)
+    _mini_batches_of(draft, at + ACTOR, batch)
     micro_batches(draft, at, sequence_length(draft, at))
-    critics_batches(draft, at, sequence_length(draft, at), draft.get(at + "data.train_batch_size"))
+    critics_batches(draft, at, sequence_length(draft, at), batch)
     kl(draft, at)
     clipping(draft, at, unwritten=0.2)
     _evaluation(draft, at)
@@ -55,10 +57,6 @@ def sequence_length(draft: Draft, at: str) -> int | None:
     """Return the tokens of the longest prompt and response together; None if the source does not say."""
     lengths = [draft.get(at + key) for key in ("data.max_prompt_length", "data.max_response_length")]
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
-
-
-def _mini_batches(draft: Draft, at: str) -> None:
-    _mini_batches_of(draft, at + ACTOR, draft.get(at + "data.train_batch_size"))
 
 
 def _mini_batches_of(draft: Draft, section: str, batch: object) -> None:
@@ -200,6 +198,8 @@ def _n_devices(draft: Draft, at: str) -> int | None:
 def _lay_out_rollout(draft: Draft, at: str) -> None:
     plan = draft.plans["rollout"] = RolePlan("vllm", n_devices=draft.plans["actor"].n_devices)
     draft.is_shared = True
+    if not at and (n_devices := lay_out_apart(draft)) is not None:
+        plan.n_devices = n_devices
     if draft.get(at + ROLLOUT + "name") is not None:
         rollout_engine(draft, at + ROLLOUT + "name")
     tensor, pipeline = at + ROLLOUT + "tensor_model_parallel_size", at + ROLLOUT + "pipeline_model_parallel_size"
@@ -345,6 +345,7 @@ def _warmup_and_rates(draft: Draft, section: str, total_steps: int | None, role:
     if draft.writes(steps):
         passes = draft.get(section.removesuffix("optim.") + "ppo_epochs", 1)
         updates = draft.recipe.get(f"{role}.ppo_n_minibatches", 1) * (passes if isinstance(passes, int) else 1)
+        updates = max(1, updates // steps_of_step(draft))
         warmup(draft, steps, total_steps, updates=updates)
         if draft.read(steps, whole) > 0:
             draft.implied(section + "lr_warmup_steps_ratio", f"{steps} overrides it")

@@ -40,7 +40,6 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "rollout.colocate": False,
         "gconfig.n_samples": 6,
         "gconfig.max_new_tokens": 768,
-        "gconfig.min_new_tokens": 1,
         "gconfig.temperature": 0.9,
         "train_dataset.path": "openai/gsm8k:main",
         "train_dataset.split": "train",
@@ -92,7 +91,6 @@ def test_ppo_with_a_critic_on_megatron() -> None:
         "rollout.colocate": False,
         "gconfig.n_samples": 4,
         "gconfig.max_new_tokens": 1024,
-        "gconfig.min_new_tokens": 1,
         "train_dataset.path": "./data/train.jsonl",
         "train_dataset.batch_size": 64,
         "train_dataset.max_length": 256,
@@ -217,3 +215,12 @@ def test_a_warmup_in_steps_of_the_trainer_is_one_in_updates() -> None:
     assert "actor.optimizer.warmup_steps_proportion" not in recipe
     counted = convert_words("trinity", *words, *given, "buffer.total_steps=100").recipe
     assert counted["actor.optimizer.warmup_steps_proportion"] == 0.1
+
+
+def test_a_response_of_one_token_is_no_limit(tmp_path: Path) -> None:
+    """A limit would cut the distribution of the first token, which switches the correction of the rollout off."""
+    text = "model: {model_path: some/model, min_response_tokens: %d}\nsynchronizer: {sync_offset: 1}\n"
+    one, five = (convert_text("trinity", tmp_path, text % fewest) for fewest in (1, 5))
+    assert one["model.min_response_tokens"].outcome == "implied"
+    assert not {"gconfig.min_new_tokens", "actor.rollout_correction.method"} & one.recipe.keys()
+    assert (five.recipe["gconfig.min_new_tokens"], five.recipe["actor.rollout_correction.method"]) == (5, "none")
