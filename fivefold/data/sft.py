@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
+from fivefold.data.beginnings import beginnings
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
 from fivefold.data.prompts import read_messages, render, render_chat
@@ -176,15 +178,18 @@ class Answers:
     def learning(self, example: SFTExample, earlier: Sequence[_Earlier]) -> SFTExample:
         """Return an example of this prompt that learns earlier answers, which are in its text, too.
 
-        Tokens do not cross the ends of an answer, as when it is sampled.
+        Tokens do not cross the ends of an answer, as when it is sampled. An example that is too long stays as it is.
         """
+        if example.n_tokens > self._config.max_length:
+            return example
         text, ids = self._prompt.text, list[int]()
-        ends = [end for answer in earlier for end in (answer.start, answer.end)]
+        tokenized = partial(self._tokenized, add_special_tokens=False)
+        ends = [end for answer in earlier for end in (answer.start, answer.end)] + [len(text)]
         places: list[int] = []
-        for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
-            whole = self._tokenized(text[:end], add_special_tokens=False)
+        wholes = beginnings(text, self._prompt.token_ids, ends, tokenized, self._tokenizer)
+        for start, end, whole in zip([0, *ends[:-1]], ends, wholes, strict=True):
             joins = whole[: len(ids)] == ids
-            ids = whole if joins else [*ids, *self._tokenized(text[start:end], add_special_tokens=False)]
+            ids = whole if joins else [*ids, *tokenized(text[start:end])]
             places.append(len(ids))
         stretches = tuple(zip(places[0:-1:2], places[1:-1:2], strict=True))
         return SFTExample(tuple(ids), example.response_ids, stretches)
