@@ -26,7 +26,15 @@ def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
     return tuple(_unused_keys(recipe, shape))
 
 
+_OF_CHECKPOINTS = ("freq_steps", "freq_epochs", "freq_secs", "max_to_keep", "keep_best", "snapshot")
+"""Keys of `recover` that are about checkpoints to write."""
+
+
 def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if recipe.total_train_steps is not None:
+        yield from _differing("", recipe, ("total_train_epochs",), f"total_train_steps is {recipe.total_train_steps}")
+    if not recipe.recover.is_enabled:
+        yield from _differing("recover", recipe.recover, _OF_CHECKPOINTS, "recover.mode is disabled")
     if not shape.is_moe:
         reason = f"{shape.family} has no experts"
         yield from _differing("actor.megatron", recipe.actor.megatron, ("router_dtype", "token_dispatcher"), reason)
@@ -43,6 +51,8 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.advantage != "gae":
         names = ["discount", "gae_lambda", "gae_length_alpha"]
         yield from _differing("actor", actor, tuple(names), f"actor.advantage is {actor.advantage}")
+    if (reason := _why_not_measured(recipe)) is not None:
+        yield from _differing("actor.rollout_correction", actor.rollout_correction, ("auto_threshold",), reason)
     if actor.kl_target is None:
         yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
     if actor.entropy_target is None:
@@ -69,7 +79,20 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield from _differing("actor.reward_norm", actor.reward_norm, ("eps",), reason)
 
 
+def _why_not_measured(recipe: TrainRecipe) -> str | None:
+    """Return why no mismatch between rollout and trainer begins a correction; None: one may."""
+    if (method := recipe.actor.rollout_correction.method) != "auto":
+        return f"actor.rollout_correction.method is {method}"
+    if recipe.gconfig.truncates_distribution:
+        return "top_p, top_k or min_new_tokens cut the distribution, so that auto corrects nothing"
+    if recipe.actor.recompute_logprob is False:
+        return "actor.recompute_logprob is false, so that auto corrects nothing"
+    if recipe.rollout.max_head_offpolicyness > 0:
+        return "in asynchronous training auto corrects from the first step on"
+    return None
+
+
 def _differing(path: str, section: BaseModel, names: tuple[str, ...], reason: str) -> Iterator[str]:
     for name in names:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            yield f"{path}.{name}={value} has no effect: {reason}"
+            yield f"{path}{'.' if path else ''}{name}={value} has no effect: {reason}"

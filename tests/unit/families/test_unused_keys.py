@@ -45,6 +45,24 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["actor.reward_norm.std_level=none has no effect: actor.advantage is opo"],
         ),
         (["algorithm=gdpo", "actor.reward_norm.eps=0.1"], []),
+        (["total_train_epochs=3"], ["total_train_epochs=3 has no effect: total_train_steps is 48"]),
+        (["total_train_epochs=3", "total_train_steps=null"], []),
+        (
+            ["recover.mode=disabled", "recover.freq_steps=5"],
+            ["recover.freq_steps=5 has no effect: recover.mode is disabled"],
+        ),
+        (["actor.rollout_correction.auto_threshold=1e-4"], []),
+        (
+            ["actor.rollout_correction.auto_threshold=1e-4", "gconfig.top_k=9"],
+            [
+                "actor.rollout_correction.auto_threshold=0.0001 has no effect: top_p, top_k or min_new_tokens cut the "
+                "distribution, so that auto corrects nothing"
+            ],
+        ),
+        (
+            ["actor.rollout_correction.auto_threshold=1e-4", "actor.rollout_correction.method=tis"],
+            ["actor.rollout_correction.auto_threshold=0.0001 has no effect: actor.rollout_correction.method is tis"],
+        ),
     ],
 )
 def test_keys_of_a_training_recipe_that_others_switch_off(overrides: list[str], expected: list[str]) -> None:
