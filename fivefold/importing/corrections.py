@@ -30,6 +30,10 @@ MASKS: Mapping[str, tuple[str, str]] = {
 OFF = ("none", "null", "false", "disabled", "")
 IN_RATIO = "in bypass mode PPO's ratio is that of actor and rollout, so nothing else weights the loss"
 
+CAP, MODE = "actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"
+"""AReaL's keys for a cap of the decoupled objective's weights, in some releases."""
+TOKENS_WEIGHT = "; the weight is that of each token, not the geometric mean"
+
 
 def correct_rollout(draft: Draft, key: str, keys: Mapping[str, Any], note: str = "") -> None:
     """Map `key`, which asks for a correction of the rollout's log-probs, to `method: custom` with other keys.
@@ -184,10 +188,30 @@ def decoupled(draft: Draft, switch: str) -> None:
             draft.unsupported(key, f"there is one mask, and {moment} says which")
     elif draft.keys(section + "*"):
         _rejection(draft, section)
+    elif draft.writes(CAP) or draft.writes(MODE):
+        _capped(draft, switch)
     elif (most := draft.get(cap)) is not None:
         bounds = {"mask": "token", "mask_above": draft.read(cap, number), "mask_below": 0.0}
         correct_rollout(draft, cap, bounds, f"weights above {most} are left out")
     correct_rollout(draft, switch, {}, "weight=token")
+
+
+def _capped(draft: Draft, switch: str) -> None:
+    """Convert the cap of weights, and what becomes of those above it, in releases before `rejection_sampling`."""
+    most = draft.read(CAP, number, 5.0)
+    level, _, action = str(draft.get(MODE, "token_mask")).partition("_")
+    if level == "disabled":
+        del draft.recipe[CORRECTION + "weight"]
+        draft.mapped(MODE, CORRECTION + "method", "none")
+        for key in (CAP, switch):
+            draft.implied(key, f"{MODE} switches the weights off")
+        return
+    keys: dict[str, Any] = {"weight_cap": most}
+    if action == "mask":
+        keys = {"mask": "token" if level == "token" else "geometric", "mask_above": most, "mask_below": 0.0}
+    note = ", ".join(f"{k}={v}" for k, v in keys.items()) + ("" if level == "token" else TOKENS_WEIGHT)
+    for key in (CAP, MODE):
+        correct_rollout(draft, key, keys, note)
 
 
 def _rejection(draft: Draft, section: str) -> None:
@@ -208,7 +232,7 @@ def _rejection(draft: Draft, section: str) -> None:
     is_other_weight = not is_token and metric == "ratio"
     for key in draft.keys(section + "*"):
         if keys:
-            note = "; the weight is that of each token, not the geometric mean" if is_other_weight else ""
+            note = TOKENS_WEIGHT if is_other_weight else ""
             correct_rollout(draft, key, keys, ", ".join(f"{k}={v}" for k, v in keys.items()) + note)
         draft.unsupported(key, f"the metric {metric!r} is not offered")
 

@@ -35,7 +35,6 @@ RUN: Mapping[str, Any] = {
     "actor.kl_ctl": 0.1,
     "actor.kl_estimator": "k1",
     "actor.overlong_reward_penalty": False,
-    "actor.dynamic_sampling": False,
     "actor.entropy_coeff": None,  # There is no entropy bonus.
     "actor.megatron.use_deterministic_algorithms": False,
     "actor.megatron.virtual_pipeline_parallel_size": 1,

@@ -163,7 +163,10 @@ ACTOR: Mapping[str, Rule] = {
     "overlong_reward_penalty": if_on("actor.overlong_reward_penalty", "it is switched off"),
     "overlong_tokens": _overlong(to("actor.overlong_tokens", whole)),
     "overlong_penalty_factor": _overlong(to("actor.overlong_penalty_factor", number)),
-    "dynamic_sampling": if_on("actor.dynamic_sampling", "it is switched off"),
+    "dynamic_sampling": off(
+        "AReaL leaves groups of equal rewards out, and nothing takes their place; here their advantages are 0 before "
+        "they are whitened, and their tokens count. actor.dynamic_sampling replaces them, in synchronous training"
+    ),
     "mask_no_eos_with_zero": off(reasons.TRUNCATED_TRAINED),
     "mask_too_long": off(reasons.TRUNCATED_TRAINED),
     "discount": implied(reasons.SAME_ADVANTAGE),
@@ -172,7 +175,7 @@ ACTOR: Mapping[str, Rule] = {
     "use_cispo_loss": loss_by_name(False, name="cispo"),
     **{f"sapo_{tau}": option_of_loss(tau, "sapo", "actor.use_sapo_loss", True) for tau in ("tau_pos", "tau_neg")},
     "use_decoupled_loss": implied("it is switched off"),
-    "behav*_imp_weight_*": unsupported("weights above a cap are left out, by behav_imp_weight_cap"),
+    "behav*_imp_weight_*": unsupported("rejection_sampling or m2_threshold is in its place"),
     "rejection_sampling": implied("it is switched off"),
     "prox_logp_method": _proximal,
     "importance_sampling_level": loss_by_name("token"),

@@ -217,6 +217,30 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
             ["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=5.0"],
             {"weight": "token", "mask": "token", "mask_above": 5.0, "mask_below": 0.0, **custom},
         ),
+        # The names and ways of later releases.
+        (
+            "areal",
+            ["actor.use_decoupled_loss=true", "actor.behave_imp_weight_cap=5.0"],
+            {"weight": "token", "mask": "token", "mask_above": 5.0, "mask_below": 0.0, **custom},
+        ),
+        (
+            "areal",
+            ["actor.use_decoupled_loss=true", "actor.behave_imp_weight_mode=token_truncate"],
+            {"weight": "token", "weight_cap": 5.0, **custom},
+        ),
+        (
+            "areal",
+            [
+                "actor.use_decoupled_loss=true",
+                *(f"actor.behave_imp_weight_{w}" for w in ("cap=3.0", "mode=sequence_mask")),
+            ],
+            {"weight": "token", "mask": "geometric", "mask_above": 3.0, "mask_below": 0.0, **custom},
+        ),
+        (
+            "areal",
+            ["actor.use_decoupled_loss=true", *(f"actor.behave_imp_weight_{w}" for w in ("cap=3.0", "mode=disabled"))],
+            {"method": "none"},
+        ),
     ]  # fmt: skip
     for framework, words, wanted in cases:
         conversion = convert_words(framework, *words)
@@ -251,7 +275,6 @@ def test_dynamic_sampling_and_long_responses() -> None:
             ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100"],
             {"overlong_reward_penalty": True, "overlong_tokens": 100},
         ),
-        ("areal", ["actor.dynamic_sampling=true"], {"dynamic_sampling": True}),
         (
             "areal",
             ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=9"],
@@ -403,3 +426,12 @@ def test_the_order_of_trinitys_tasks() -> None:
         conversion = convert_words("trinity", f"{key}={value}")
         assert conversion.recipe.get("train_dataset.shuffle") is shuffle
         assert (conversion[key].outcome == "unsupported") is (shuffle is None)
+
+
+def test_areal_leaves_groups_without_signal_out_and_stays_ahead() -> None:
+    """Its `dynamic_sampling` puts nothing in their place, unlike DAPO's, with which no rollout is ahead."""
+    conversion = convert_words("areal", "actor.dynamic_sampling=true", "rollout.max_head_offpolicyness=4")
+    assert "actor.dynamic_sampling" not in conversion.recipe
+    assert conversion.recipe["rollout.max_head_offpolicyness"] == 4
+    assert "nothing takes their place" in conversion["actor.dynamic_sampling"].note
+    assert conversion["actor.dynamic_sampling"].outcome == "unsupported"
