@@ -51,8 +51,8 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.advantage != "gae":
         names = ["discount", "gae_lambda", "gae_length_alpha"]
         yield from _differing("actor", actor, tuple(names), f"actor.advantage is {actor.advantage}")
-    if (reason := _why_not_measured(recipe)) is not None:
-        yield from _differing("actor.rollout_correction", actor.rollout_correction, ("auto_threshold",), reason)
+    if (obstacle := _why_not_measured(recipe)) is not None:
+        yield from _differing("actor.rollout_correction", actor.rollout_correction, ("auto_threshold",), obstacle)
     if actor.kl_target is None:
         yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
     if actor.entropy_target is None:
