@@ -147,7 +147,8 @@ class Draft:
         try:
             return convert(self.get(key, otherwise))
         except Unfit as error:
-            raise ValueError(f"{key}: {error}; correct it there, or give {key}=... as an override") from error
+            reason = self._why_empty(key) or f"{error}; correct it there"
+            raise ValueError(f"{key}: {reason}, or give {key}=... as an override") from error
 
     def keys(self, pattern: str = "*") -> list[str]:
         """Return the source's keys that match `pattern`, in order."""
@@ -171,9 +172,8 @@ class Draft:
         if key not in self._values:
             return self._map_default(key, to, value, note)
         caveat = self._caveats.get(key, "")
-        if caveat and self._values[key] in (None, ""):
-            self.unsupported(key, caveat)
-            return None
+        if empty := self._why_empty(key):
+            return self.unsupported(key, empty)
         if "${" in str(value):
             return self.unsupported(key, LEADS_NOWHERE)
         if self.recipe.setdefault(to, value) != value:
@@ -248,8 +248,12 @@ class Draft:
         try:
             rule(self, key)
         except Unfit as error:
-            self.unsupported(key, str(error))
+            self.unsupported(key, self._why_empty(key) or str(error))
         return None
+
+    def _why_empty(self, key: str) -> str:
+        """Return what the value of `key` depends on, if it is empty for that; else an empty text."""
+        return self._caveats.get(key, "") if self._values.get(key) in (None, "") else ""
 
     def finish(self, unknown: str) -> None:
         """Make every key of the source that still has no entry unsupported, with `unknown` as the reason."""

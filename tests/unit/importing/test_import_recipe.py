@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dialect_conversion import ENVIRONMENT, FIXTURES, convert_text, convert_words
+from dialect_conversion import ENVIRONMENT, FIXTURES, convert_files, convert_text, convert_words
 
 from fivefold.config.load import load_any_recipe, load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -14,6 +14,7 @@ from fivefold.importing.framework import Framework
 from fivefold.importing.recipe import import_recipe, split_arguments
 from fivefold.planning.plan import plan_recipe
 
+ROLLOUT = "actor_rollout_ref.rollout."
 VERL_IN_SHORT = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
 
 
@@ -279,3 +280,20 @@ def test_sampling_that_leaves_the_mismatch_unknown_is_noted() -> None:
 
     assert has_note(*VERL_IN_SHORT, "actor_rollout_ref.rollout.top_p=0.9")
     assert not has_note(*VERL_IN_SHORT)
+
+
+def test_a_variable_that_is_not_set_is_the_reason_whatever_its_key_takes(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    keys = {
+        "trainer.nnodes": "NODES",
+        "trainer.project_name": "NAME",
+        "data.shuffle": "S",
+        "trainer.default_local_dir": "D",
+    }
+    words = " ".join(f"{key}=${variable}" for key, variable in keys.items())
+    script.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    conversion = convert_files("verl", [script], [], {})
+    for key, variable in keys.items():
+        assert conversion[key].note.startswith(f"${variable} is not set"), key
+    script.write_text(f"python3 -m verl.trainer.main_ppo {ROLLOUT}n=$N {ROLLOUT}name=vllm\n", encoding="utf-8")
+    assert convert_files("verl", [script], [], {})[f"{ROLLOUT}n"].note.startswith("$N is not set")
