@@ -28,8 +28,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.servers import engine as engine_of_servers
-from fivefold.rollout.servers import running, sglang_dialect, standstill, vllm_dialect
+from fivefold.rollout.servers import running, sglang_dialect, standstill, updates, vllm_dialect
 from fivefold.rollout.servers import weights as weights_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.command import server_command
@@ -320,8 +319,8 @@ def test_handles_of_a_server_that_dies_are_released_in_its_place(
     start: Callable[..., ServerEngine], weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[Any] = []
-    monkeypatch.setattr(engine_of_servers, "release", released.extend)
-    monkeypatch.setattr(engine_of_servers, "visible_uuids", lambda: ["uuid-1"])
+    monkeypatch.setattr(updates, "release", released.extend)
+    monkeypatch.setattr(updates, "visible_uuids", lambda: ["uuid-1"])
     engine = start(NEW, route("ipc"), max_restarts=1, **{fake_server.DIES_IN: "/update_weights"})
     buckets = buckets_of(weights, "ipc")
     assert len(buckets) > 1
