@@ -26,6 +26,7 @@ def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
     return tuple(_unused_keys(recipe, shape))
 
 
+_CUT = "top_p, top_k or min_new_tokens cut the distribution"
 _OF_CHECKPOINTS = ("freq_steps", "freq_epochs", "freq_secs", "max_to_keep", "keep_best", "snapshot")
 """Keys of `recover` that are about checkpoints to write."""
 
@@ -53,6 +54,9 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield from _differing("actor", actor, tuple(names), f"actor.advantage is {actor.advantage}")
     if (obstacle := _why_not_measured(recipe)) is not None:
         yield from _differing("actor.rollout_correction", actor.rollout_correction, ("auto_threshold",), obstacle)
+    if shape.is_moe and actor.rollout_correction.method == "auto" and recipe.gconfig.truncates_distribution:
+        # It is the default, on which a mixture of experts may depend.
+        yield f"actor.rollout_correction.method=auto has no effect: {_CUT}, whose mismatch is not measured"
     if actor.kl_target is None:
         yield from _differing("actor", actor, ("kl_horizon",), "actor.kl_target is null")
     if actor.entropy_target is None:
@@ -84,7 +88,7 @@ def _why_not_measured(recipe: TrainRecipe) -> str | None:
     if (method := recipe.actor.rollout_correction.method) != "auto":
         return f"actor.rollout_correction.method is {method}"
     if recipe.gconfig.truncates_distribution:
-        return "top_p, top_k or min_new_tokens cut the distribution, so that auto corrects nothing"
+        return f"{_CUT}, so that auto corrects nothing"
     if recipe.actor.recompute_logprob is False:
         return "actor.recompute_logprob is false, so that auto corrects nothing"
     if recipe.rollout.max_head_offpolicyness > 0:

@@ -56,7 +56,9 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["actor.rollout_correction.auto_threshold=1e-4", "gconfig.top_k=9"],
             [
                 "actor.rollout_correction.auto_threshold=0.0001 has no effect: top_p, top_k or min_new_tokens cut the "
-                "distribution, so that auto corrects nothing"
+                "distribution, so that auto corrects nothing",
+                "actor.rollout_correction.method=auto has no effect: top_p, top_k or min_new_tokens cut the "
+                "distribution, whose mismatch is not measured",
             ],
         ),
         (
@@ -68,6 +70,12 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 def test_keys_of_a_training_recipe_that_others_switch_off(overrides: list[str], expected: list[str]) -> None:
     recipe = load_recipe(RECIPES / "quickstart.yaml", ["actor.kl_ctl=0", *overrides], TrainRecipe)
     assert list(unused_keys(recipe, find_shape("package:tiny-moe"))) == expected
+
+
+def test_a_dense_model_needs_no_word_on_a_mismatch_that_is_not_measured() -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml", ["gconfig.top_p=0.9"], TrainRecipe)
+    assert unused_keys(recipe, find_shape("Qwen3-8B")) == ()
+    assert len(unused_keys(recipe, find_shape("package:tiny-moe"))) == 1
 
 
 def test_keys_of_experts_change_nothing_on_a_dense_model() -> None:
