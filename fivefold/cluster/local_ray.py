@@ -51,6 +51,8 @@ SYSTEM_CONFIG = {
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
     # By default (15), Ray's workers give way to every other process, but the run is the machine's main work.
     "worker_niceness": 0,
+    # By default, Ray starts a process for each core before it is asked for any, most of which a run has no use for.
+    "prestart_worker_first_driver": False,
 }
 
 

@@ -66,13 +66,14 @@ class Look:
     host_memory: int
 
 
-def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
+def reserve(n_nodes: int, n_gpus: int, wait_s: float, *, is_local: bool) -> tuple[Node, ...]:
     """Reserve `n_nodes` machines with `n_gpus` GPUs each (0: CPU processes), for as long as this driver lives.
 
     Args:
         n_nodes: number of machines.
         n_gpus: number of GPUs of each.
         wait_s: seconds to wait for machines that the cluster lacks, and for devices that other jobs hold.
+        is_local: whether this process has started Ray, so that Ray's processes have its machine and software.
 
     Raises:
         ValueError: the cluster does not have them, or other jobs hold them for too long, or a node's software is not
@@ -90,7 +91,10 @@ def reserve(n_nodes: int, n_gpus: int, wait_s: float) -> tuple[Node, ...]:
     machines = {machine.ray_id: machine for machine in ray_nodes()}
     homes = [machines[ray_id] for _, ray_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(n_nodes)]
-    looks = _look_around(homes, strategies, n_gpus)
+    if is_local and not n_gpus:
+        looks = [look_here(home.host) for home in homes]
+    else:
+        looks = _look_around(homes, strategies, n_gpus)
     check_versions({home.host: look.versions for home, look in zip(homes, looks, strict=True)})
     own = ray.get_runtime_context().get_node_id()
     order = sorted(range(n_nodes), key=lambda i: (homes[i].ray_id != own, address_order(homes[i].host)))

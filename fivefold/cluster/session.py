@@ -80,7 +80,8 @@ class Session:
         try:
             its_ray = LocalRay.start() if is_local else JoinedRay.join(scheduler.address)
             with timers.phase("reserving devices"):
-                nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node, 0.0 if is_local else scheduler.wait_s)
+                wait_s = 0.0 if is_local else scheduler.wait_s
+                nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node, wait_s, is_local=is_local)
         except BaseException:
             _leave(its_ray, ())
             raise
