@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fivefold.config.descriptions import description_of
 from fivefold.config.limits import LARGEST
 from fivefold.config.problems import COMMANDS, section_of
 from fivefold.config.schema.fields import Duration
@@ -56,15 +57,15 @@ def _section(prefix: str, schema: type[BaseModel]) -> Iterator[str]:
             yield " ".join(note.split()) + "\n"
     if plain:
         yield "| key | values | default | |\n|---|---|---|---|"
-        yield from (_row(f"{prefix}{name}", fields[name]) for name in plain)
+        yield from (_row(f"{prefix}{name}", fields[name], description_of(schema, name)) for name in plain)
         yield ""
     for name, section in sections.items():
         yield from _section(f"{prefix}{name}.", section)
 
 
-def _row(key: str, field: FieldInfo) -> str:
+def _row(key: str, field: FieldInfo, description: str) -> str:
     default = "required" if field.is_required() else f"`{_written(field.default)}`"
-    words = " ".join((field.description or "").split())
+    words = " ".join(description.split())
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{key}`", _values(field), default, words)) + " |"
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from fivefold.config.descriptions import description_of
 from fivefold.config.schema.fields import NAME, ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.run import RunConfig
@@ -77,16 +78,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all keys, sections included."""
-    return (path for path, _ in _known_fields(schema, prefix))
+    return (path for path, _ in _owned_keys(schema, prefix))
 
 
-def _known_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted path of each key, sections included, and its field."""
+def _owned_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the dotted path of each key, sections included, and the class of the section that the key is in."""
     for name, field in schema.model_fields.items():
-        yield prefix + name, field
+        yield prefix + name, schema
         section = section_of(field.annotation)
         if section is not None:
-            yield from _known_fields(section, f"{prefix}{name}.")
+            yield from _owned_keys(section, f"{prefix}{name}.")
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -108,9 +109,9 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
     """
     section, _, name = key.rpartition(".")
     siblings = {f"{section}.{field}" if section else field: field for field in _fields_at(section, schema)}
-    fields = dict(_known_fields(schema))
-    names = {path: path.rpartition(".")[2] for path in fields}
-    phrases = {path: _first_sentence(field) for path, field in fields.items()}
+    owners = dict(_owned_keys(schema))
+    names = {path: path.rpartition(".")[2] for path in owners}
+    phrases = {path: _first_sentence(description_of(owner, names[path])) for path, owner in owners.items()}
     phrase = name.replace("_", " ").lower()
     for word, words, cutoff in (
         (name, siblings, 0.75),
@@ -124,9 +125,9 @@ def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
     return []
 
 
-def _first_sentence(field: FieldInfo) -> str:
+def _first_sentence(description: str) -> str:
     """Return the first sentence of a key's description, in small letters."""
-    return (field.description or "").partition(".")[0].lower()
+    return inspect.cleandoc(description).partition(".")[0].lower()
 
 
 def _inside(section: str, words: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ def import_megatron() -> None:
         patches.enter_context(_without_trackers())
         if not torch.cuda.is_available():
             patches.enter_context(_without_compilers())
+            _keep_compilers_from_optimizers()
         importlib.import_module("megatron.core")
 
 
@@ -50,6 +51,17 @@ def _without_compilers() -> mock._patch[Callable[..., Any]]:
     is imported.
     """
     return mock.patch.object(torch, "compile", _uncompiled)
+
+
+def _keep_compilers_from_optimizers() -> None:
+    """Let methods of torch.optim run as they are, though they are decorated with `torch._disable_dynamo`.
+
+    Symptom: the first optimizer of a process takes 0.7 s of a core. Cause: the decorator imports PyTorch's compilers
+    to keep them from a method, though nothing is compiled without CUDA. Remove when: it asks whether they are imported.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = vars(torch.optim.Optimizer)[name].__wrapped__
+        setattr(method, "__dynamo_disable", method)
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

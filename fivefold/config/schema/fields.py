@@ -36,6 +36,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         validate_default=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
+        # pydantic builds the validator of a section when it first has a recipe to check, which workers never have.
+        defer_build=True,
     )

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from fivefold.config.descriptions import description_of
 from fivefold.config.load import kind_of, load_any_recipe, load_recipe, resolved_yaml
 from fivefold.config.problems import COMMANDS, RecipeError, known_keys, nearest_keys
 from fivefold.config.schema.fields import ONE_LINE
@@ -352,7 +353,7 @@ def undescribed(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if is_section(kind)]
         if inner:
             yield from undescribed(inner[0], f"{prefix}{name}.")
-        elif not field.description:
+        elif not description_of(section, name):
             yield prefix + name
 
 

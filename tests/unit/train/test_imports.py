@@ -9,7 +9,8 @@ import sys
 CODE = """
 import sys, fivefold.train
 print(*sys.modules)
-import fivefold.mcore.engine
+import torch, fivefold.mcore.engine
+torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).zero_grad()
 print(*sys.modules)
 """
 BY_NONE = (
