@@ -149,35 +149,28 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature, entropy_gradient, chunks, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
         accumulator = WeightGradient(weight, real_rows)
+        # All log-probs have the same -p in their gradient. It is computed as if all were the target's; then the tokens
+        # get what is theirs.
+        of_others_N = grad_others.sum(1)
         for rows, logits in logits_again(kept, chunks, hidden, weight[:real_rows], temperature):
             grad_logits = logit_gradient(
                 logits,
                 targets[rows] - first,
                 log_normalizer[rows],
-                grad_logprob[rows] / temperature,
+                (grad_logprob[rows] + of_others_N[rows]) / temperature,
                 None if grad_entropy is None or not entropy_gradient else grad_entropy[rows] / temperature,
                 entropy[rows],
                 torch.float32 if others.shape[1] else hidden.dtype,
             )
             if others.shape[1]:
-                p = (logits - log_normalizer[rows, None]).exp_()
-                _add_gradient(grad_logits, p, grad_others[rows] / temperature, *rows_of(others[rows], first, real_rows))
+                # One after the other: where a sum has two terms, their order would depend on the device's threads.
+                for tokens, grads in ((targets[:, None], -of_others_N[:, None]), (others, grad_others)):
+                    places, is_own = rows_of(tokens[rows], first, real_rows)
+                    grad_logits.scatter_add_(1, places, torch.where(is_own, grads[rows] / temperature, 0.0))
                 grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight[:real_rows], out=grad_hidden[rows])
             accumulator.add(grad_logits, hidden[rows])
         return grad_hidden, accumulator.result(), None, None, None, None, None, None, None
-
-
-def _add_gradient(
-    grad_logits_NV: torch.Tensor,
-    p_NV: torch.Tensor,
-    grad_NK: torch.Tensor,
-    rows_NK: torch.Tensor,
-    is_own_NK: torch.Tensor,
-) -> None:
-    """Add the gradient of sum_k g_k log p[k], which is (v == k) - p[v] for each of them, to that of the logits."""
-    grad_logits_NV.addcmul_(p_NV, grad_NK.sum(1, keepdim=True), value=-1)
-    grad_logits_NV.scatter_add_(1, rows_NK, torch.where(is_own_NK, grad_NK, 0.0))
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
