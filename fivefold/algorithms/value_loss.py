@@ -45,7 +45,8 @@ class ValueLoss:
         error_T = (values_T - returns_T).square()
         cost_T, is_clipped_T = error_T, torch.zeros_like(trained_T)
         if self.clip is not None:
-            clipped_T = old_T + (values_T - old_T).clamp(-self.clip, self.clip)
+            # Values inside stay as they are to the bit, so that no rounding error counts as clipped.
+            clipped_T = values_T.clamp(old_T - self.clip, old_T + self.clip)
             clipped_error_T = (clipped_T - returns_T).square()
             cost_T, is_clipped_T = torch.maximum(error_T, clipped_error_T), clipped_error_T > error_T
         cost_T = 0.5 * cost_T

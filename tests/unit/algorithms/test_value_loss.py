@@ -46,6 +46,16 @@ def test_a_value_that_has_moved_too_far_towards_its_return_has_no_gradient() -> 
     torch.testing.assert_close(gradient, torch.tensor([0.0, -1.0, 2.0, 0.0, 0.0]) / 3)
 
 
+def test_no_value_counts_as_clipped_that_has_moved_less_than_it_may() -> None:
+    """Near 0, v_old + (v - v_old) is not v in float32, and may be the farther one from the return."""
+    torch.manual_seed(0)
+    old, values, returns = torch.randn(3, 1000) * torch.tensor([[1e-3], [1e-3], [1.0]])
+    mask = torch.ones(1000)
+    loss = ValueLoss(0.5, "token_mean")
+    _, metrics = loss(LossInputs({"values": values}, mask, (1000,), {"values": old, "returns": returns}))
+    assert metrics["clip_fraction"] == 0
+
+
 @pytest.mark.parametrize(("aggregation", "want"), [("sequence_mean", 2.5 / 2 + 0.5), ("sequence_sum", 3.0)])
 def test_aggregations_are_those_of_the_policy_loss(aggregation: str, want: float) -> None:
     loss, _, _ = run(ValueLoss(None, aggregation))  # type: ignore[arg-type]
