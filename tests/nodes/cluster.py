@@ -33,6 +33,8 @@ PAGE = ROOT / "docs" / "cluster.md"
 HEAD = "127.0.0.2"
 START_ATTEMPTS = 3
 STORE_BYTES = 80_000_000
+NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+"""Variable of nodes that start workers when they are asked for, and not one for each CPU as soon as a driver joins."""
 AGENTS_PORT = 52365
 """The port of Ray's own that Linux may give out as a free one. A node that has it for something else does not start."""
 
@@ -114,6 +116,7 @@ class PretendCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
             "RAY_raylet_start_wait_time_s": "90",
+            **NO_SPARE_WORKERS,
             "OMP_NUM_THREADS": "1",
         }
 

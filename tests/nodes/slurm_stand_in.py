@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
-from tests.nodes.cluster import ROOT, small
+from tests.nodes.cluster import NO_SPARE_WORKERS, ROOT, small
 
 ADDRESSES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
 HERE = "STAND_IN_ADDRESS"
@@ -54,7 +54,7 @@ def ray(words: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(dir=os.environ["STAND_IN_FOLDER"]))
     options = small(os.environ[HERE], 8, folder) if words[0] == "start" else []
     program = Path(sys.executable).with_name("ray")
-    os.execv(program, [str(program), *words, *options])
+    os.execve(program, [str(program), *words, *options], {**os.environ, **NO_SPARE_WORKERS})
 
 
 def fivefold(words: list[str]) -> int:
