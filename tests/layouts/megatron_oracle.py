@@ -204,9 +204,10 @@ def save(
     model = build(folder, _enter(layout), te_names)
     state = model.sharded_state_dict(prefix=prefix, metadata=metadata)
     moment = ShardedTensor.from_rank_offsets(f"optimizer.state.exp_avg.{prefix}{EMBEDDING}", torch.ones(3))
-    dist_checkpointing.save({**state, "moment": moment}, str(checkpoint), validate_access_integrity=False)
-    # The process of Megatron-Core's queue would outlive this worker, which ends without cleaning up.
+    # Megatron-Core would start a process for its queue that imports all libraries anew, and would outlive this worker,
+    # which ends without cleaning up.
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        dist_checkpointing.save({**state, "moment": moment}, str(checkpoint), validate_access_integrity=False)
     filesystem_async._results_queue = None
-    for child in multiprocessing.active_children():
-        child.terminate()
     return _logits(model)
