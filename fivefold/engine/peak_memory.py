@@ -1,4 +1,4 @@
-"""The most device memory that tensors have had, by phase."""
+"""The most device memory that tensors have had, by phase, and how often there was no room for more."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 UPDATE = "max"
 """Phase of an update, whose peak is usually the largest."""
+_RETRIES = "num_alloc_retries"
+"""PyTorch's name for how often its allocator found no room, and returned what it kept for later to the device."""
 
 
 class PeakMemory:
@@ -17,6 +19,7 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
+        self._retries_before = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -29,17 +32,20 @@ class PeakMemory:
         self._bytes[name] = max(self._bytes.get(name, 0), torch.cuda.max_memory_allocated())
 
     def take(self, device: torch.device | str = "cuda") -> dict[str, float]:
-        """Return the largest peak of any rank for each phase, in GB (1e9 bytes), and forget them.
+        """Return metrics of what was measured since the last call, and forget it.
 
-        All ranks call it together, after the same phases.
+        They are `peak_memory_gb/<phase>`, the largest peak of any rank in GB (1e9 bytes), and `allocator_retries/max`,
+        the most times that a rank's allocator had to make room. All ranks call it together, after the same phases.
 
         Args:
             device: device of the tensor that the ranks exchange.
         """
         if not self._bytes:
             return {}
-        peaks = torch.tensor(list(self._bytes.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        taken = dict(zip(self._bytes, (peaks / 1e9).tolist(), strict=True))
-        self._bytes = {}
-        return taken
+        retries = torch.cuda.memory_stats().get(_RETRIES, 0)
+        most = torch.tensor([*self._bytes.values(), retries - self._retries_before], dtype=torch.float64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        *peaks, most_retries = most.tolist()
+        taken = {f"peak_memory_gb/{phase}": peak / 1e9 for phase, peak in zip(self._bytes, peaks, strict=True)}
+        self._bytes, self._retries_before = {}, retries
+        return taken | {"allocator_retries/max": most_retries}

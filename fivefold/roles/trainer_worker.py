@@ -333,7 +333,7 @@ class TrainerWorker(SendsWeights):
         with self._peaks.phase(UPDATE):
             metrics = self._engine.forward_backward(share, loss)
             step = self._engine.optim_step()
-        metrics |= {f"peak_memory_gb/{phase}": peak for phase, peak in self._peaks.take().items()}
+        metrics |= self._peaks.take()
         metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
         return UpdateResult(metrics, step.skipped, step.non_finite, share.totals.n_trained_tokens)
 
