@@ -262,7 +262,8 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
         return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
     if not backend.is_server:
-        for name in ("memory_fraction", "server_python", "server_args", "server_timeout_s", "new_tokens_per_chunk"):
+        of_processes = ("server_python", "server_args", "server_timeout_s", "max_server_restarts")
+        for name in ("memory_fraction", *of_processes, "new_tokens_per_chunk"):
             if (value := getattr(recipe.rollout, name)) != RolloutConfig.model_fields[name].default:
                 yield (
                     f"rollout.{name}={value} is for servers ({server_titles()}), and the rollout runs {backend.name}: "

@@ -125,7 +125,11 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
     assert list(server_problems(recipe_of("vllm:d1", keys))) == []
     chunks = {"max_head_offpolicyness": 1, "new_tokens_per_chunk": 64}
     assert list(server_problems(recipe_of("vllm:d1", chunks))) == []
-    for wanted, more in {"new_tokens_per_chunk=64": chunks, "server_timeout_s=60.0": {"server_timeout_s": 60}}.items():
+    for wanted, more in {
+        "new_tokens_per_chunk=64": chunks,
+        "server_timeout_s=60.0": {"server_timeout_s": 60},
+        "max_server_restarts=7": {"max_server_restarts": 7},
+    }.items():
         [line] = server_problems(recipe_of("transformers:d1", more))
         assert line.startswith(f"rollout.{wanted} is for servers")
     lines = list(server_problems(recipe_of("transformers:d1", keys)))
