@@ -71,6 +71,10 @@ def last_step(run: Path) -> int:
     return max((checkpoint.step for checkpoint in CheckpointStore(run / "checkpoints").all()), default=0)
 
 
+def hear_hang_ups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tuple[int, str, str]:
     """Train, and call `end` in the step after one more checkpoint; return exit code, output and error output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -78,10 +82,11 @@ def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tu
     output, errors = folder / "output", folder / "errors"
     with output.open("w") as out, errors.open("w") as err:
         with held_after(run / "checkpoints" / f"step-{step:06}", folder / "hold"):
-            # In a process group of its own, as a shell starts it: a terminal sends Ctrl-C to all its processes.
+            # As a shell starts it: in a process group of its own, because a terminal sends Ctrl-C to all its processes,
+            # and with SIGHUP not ignored, which it is under nohup.
             driver = subprocess.Popen(
                 [*COMMAND, *TRAIN, *place(run)],
-                stdout=out, stderr=err, env=environment, start_new_session=True, cwd=folder,
+                stdout=out, stderr=err, env=environment, start_new_session=True, cwd=folder, preexec_fn=hear_hang_ups,
             )  # fmt: skip
             while last_step(run) < step:
                 assert driver.poll() is None, errors.read_text()

@@ -15,6 +15,7 @@ from fivefold.cluster.interrupt import ending_after_a_step
 PROGRAM = """
 import os, signal
 from fivefold.cluster.interrupt import ending_after_a_step, interruptible
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it is ignored
 try:
     with interruptible():
         with ending_after_a_step() as request:
@@ -68,8 +69,7 @@ CLOSED = """
 import os, signal, sys
 from pathlib import Path
 from fivefold.cluster.interrupt import ending_after_a_step, interruptible
-if {ignored}:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)  # under nohup, it is ignored
 with interruptible():
     with ending_after_a_step() as request:
         print("ready", flush=True)
