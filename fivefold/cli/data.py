@@ -21,7 +21,8 @@ Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="The same seed 
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Downloaded folder or file, or a hub name.  [default: the data set on the hub]", show_default=False
+        help="Downloaded folder or file, a hub name, or modelscope:<name>.  [default: the data set on the hub]",
+        show_default=False,
     ),
 ]
 

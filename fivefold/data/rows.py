@@ -1,4 +1,4 @@
-"""Reads the rows of a data set from a file, a folder, the package or the Hugging Face hub."""
+"""Reads the rows of a data set from a file, a folder, the package, the Hugging Face hub or ModelScope."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ DEFAULT_SPLIT = "train"
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of splits by which files of a folder are recognised as one split each."""
 _PACKAGE = "package:"
+_MODELSCOPE = "modelscope:"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 
 
@@ -35,6 +36,7 @@ def load_rows(config: RowsConfig) -> list[Row]:
         package:arithmetic/train                 a file that ships with Fivefold
         package:arithmetic                       a folder that ships with Fivefold; its file of `config.split`
         openai/gsm8k:main                        a `datasets` name (and configuration); its rows of `config.split`
+        modelscope:AI-ModelScope/gsm8k:main      the same of ModelScope
 
     Raises:
         ValueError: a path that does not exist, a data set without rows, a split that does not exist or that is asked of
@@ -93,6 +95,8 @@ def _iterate(config: RowsConfig) -> Iterator[Row]:
     if config.path.startswith(_PACKAGE):
         with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
             yield from read_file(file)
+    elif config.path.startswith(_MODELSCOPE):
+        yield from _read_modelscope(config.path, config.split or DEFAULT_SPLIT)
     elif local.is_dir():
         for file in _files_of(local, config.split):
             yield from read_file(file)
@@ -171,3 +175,25 @@ def _read_hub(path: str, split: str) -> Iterator[Row]:
             f"{path!r} is no file or folder here, and the Hugging Face hub gives no data set of that name ({error}): "
             "check the spelling, your connection and your access"
         ) from error
+
+
+def _read_modelscope(path: str, split: str) -> Iterator[Row]:
+    import datasets
+
+    try:
+        from modelscope import dataset_snapshot_download
+        from modelscope.hub.errors import HubError
+    except ImportError as error:
+        raise ValueError(
+            f"the data set {path!r} is read by the package modelscope ({error}): run "
+            "`pip install 'fivefold[modelscope]'`"
+        ) from error
+    name, _, configuration = path.removeprefix(_MODELSCOPE).partition(":")
+    try:
+        # The files are laid out as on the Hugging Face hub, with the configurations in their README.md.
+        folder = dataset_snapshot_download(name)
+    except HubError as error:
+        raise ValueError(
+            f"ModelScope gives no data set {name!r} ({error}): check the spelling, your connection and your access"
+        ) from error
+    yield from datasets.load_dataset(folder, configuration or None, split=split)

@@ -1,4 +1,4 @@
-"""Public data sets of mathematics as parquet files in verl's schema, from the hub or from files that were downloaded.
+"""Public data sets of mathematics as parquet files in verl's schema, from a hub or from files that were downloaded.
 
 {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "..."}], "ability": "math",
  "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": {"split": "train", "index": 0, ...}}
@@ -94,7 +94,8 @@ def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path,
 
     Args:
         name: a key of `TASKS`.
-        source: a folder with files that are named after splits, a single file, or a name on the hub; None: the task's.
+        source: a folder with files that are named after splits, a single file, or a name on the hub or ModelScope;
+            None: the task's on the hub.
         out_dir: the folder to write to.
 
     Returns:

@@ -14,9 +14,11 @@ class RowsConfig(Section):
     """Where prompts come from, and how they are read."""
 
     path: PathText
-    """Parquet, JSONL, JSON or CSV file, folder of such files, `datasets` name, or `package:<name>`."""
+    """Parquet, JSONL, JSON or CSV file, folder of such files, `datasets` name, `modelscope:<name>` or `package:<name>`
+    (docs/data.md)."""
     split: str | None = None
-    """Split of a `datasets` or package name, or of a folder whose files are named after splits; null: `train`."""
+    """Split of a `datasets`, ModelScope or package name, or of a folder whose files are named after splits; null:
+    `train`."""
     max_length: Positive = 1024
     """Most tokens of a prompt; longer prompts are dropped, and their number is reported."""
     limit: Positive | None = None

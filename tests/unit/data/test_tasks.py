@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 from typer.testing import CliRunner
@@ -30,6 +35,76 @@ def test_a_downloaded_folder_becomes_a_parquet_file_for_each_split(tmp_path: Pat
     assert message["role"] == "user"
     assert message["content"].startswith("What of train? Let's think step by step")
     assert rows["test"][0]["reward_model"]["ground_truth"] == "8"
+
+
+REPOSITORY = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package modelscope, which has one data set, laid out as its repositories are."""
+    folder = tmp_path / "repository"
+    for split, total in (("main/train", "1,072"), ("main/test", "8"), ("socratic/train", "5")):
+        file = folder / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"question": [f"What of {split}?"], "answer": [f"Reasons.\n#### {total}"]}), file)
+    (folder / "README.md").write_text(REPOSITORY)
+
+    class HubError(Exception):
+        pass
+
+    def dataset_snapshot_download(name: str) -> str:
+        if name != "AI-ModelScope/gsm8k":
+            raise HubError("404")
+        return str(folder)
+
+    names = ("modelscope", "modelscope.hub", "modelscope.hub.errors")
+    package, hub, errors = (ModuleType(name) for name in names)
+    package.__dict__.update(hub=hub, dataset_snapshot_download=dataset_snapshot_download)
+    hub.__dict__.update(errors=errors)
+    errors.__dict__.update(HubError=HubError)
+    for name, module in zip(names, (package, hub, errors), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("modelscope")
+def test_a_data_set_of_modelscope_becomes_the_same_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["data", "gsm8k", "--source", "modelscope:AI-ModelScope/gsm8k:main", "--out", str(out)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    truths = {
+        split: pq.read_table(out / f"{split}.parquet").column("reward_model").to_pylist() for split in ("train", "test")
+    }
+    assert truths == {
+        "train": [{"ground_truth": "1072", "style": "rule"}],
+        "test": [{"ground_truth": "8", "style": "rule"}],
+    }
+
+
+@pytest.mark.usefixtures("modelscope")
+def test_a_name_that_modelscope_does_not_know_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ModelScope gives no data set 'no/such' \(404\): check the spelling"):
+        write_task("gsm8k", "modelscope:no/such:main", tmp_path / "out")
+
+
+def test_without_the_package_of_modelscope_the_error_names_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ValueError, match=r"pip install 'fivefold\[modelscope\]'"):
+        write_task("gsm8k", "modelscope:AI-ModelScope/gsm8k:main", tmp_path / "out")
 
 
 def test_a_single_file_becomes_one_parquet_file(tmp_path: Path) -> None:
