@@ -60,17 +60,16 @@ def linear_logprobs(
         vocab: rows beyond it are filler and get no probability.
         group: the ranks that share the vocabulary.
     """
-    no_others_N0 = targets_N.new_empty(len(targets_N), 0)
-    logprobs_N, entropy_N, _ = _LinearLogprobs.apply(
+    logprobs_N, entropy_N, _ = linear_logprobs_with_others(
         hidden_NH,
         weight_VH,
         targets_N,
-        no_others_N0,
-        temperature,
-        entropy_gradient,
-        chunks.for_grad_mode(),
-        vocab,
-        group,
+        targets_N.new_empty(len(targets_N), 0),
+        temperature=temperature,
+        entropy_gradient=entropy_gradient,
+        chunks=chunks,
+        vocab=vocab,
+        group=group,
     )
     return logprobs_N, entropy_N
 
@@ -128,8 +127,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             logits = logits_of(hidden[rows], weight[:real_rows], temperature)
             statistics[:, rows] = logit_statistics(logits, targets[rows] - first)
-            places, is_own = rows_of(others[rows], first, real_rows)
-            found[rows] = torch.where(is_own, logits.gather(1, places), 0.0)
+            if others.shape[1]:
+                places, is_own = rows_of(others[rows], first, real_rows)
+                found[rows] = torch.where(is_own, logits.gather(1, places), 0.0)
             if not chunks.recompute:
                 kept.append(logits)
         log_normalizer, logprobs, entropy = _combine(statistics, group)
