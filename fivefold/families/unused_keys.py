@@ -13,6 +13,9 @@ from fivefold.families.shape import ModelShape
 
 _WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
 """Values of `actor.loss` that read no clip range."""
+_CUT = "top_p, top_k or min_new_tokens cut the distribution"
+_OF_CHECKPOINTS = ("freq_steps", "freq_epochs", "freq_secs", "max_to_keep", "keep_best", "snapshot")
+"""Keys of `recover` that are about checkpoints to write."""
 ABSENT = object()
 
 
@@ -24,11 +27,6 @@ def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
         shape: shape of the model at `actor.path`.
     """
     return tuple(_unused_keys(recipe, shape))
-
-
-_CUT = "top_p, top_k or min_new_tokens cut the distribution"
-_OF_CHECKPOINTS = ("freq_steps", "freq_epochs", "freq_secs", "max_to_keep", "keep_best", "snapshot")
-"""Keys of `recover` that are about checkpoints to write."""
 
 
 def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
