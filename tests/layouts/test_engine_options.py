@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_cases
 import pytest
@@ -27,6 +28,7 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.deterministic import make_deterministic
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
@@ -185,26 +187,39 @@ def test_deterministic_kernels_are_switched_on(workers: Workers, models: Path) -
         assert workers(1).run(determinism, case, models / "qwen3_moe") == [(wanted, wanted)]
 
 
-def trained_deterministically(case: Case, folder: Path) -> tuple[list[float], Tensors]:
-    """In a worker: return the gradient norms of two steps, and the weights behind them."""
-    try:
-        run = megatron_cases.train(case, folder, uneven_batch(), SFTLoss(), OptimizerConfig(lr=1e-2), 2)
-        assert torch.are_deterministic_algorithms_enabled()
-        return [step.grad_norm for step in run.steps], run.weights
-    finally:
-        torch.use_deterministic_algorithms(False)
+def trained_deterministically(case: Case, folder: Path, unwritten: bool) -> tuple[list[float], Tensors]:
+    """In a worker: return the gradient norms of two steps, and the weights behind them.
+
+    `unwritten` is what allocated memory holds: what it held before (False), or NaN (True).
+    """
+
+    def filled() -> None:
+        make_deterministic()
+        torch.utils.deterministic.fill_uninitialized_memory = unwritten
+
+    engine = "fsdp" if isinstance(case, FSDPCase) else "mcore"
+    with patch(f"fivefold.{engine}.engine.make_deterministic", filled):
+        try:
+            run = megatron_cases.train(case, folder, uneven_batch(), SFTLoss(), OptimizerConfig(lr=1e-2), 2)
+            assert torch.are_deterministic_algorithms_enabled()
+            return [step.grad_norm for step in run.steps], run.weights
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
     "layout", ["megatron:d1", "megatron:(attn:c2|ffn:t2)", "megatron:(attn:t2p2|ffn:e2)", "fsdp:t2c2"]
 )
-def test_two_runs_of_a_deterministic_model_are_the_same_to_the_bit(workers: Workers, models: Path, layout: str) -> None:
+def test_two_deterministic_runs_have_the_same_bits_whatever_unwritten_memory_holds(
+    workers: Workers, models: Path, layout: str
+) -> None:
     fields = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
     options = MegatronConfig(use_deterministic_algorithms=True, transformer=fields)
     on_fsdp = FSDPCase(layout, FSDPConfig(use_deterministic_algorithms=True), dtype="bfloat16")
     case = on_fsdp if layout.startswith("fsdp") else Case(layout, options, dtype="bfloat16")
     first, second = (
-        workers(case.world_size).run(trained_deterministically, case, models / "qwen3_moe-bf16")[0] for _ in range(2)
+        workers(case.world_size).run(trained_deterministically, case, models / "qwen3_moe-bf16", unwritten)[0]
+        for unwritten in (False, True)
     )
     assert first[0] == second[0]
     assert all(tensor.equal(second[1][name]) for name, tensor in first[1].items())
