@@ -54,4 +54,5 @@ def subtract_kl_to_go(advantages_T: torch.Tensor, kl_T: torch.Tensor, batch: Bat
     """
     counted_T = torch.where(batch.mask_T.bool(), kl_T, torch.zeros_like(kl_T))
     to_go = [kl.flip(0).cumsum(0).flip(0) for kl in batch.split(counted_T)]
-    return advantages_T - kl_ctl * torch.cat(to_go)
+    # A replica may have no sequence.
+    return advantages_T - kl_ctl * torch.cat([*to_go, counted_T[:0]])

@@ -49,7 +49,7 @@ def _by_sequence(pieces: Sequence[Piece], n: int) -> list[npt.NDArray[np.float64
     found: list[npt.NDArray[np.float64]] = [np.empty(0)] * n
     for piece in pieces:
         columns: Columns = fetch(piece.columns)
-        parts = np.split(columns.values["energies"].astype(np.float64), np.cumsum(columns.lengths_N)[:-1])
-        for sequence, values_L in zip(piece.sequences_M, parts, strict=True):
-            found[sequence] = values_L
+        values_T, ends = columns.values["energies"].astype(np.float64), np.cumsum(columns.lengths_N)
+        for sequence, end, length in zip(piece.sequences_M, ends, columns.lengths_N, strict=True):
+            found[sequence] = values_T[end - length : end]
     return found

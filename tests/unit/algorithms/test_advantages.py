@@ -148,3 +148,9 @@ def test_kl_to_go_sums_the_kl_of_the_token_and_of_those_after_it() -> None:
     result = subtract_kl_to_go(advantages, kl, batch, kl_ctl=0.5)
     expected = [2 - 0.35, 2 - 0.35, 2 - 0.3, 2 - 0.2, -1 - 0.25, -1 - 0.25, -1 - 0.25]
     assert result.tolist() == pytest.approx(expected)
+
+
+def test_a_replica_without_sequences_has_no_advantages_after_a_kl_penalty() -> None:
+    nothing = torch.empty(0)
+    empty = Batch((), torch.empty(0, dtype=torch.int64), nothing)
+    assert subtract_kl_to_go(nothing, nothing, empty, kl_ctl=0.5).shape == (0,)

@@ -215,7 +215,11 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
             rows = [[nan, nan, nan, nan, 0.5], [nan, nan, nan, 0.2, 0.3], [nan, nan, 1, 1, 1], [nan, 2, 2, 2, 2]]
             order = [2, 0, 3, 1]  # a replica has any sequences
             values = np.concatenate([rows[index] for index in order]).astype(np.float32)
-            return (Piece(Columns(np.full(4, 5, np.int32), {"energies": values}), np.array(order)),)
+            idle = Columns(np.empty(0, np.int32), {"energies": np.empty(0, np.float32)})
+            return (
+                Piece(Columns(np.full(4, 5, np.int32), {"energies": values}), np.array(order)),
+                Piece(idle, np.empty(0, np.int64)),  # there may be more replicas than sequences
+            )
 
     actor = Actor()
     updates(actor, ONE_UPDATE, "actor.advantage=optimal_token_baseline")
