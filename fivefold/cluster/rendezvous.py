@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 MAX_THREADS = 16
 """Most OpenMP threads of a worker; more make its small CPU operations slower."""
 
+MAX_THREADS_BESIDE_GPU = 4
+"""Most OpenMP threads of a worker whose GPU does the work. Its CPU operations wait for the last of its threads, and one
+that finds no free core makes them wait for as long as whatever is on its core goes on: a server that polls, say."""
+
 LOOPBACK = "127.0.0.1"
 """Address by which the processes of one machine reach each other."""
 
@@ -95,12 +99,17 @@ def master_host(nodes: Sequence[Node], rank_0: Node) -> str:
 
 
 def _threads(role: Role, node: Node) -> int:
-    """Return the role's own number, else the driver's OMP_NUM_THREADS, else a process's share of the node's cores."""
+    """Return the role's own number, else the driver's OMP_NUM_THREADS, else a process's share of the node's cores.
+
+    On nodes with GPUs, half of the cores are left to all else.
+    """
     if role.threads is not None:
         return role.threads
     if "OMP_NUM_THREADS" in os.environ:
         return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
     processes = sum(devices[0].node == node.index for devices in role.processes())
+    if node.gpus:
+        return max(1, min(MAX_THREADS_BESIDE_GPU, node.cores // (2 * processes)))
     return max(1, min(MAX_THREADS, node.cores // processes))
 
 

@@ -25,7 +25,7 @@ class Role:
     distributed: bool = False
     """Whether the ranks meet in torch.distributed: MASTER_ADDR and MASTER_PORT are set for `init_method="env://"`."""
     threads: int | None = None
-    """OMP_NUM_THREADS; None: the driver's, or each process's share of the node's cores."""
+    """OMP_NUM_THREADS; None: the driver's, or what each process's share of the node's cores gives."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of the processes, set before anything heavy is imported."""
     writes_run: bool = False

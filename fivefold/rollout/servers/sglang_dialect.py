@@ -95,7 +95,8 @@ class SGLangDialect:
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
-            *(["--enable-memory-saver"] if spec.can_sleep else []),
+            # Otherwise its scheduler polls while it sleeps, and keeps a core from the role that works then.
+            *(["--enable-memory-saver", "--sleep-on-idle"] if spec.can_sleep else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),
         ]

@@ -186,7 +186,7 @@ def test_a_process_with_several_devices_sees_them_and_its_place_on_the_node(monk
         ["2", "3", "0", "1", "0", "1", "4,5"],
     ]
     assert [environment["GLOO_SOCKET_IFNAME"] for environment in found] == ["eth0", "eth0", "eth1"]
-    assert [environment["OMP_NUM_THREADS"] for environment in found] == ["4", "4", "8"]
+    assert [environment["OMP_NUM_THREADS"] for environment in found] == ["2", "2", "4"]
     assert {environment["VLLM_CACHE_ROOT"] for environment in found} == {"/cache"}
     assert {environment["SGLANG_TIMEOUT_KEEP_ALIVE"] for environment in found} == {"9"}
 

@@ -128,7 +128,7 @@ FLAVOURS = {
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
             "--mem-fraction-static --nnodes --node-rank --dist-init-addr"
         ),
-        switches=_words("--enable-memory-saver --disable-radix-cache --skip-tokenizer-init"),
+        switches=_words("--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init"),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
             "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos "

@@ -43,7 +43,7 @@ COMMANDS = {
 }
 DUMMY_SLEEPER = {
     "vllm": "--load-format dummy --enable-sleep-mode --gpu-memory-utilization 0.4",
-    "sglang": "--load-format dummy --enable-memory-saver --mem-fraction-static 0.4",
+    "sglang": "--load-format dummy --enable-memory-saver --sleep-on-idle --mem-fraction-static 0.4",
 }
 LOAD = {
     "vllm": ["/collective_rpc", "/collective_rpc", "/reset_prefix_cache"],
