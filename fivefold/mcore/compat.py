@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.overrides import TorchFunctionMode
 
 from fivefold.engine.main_grad import add_matmul
@@ -24,13 +26,15 @@ _prepared = False
 
 
 def prepare() -> None:
-    """Patch Megatron-Core in this process. With CUDA the first three patches are needed, without it all of them."""
+    """Patch Megatron-Core in this process. With CUDA the first five patches are needed, without it all of them."""
     global _prepared
     if _prepared:
         return
     _multiply_routers_without_transformer_engine()
     _accumulate_gradients_without_apex()
     _recompute_outputs_without_transformer_engine()
+    _mask_filler_in_layers_that_are_not_recomputed()
+    _keep_what_is_being_sent()
     if not torch.cuda.is_available():
         _redirect_cuda_runtime()
         _redirect_rng_tracker()
@@ -68,6 +72,50 @@ def _recompute_outputs_without_transformer_engine() -> None:
     Remove when: its default asks nothing.
     """
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _mask_filler_in_layers_that_are_not_recomputed() -> None:
+    """Symptom: with recompute_method=block, routers take filler for tokens in their losses and loads, and
+    seq_aux_loss does not know the sequences.
+
+    Cause: `_checkpointed_forward` hands the mask of filler only to layers that it computes again. Remove when: it hands
+    the mask to all.
+    """
+    with_recomputation = TransformerBlock._checkpointed_forward
+
+    def checkpointed_forward(self: Any, *args: Any, padding_mask: torch.Tensor | None, **options: Any) -> Any:
+        # On the object, it hides the method of this name as long as the pass takes.
+        self._get_layer = lambda index: _masked(self.layers[index], padding_mask)
+        try:
+            return with_recomputation(self, *args, padding_mask=padding_mask, **options)
+        finally:
+            del self._get_layer
+
+    TransformerBlock._checkpointed_forward = checkpointed_forward
+
+
+def _masked(layer: torch.nn.Module, mask: torch.Tensor | None) -> Callable[..., Any]:
+    """Return the layer as a function that has the mask of filler, whether it is handed over or not."""
+    return lambda *args, **options: layer(*args, **{**options, "padding_mask": mask})
+
+
+def _keep_what_is_being_sent() -> None:
+    """Symptom: with virtual stages and deallocate_pipeline_outputs, other activations arrive than were sent, so that
+    losses and gradients are wrong, and differ from run to run.
+
+    Cause: the interleaved schedule frees an output's memory by exchanging the data of its tensor, while a send of this
+    tensor is still under way. The send keeps a tensor of its own for as long as it needs the memory, if it is another
+    one. Remove when: the schedule waits for the send before it frees the output.
+    """
+    operations = p2p_communication._p2p_ops
+
+    def p2p_ops(*, tensor_send_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None, **options: Any) -> Any:
+        prev, following = (
+            None if tensor is None else tensor.detach() for tensor in (tensor_send_prev, tensor_send_next)
+        )
+        return operations(tensor_send_prev=prev, tensor_send_next=following, **options)
+
+    p2p_communication._p2p_ops = p2p_ops
 
 
 class _CudaToCpu(TorchFunctionMode):

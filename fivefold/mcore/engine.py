@@ -121,6 +121,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._device = torch.device(torch.cuda.current_device())
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self._megatron_config = settings.transformer_config(config, layout, self.shape)
+        self._group_size: int = self._megatron_config.microbatch_group_size_per_vp_stage
         self._bridge = build_bridge(config, self.shape, self._folder, self._megatron_config)
         self._decoders = build_chunks(self._megatron_config, layout, self.shape, spec_provider(config.megatron.kernels))
         self._routers = routers_of(self._decoders)
@@ -309,6 +310,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Run Megatron's schedule over the share. Returns what `step` kept of each micro-batch, on the last stage."""
         micro_batches = self._builder.build(share)
         steps = [(micro_batch, self._packed(micro_batch.local)) for micro_batch in micro_batches]
+        # There may be fewer micro-batches than the recipe puts through a virtual stage in one go.
+        self._megatron_config.microbatch_group_size_per_vp_stage = min(self._group_size, len(micro_batches))
 
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
@@ -331,7 +334,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
                 data_iterator=[iter(steps) for _ in self._chunks],
                 model=self._chunks,
                 num_microbatches=len(micro_batches),
-                seq_length=max(micro_batch.padded for micro_batch in micro_batches) // self.layout.cp,
+                # Where all lengths are the same, Megatron-Core divides it by the ranks that share a sequence.
+                seq_length=max(micro_batch.padded for micro_batch in micro_batches),
                 micro_batch_size=1,
                 forward_only=not backward,
             )

@@ -12,8 +12,11 @@ import hf_reference
 import megatron_cases
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_close
 from hf_reference import Tensors
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron_cases import Case, Gradients, whole
 from ragged import uneven_batch
@@ -27,6 +30,7 @@ from fivefold.engine.schedule import learning_rate
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
+from fivefold.mcore import compat
 from fivefold.types import Batch
 
 PROJECTION = "model.layers.0.mlp.up_proj.weight"
@@ -51,6 +55,11 @@ SCHEDULES = {
     "outputs freed": ("megatron:p2", "qwen3_moe", {"deallocate_pipeline_outputs": True}),
     "without waits": ("megatron:p2", "qwen3_moe", {"batch_p2p_sync": False}),
     "groups of 4 micro-batches": ("megatron:p2v2", "qwen3_moe", {"microbatch_group_size_per_vp_stage": 4}),
+    "larger groups than there are micro-batches": (
+        "megatron:p2v2",
+        "qwen3_moe",
+        {"microbatch_group_size_per_vp_stage": 100},
+    ),
     "fused activation": ("megatron:t2", "qwen2", {"bias_activation_fusion": True}),
     "fused activation of shared experts": ("megatron:t2", "qwen2_moe", {"bias_activation_fusion": True}),
     "embeddings not copied": ("megatron:t2", "qwen2", {"clone_scatter_output_in_embedding": False}),
@@ -79,6 +88,43 @@ def test_fields_that_change_only_the_way_keep_the_gradients(workers: Workers, mo
     )
     assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert_close(got.gradients, wanted.gradients, 1e-4)
+
+
+def test_stages_that_share_sequences_of_one_length_keep_the_gradients(workers: Workers, models: Path) -> None:
+    """The all-gather dispatcher wants one length of all micro-batches, which stages then do not tell each other."""
+    options = MegatronConfig(token_dispatcher="allgather")
+    spread = Case("megatron:(attn:p2c2|ffn:e2)", options, micro_batches=MicroBatchConfig(max_tokens_per_mb=20))
+    got, wanted = (
+        workers(case.world_size).run(megatron_cases.gradients, case, models / "qwen3_moe", uneven_batch(), SFTLoss())[0]
+        for case in (spread, Case("megatron:d1"))
+    )
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert_close(got.gradients, wanted.gradients, 1e-4)
+
+
+def received_after_the_sender_has_freed_it() -> torch.Tensor | None:
+    """In a worker: rank 0 frees a tensor and uses its memory again before rank 1 receives it."""
+    compat.prepare()
+    rank, others = dist.get_rank(), {"group": dist.group.WORLD, "prev_pipeline_rank": 1, "next_pipeline_rank": 1}
+    received_N, later = torch.zeros(10_000), []
+    sent_N = torch.ones(10_000)
+    nothing = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+    if rank == 0:
+        sends = p2p_communication._p2p_ops(**{**nothing, "tensor_send_next": sent_N}, **others)
+        deallocate_output_tensor(sent_N, deallocate_pipeline_outputs=True)
+        later = [torch.full((10_000,), -1.0) for _ in range(20)]
+        dist.barrier()
+        sends["send_next"].wait()
+        assert len(later) == 20
+        return None
+    dist.barrier()
+    dist.recv(received_N, src=0)
+    return received_N
+
+
+def test_a_stage_may_free_what_it_is_still_sending(workers: Workers) -> None:
+    _, received_N = workers(2).run(received_after_the_sender_has_freed_it)
+    assert received_N.equal(torch.ones(10_000))
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -275,6 +321,7 @@ def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
         ("megatron:(attn:d2t2|ffn:e4)", "none"),
         ("megatron:p2v2", "full"),
         ("megatron:t2", "selective"),
+        ("megatron:(attn:t2p2|ffn:e2)", "block"),
     ],
 )
 def test_the_balance_of_each_sequence_does_not_depend_on_layout_and_packing(
@@ -284,7 +331,11 @@ def test_the_balance_of_each_sequence_does_not_depend_on_layout_and_packing(
     ((auxiliary, wanted),) = workers(1).run(
         hf_reference.gradients_with_auxiliary_loss, folder, batch, "moe_aux_loss_coeff", 0.5, tmp_path / "hf"
     )
-    case = Case(layout, MegatronConfig(recompute=recompute, transformer=AUXILIARY["seq_aux_loss"]))
+    balancing = AUXILIARY["seq_aux_loss"]
+    options = {"recompute": recompute, "transformer": balancing}
+    if recompute == "block":
+        options = {"recompute": "full", "transformer": {**balancing, "recompute_method": "block"}}
+    case = Case(layout, MegatronConfig(**options))
     got = workers(case.world_size).run(megatron_cases.gradients, case, folder, batch, SFTLoss())[0]
     assert_close(got.gradients, wanted, 1e-4)
     assert got.metrics["experts/seq_aux_loss"] == pytest.approx(auxiliary, rel=1e-4)
@@ -312,8 +363,12 @@ def test_the_load_of_experts_is_that_of_all_ranks_without_filler(workers: Worker
     assert alone["experts/imbalance"] == pytest.approx(sum(ratios) / 4)
     assert alone["experts/imbalance/max"] == pytest.approx(max(ratios))
     assert alone["experts/dead"] == sum(load == 0 for layer in loads for load in layer)
-    for layout, recompute in (("megatron:(attn:c2d2|ffn:t2e2)", "none"), ("megatron:(attn:t2p2|ffn:e2)", "full")):
-        case = Case(layout, MegatronConfig(recompute=recompute))
+    for layout, options in {
+        "megatron:(attn:c2d2|ffn:t2e2)": {},
+        "megatron:(attn:t2p2|ffn:e2)": {"recompute": "full"},
+        "megatron:(attn:t2p2|ffn:t2)": {"recompute": "full", "transformer": {"recompute_method": "block"}},
+    }.items():
+        case = Case(layout, MegatronConfig(**options))
         for metrics, _ in workers(4).run(routed_loads, case, folder, batch):
             assert metrics == pytest.approx(alone)
 

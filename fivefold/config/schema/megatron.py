@@ -87,7 +87,7 @@ class MegatronTransformerFields(MegatronFields):
     """Wait for the device after stages have exchanged tensors; without virtual stages."""
     microbatch_group_size_per_vp_stage: Positive | None = None
     """With virtual stages: micro-batches that one of them computes before the next one's turn, a multiple of the
-    pipeline's stages; null: as many as stages."""
+    pipeline's stages; null: as many as stages. Where there are fewer, it computes all of them."""
     clone_scatter_output_in_embedding: bool = True
     """With tensor parallelism: copy this rank's part of the embeddings, so that the whole can be freed."""
     disable_bf16_reduced_precision_matmul: bool = False
