@@ -82,7 +82,8 @@ class RolloutConfig(Section):
     is asked for again, of the other replicas too (docs/async.md)."""
     server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 300.0
     """Seconds without an answer after which a server has to show that it goes on: one that then samples no token for a
-    minute hangs, and is started again (docs/async.md)."""
+    minute hangs, and is started again (docs/async.md). So is one that takes a minute longer than this to load weights
+    from files, to sleep or to wake."""
     new_tokens_per_chunk: Positive | None = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""

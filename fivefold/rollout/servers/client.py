@@ -29,6 +29,15 @@ class ServerHangs(ServerGone):
     """A server did not reply within the time limit of a request."""
 
 
+class ServerRefused(RuntimeError):
+    """A server answered that it did not do what it was asked for."""
+
+    def __init__(self, path: str, status: int, reason: str) -> None:
+        super().__init__(f"the server refused {path} with status {status}: {reason}")
+        self.is_its_own_fault = status >= 500
+        """Whether the server itself failed, and the request was right."""
+
+
 class _SocketConnection(HTTPConnection):
     """A connection over a Unix socket."""
 
@@ -50,15 +59,17 @@ class _SocketPool(urllib3.HTTPConnectionPool):
 
 
 class HttpClient:
-    """Connections to one server. No request is sent twice, and not all have a time limit: the run has one."""
+    """Connections to one server. No request is sent twice."""
 
-    def __init__(self, address: Address, n_connections: int) -> None:
+    def __init__(self, address: Address, n_connections: int, limit_s: float) -> None:
         """Prepare the connections.
 
         Args:
             address: where the server listens.
             n_connections: number of threads that may wait for replies at one time.
+            limit_s: most seconds until the reply to a `post` or `get` that has no limit of its own.
         """
+        self._limit_s = limit_s
         options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False}
         self._pool = (
             urllib3.HTTPConnectionPool(HOST, address, **options)
@@ -76,12 +87,19 @@ class HttpClient:
             return False
 
     def post(self, path: str, body: Any = None, limit_s: float | None = None) -> Any:
-        """Post `body` as JSON to `path`; return the JSON of the reply, None if that is empty. Raises as `send`."""
-        return _parsed(self.send("POST", path, {} if body is None else body, limit_s))
+        """Post `body` as JSON to `path`; return the JSON of the reply, None if that is empty.
+
+        Raises as `send`, and RuntimeError if the reply is no JSON.
+        """
+        return self._json("POST", path, {} if body is None else body, limit_s)
 
     def get(self, path: str, limit_s: float | None = None) -> Any:
-        """Return the JSON at `path`. Raises as `send`."""
-        return _parsed(self.send("GET", path, limit_s=limit_s))
+        """Return the JSON at `path`. Raises as `post`."""
+        return self._json("GET", path, None, limit_s)
+
+    def _json(self, method: str, path: str, body: Any, limit_s: float | None) -> Any:
+        reply = self.send(method, path, body, self._limit_s if limit_s is None else limit_s)
+        return json_of(reply, path) if reply else None
 
     def send(self, method: str, path: str, body: Any = None, limit_s: float | None = None) -> bytes:
         """Send a request, with `body` as JSON if there is one; return the reply as it came.
@@ -95,7 +113,7 @@ class HttpClient:
         Raises:
             ServerHangs: there was no reply within `limit_s`.
             ServerGone: the connection broke.
-            RuntimeError: the server refused the request.
+            ServerRefused: the server refused the request.
         """
         try:
             timeout = urllib3.Timeout(connect=CONNECT_S, read=limit_s)
@@ -105,10 +123,21 @@ class HttpClient:
         except urllib3.exceptions.HTTPError as error:
             raise ServerGone(f"the connection to the server broke during {path}: {error}") from error
         if reply.status != 200:
-            text = reply.data.decode(errors="replace")[:SHOWN]
-            raise RuntimeError(f"the server refused {path} with status {reply.status}: {text}")
+            raise ServerRefused(path, reply.status, _shown(reply.data))
         return reply.data
 
 
-def _parsed(data: bytes) -> Any:
-    return json.loads(data) if data else None
+def json_of(text: bytes, path: str) -> Any:
+    """Return the value of JSON that came from `path`.
+
+    Raises:
+        RuntimeError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RuntimeError(f"the server's reply to {path} is not JSON ({error}): {_shown(text)}") from error
+
+
+def _shown(text: bytes) -> str:
+    return text.decode(errors="replace")[:SHOWN]

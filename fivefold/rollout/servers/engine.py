@@ -22,7 +22,6 @@ from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.updates import UpdatedServer
-from fivefold.rollout.servers.watch import Watch
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.sync.folder import NodePlace, Save, WeightFolder
@@ -58,7 +57,6 @@ class ServerEngine(UpdatedServer):
         tensors = file_tensors(model)
         self._tokenizer = load_tokenizer(tokenizer_path)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
-        self._watch = Watch(self._beat, spec.server_timeout_s)
         folder = None
         if spec.route.transport == "folder" and not spec.followers:  # files are on one node
             sizes = (math.prod(tensor.view().shape) for tensor in tensors.values())
@@ -89,6 +87,9 @@ class ServerEngine(UpdatedServer):
 
         Raises as `generate`.
         """
+        if may_end and self._has_begun_anew:
+            # Its server has died with jobs of a stream, which nobody knew who asked for these.
+            return
         version = self._state.require_weights()
         most = self._spec.max_batch_size
         stop = StopRule(sampling, frozenset(self._end_token_ids), self._tokenizer, torch.device("cpu"))
@@ -130,6 +131,8 @@ class ServerEngine(UpdatedServer):
                 tokenizer=self._tokenizer,
             )
         self._state.require_weights()
+        if not self._stream.n_running:
+            self._watch.begin_anew()
         self._stream.submit(number, requests)
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
@@ -146,9 +149,8 @@ class ServerEngine(UpdatedServer):
             return []
         try:
             done = self._stream.collect(self._state.require_weights(), seconds)
-            if self._stream.quiet_s > self._spec.server_timeout_s:
-                self._beat()
-                self._stream.quiet_s = 0.0
+            if self._stream.n_running:
+                self._watch.check()
             return done
         except ServerDied as death:
             self._restart(death)
@@ -159,7 +161,7 @@ class ServerEngine(UpdatedServer):
         with self._server.served():
             body = self._dialect.request(ask, sampling, self._end_token_ids)
             reply = self._server.http.send("POST", self._dialect.generate_path, body)
-        self._watch.answered()
+        self._watch.begin_anew()
         return reply
 
     def _read(self, reply: bytes, ask: Ask) -> list[Answer]:

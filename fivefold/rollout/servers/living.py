@@ -16,6 +16,7 @@ from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.standstill import Standstill
 from fivefold.rollout.servers.stream import ServerStream
+from fivefold.rollout.servers.watch import Watch
 from fivefold.rollout.state import EngineState
 
 
@@ -37,6 +38,7 @@ class LivingServer:
         """Jobs that died with it, and that `take_lost` has not told."""
         self._death: ServerDied | None = None
         """How it died while it slept, until `revive`."""
+        self._watch = Watch(self._beat, spec.server_timeout_s)
         self._server = RunningServer(dialect, spec)
         self._begin()
         self._server.wait_until_ready()
@@ -80,6 +82,11 @@ class LivingServer:
         """Whether the server has weights; one that was started again has none before the next update."""
         return self._state.has_weights
 
+    @property
+    def _has_begun_anew(self) -> bool:
+        """Whether the server is awake without weights, because it was started again."""
+        return self._state.memory == "all" and not self._state.has_weights
+
     def _beat(self) -> None:
         """Let a server that has not answered for long show that it goes on.
 
@@ -110,6 +117,7 @@ class LivingServer:
         try:
             with self._server.served():
                 self._standstill.end(self._server.http, self._stream, self._state.require_weights())
+            self._watch.begin_anew()
         except ServerDied as death:
             self._restart(death)
 

@@ -12,7 +12,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.observe.progress import counting
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
+from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs, ServerRefused
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Ask, Dialect
 from fivefold.rollout.servers.follower import Follower
@@ -23,6 +23,9 @@ from fivefold.rollout.servers.weights import WeightLoader
 
 DEATH_S = 60.0
 """Seconds that a server may take to end after its connections have broken."""
+
+GRACE_S = 60.0
+"""Seconds that a server has, besides `rollout.server_timeout_s`, to load weights, to sleep or to wake."""
 
 WELL_S = 2.0
 """Seconds that a server has to say that it is well, when it has not taken its weights."""
@@ -45,7 +48,11 @@ class RunningServer:
         """Start the server, without waiting until it is ready."""
         listening = self._dialect.place()
         # For a stream, for other requests beside it, and for what controls the server.
-        self.http = HttpClient(listening.address, n_connections=2 * self._spec.max_batch_size + 1)
+        self.http = HttpClient(
+            listening.address,
+            n_connections=2 * self._spec.max_batch_size + 1,
+            limit_s=self._spec.server_timeout_s + GRACE_S,
+        )
         places: list[Place] = [listening]
         specs = [self._spec]
         if self._spec.followers:
@@ -125,11 +132,20 @@ class RunningServer:
             self._process.close(cause)
             raise ServerDied(cause) from None
         except ServerGone as gone:
-            try:
-                self._process.check(DEATH_S)
-            except ServerDied as death:
-                raise death from None
+            self._check_end()
             raise gone from None
+        except ServerRefused as refusal:
+            # vLLM's API server refuses all requests once its engine has died, and ends seconds later.
+            if refusal.is_its_own_fault and not self.http.is_healthy():
+                self._check_end()
+            raise refusal from None
+
+    def _check_end(self) -> None:
+        """Raise ServerDied if the server ends soon."""
+        try:
+            self._process.check(DEATH_S)
+        except ServerDied as death:
+            raise death from None
 
     @contextmanager
     def transferring(self) -> Iterator[None]:

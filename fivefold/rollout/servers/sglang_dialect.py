@@ -27,7 +27,7 @@ from fivefold.rollout.servers.dialect import (
 )
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.port import claim_port
-from fivefold.rollout.servers.sglang_weights import SGLangWeights
+from fivefold.rollout.servers.sglang_weights import SGLangWeights, check_held
 from fivefold.rollout.servers.standstill import PAUSE_S
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.sync.cuda_ipc import visible_uuids
@@ -162,6 +162,7 @@ class SGLangDialect:
         update = {"model_path": str(folder), "weight_version": str(version)}
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
         http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": not keeps_cache})
+        check_held(http, version)
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         return visible_uuids() if spec.route.transport == "ipc" else []

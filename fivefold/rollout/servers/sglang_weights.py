@@ -87,7 +87,16 @@ class SGLangWeights:
         self._http.send("POST", "/flush_cache", {}, weights.READY_S)
         told = {"new_version": str(version), "abort_all_requests": False}
         self._http.post("/update_weight_version", told, weights.READY_S)
-        check_version(self._http.get("/model_info", weights.READY_S)["weight_version"], version)
+        check_held(self._http, version)
+
+
+def check_held(http: HttpClient, version: int) -> None:
+    """Compare the version of the server's weights with that of an update.
+
+    Raises:
+        RuntimeError: it is another one.
+    """
+    check_version(http.get("/model_info", weights.READY_S)["weight_version"], version)
 
 
 def _check_fused(names: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ one answer and end in the next are looked for here, and what was sampled behind 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -196,8 +195,6 @@ class ServerStream:
         self._sent: dict[Future[list[Answer]], _Sent] = {}
         self._waiting: list[_Part] = []
         """Completions that have not begun or were aborted, and go on at the next `collect`."""
-        self.quiet_s = 0.0
-        """Seconds for which `collect` has waited since the last answer or update."""
 
     @property
     def n_running(self) -> int:
@@ -222,9 +219,7 @@ class ServerStream:
         self.note_answers()
         self._go_on(version)
         if not (done := self._take_done()):
-            began = time.monotonic()
             wait(self._sent, seconds, FIRST_COMPLETED)
-            self.quiet_s += time.monotonic() - began
             self.note_answers()
             done = self._take_done()
             self._go_on(version)
@@ -251,7 +246,6 @@ class ServerStream:
 
     def resumed(self, version: int) -> None:
         """Record that an interrupted server is about to go on, with weights of `version` for what it has held back."""
-        self.quiet_s = 0.0
         for sent in self._sent.values():
             sent.go_on(version)
 
@@ -270,7 +264,6 @@ class ServerStream:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
         self._jobs, self._sent, self._waiting = {}, {}, []
-        self.quiet_s = 0.0
         return lost
 
     def _go_on(self, version: int) -> None:
@@ -301,7 +294,6 @@ class ServerStream:
         for future in [future for future in self._sent if future.done()]:
             sent = self._sent.pop(future)
             [answer] = future.result()
-            self.quiet_s = 0.0
             sent.note(answer, self.sampling.max_new_tokens, self._stop)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)

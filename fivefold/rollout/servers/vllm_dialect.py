@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
-from fivefold.rollout.servers.client import Address, HttpClient
+from fivefold.rollout.servers.client import Address, HttpClient, json_of
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
 from fivefold.rollout.servers.place import Place, private_socket
 from fivefold.rollout.servers.vllm_weights import PAUSE, RESUME, VLLMWeights
@@ -166,7 +166,7 @@ class VLLMDialect:
     def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
         # `inside_vllm/fivefold_generate.py` describes the form.
         line, _, packed = reply.partition(b"\n")
-        rows = json.loads(line)
+        rows = json_of(line, self.generate_path)
         announced = sum(BYTES * row["n_tokens"] * (1 + row["has_logprobs"]) for row in rows)
         if announced != len(packed):
             raise RuntimeError(f"the server's answer has {len(packed)} bytes of numbers where it announces {announced}")

@@ -1,6 +1,6 @@
 """Finds a server that hangs: it has not answered for long, and then does not show that it goes on.
 
-answers ──> answered()        quiet for `quiet_s` ─> beat() ─> the server has sampled a token since: it is only busy
+answers ──> begin_anew()   quiet for `quiet_s` ─> beat() ─> the server has sampled a token since: it is only busy
                                                            └─> it has not in time: it is ended, and its requests fail
 
 No answer alone says little, because an answer comes as a whole, and a long one after many minutes.
@@ -18,7 +18,7 @@ from fivefold.rollout.servers.process import ServerDied
 
 
 class Watch:
-    """Watches a server that answers."""
+    """Measures how long a server is quiet, which answers requests of a step, of a stream, or both."""
 
     def __init__(self, beat: Callable[[], None], quiet_s: float) -> None:
         """Begin without a server that answers.
@@ -31,25 +31,37 @@ class Watch:
         self._quiet_s = quiet_s
         self._quiet_since = 0.0
 
-    def answered(self) -> None:
-        """Record that the server has answered; any thread may."""
+    def begin_anew(self) -> None:
+        """Measure from now on, because the server has answered, was asked or goes on; any thread may."""
         self._quiet_since = time.monotonic()
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that a server which has requests may still be quiet."""
+        return self._quiet_since + self._quiet_s - time.monotonic()
+
+    def check(self) -> None:
+        """Let a server that has requests and has been quiet for long show that it goes on.
+
+        Raises:
+            ServerDied: it does not, and was ended.
+        """
+        if self._left_s <= 0:
+            self._beat()
+            self.begin_anew()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the server in a thread, for as long as this context is entered."""
+        """Check the server in a thread, for as long as this context is entered."""
         over = threading.Event()
-        self.answered()
+        self.begin_anew()
 
         def watch() -> None:
-            while not over.wait(self._quiet_since + self._quiet_s - time.monotonic()):
-                if time.monotonic() - self._quiet_since < self._quiet_s:
-                    continue
+            while not over.wait(self._left_s):
                 try:
-                    self._beat()
+                    self.check()
                 except ServerDied:  # so whoever waits for its answers learns of it
                     return
-                self.answered()
 
         with ThreadPoolExecutor(1) as threads:
             watched = threads.submit(watch)

@@ -39,12 +39,18 @@ DIES_IN = "FAKE_SERVER_DIES_IN"
 """Variable: `start`, or the endpoint at whose first request the server dies."""
 DIES_ONCE = "FAKE_SERVER_DIES_ONCE"
 """Variable: if set, only the first server of a folder dies in a request."""
+HOW = "FAKE_SERVER_HOW"
+"""Variable: what it does instead of its end in the request. `hangs`: it answers nothing any more. `engine`: as vLLM's
+API server when its engine has died, it answers with status 500, is not well, and ends later. `cuts`: it sends the first
+half of its answer as if that were all."""
+ENGINE_DEATH_S = 1.0
+"""Seconds from the answer that the engine has died to the server's end."""
 HAS_CHILD = "FAKE_SERVER_HAS_CHILD"
 """Variable: if set, the server starts a process that SIGTERM does not end."""
 RELEASE = "FAKE_SERVER_RELEASE"
 """Variable: the release of vLLM that the server is; 0.25.1 without it."""
-FORGETS_VERSION = "FAKE_SERVER_FORGETS_VERSION"
-"""Variable: if set, the server says that its weights have no version."""
+FORGETFUL = "forgetful"
+"""File in the folder: while it exists, the server says that its weights have no version."""
 CHECKSUM = "checksum"
 """File in the folder: the checksum of what arrived."""
 HANGS = "hangs"
@@ -239,6 +245,8 @@ class FakeServer:
     n_together: int = 0
     n_answered: int = 0
     """Number of replies with completions since it got its weights."""
+    is_well: bool = True
+    """Whether its engine lives."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def may_die(self) -> bool:
@@ -491,7 +499,7 @@ class FakeServer:
 
     def information(self) -> dict[str, Any]:
         """Return what GET requests answer, by path."""
-        version = {"weight_version": "default" if FORGETS_VERSION in os.environ else self.weight_version}
+        version = {"weight_version": "default" if (self.folder / FORGETFUL).exists() else self.weight_version}
         if self.flavour.prompt == "input_ids":
             return {"/health": None, "/health_generate": None, "/model_info": {"model_path": "", **version}}
         newer = {"/weight_info": version} if self.is_newer else {}
@@ -503,6 +511,7 @@ class FakeServer:
             status, problem = 400, "the memory is released"
         if status is None:
             self.load_format = body.get("load_format", self.load_format)
+            self.weight_version = body.get("weight_version", self.weight_version)
             self.has_stale_cache = not body.get("flush_cache", True)
             problem = self.load(Path(body["model_path"])) or ""
             status = 400 if problem else 200
@@ -624,6 +633,11 @@ def _sglang_reply(
     return {"text": 'a "output_ids": [7]', "output_ids": token_ids, "meta_info": meta}
 
 
+def _first_half(reply: Any) -> bytes:
+    data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+    return data[: len(data) // 2]
+
+
 class Handler(BaseHTTPRequestHandler):
     """Hands requests to `FakeServer`, and sends its replies."""
 
@@ -638,7 +652,8 @@ class Handler(BaseHTTPRequestHandler):
             status = 503
         if self.path == "/health_generate" and self.server.fake.hangs:
             threading.Event().wait()
-        self._send(status if self.server.is_ready.is_set() else 503, information.get(self.path))
+        is_well = self.server.is_ready.is_set() and self.server.fake.is_well
+        self._send(status if is_well else 503, information.get(self.path))
         self.server.is_ready.set()
 
     def do_POST(self) -> None:
@@ -650,15 +665,27 @@ class Handler(BaseHTTPRequestHandler):
             prompt = body.get(fake.flavour.prompt)
             fake.n_long += prompt is not None and prompt[0] == LONG
             fake.log.write(kind="request", method="POST", path=self.path, body=body)
+        cuts = False
         if os.environ.get(DIES_IN) == self.path and fake.may_die():
-            os._exit(STATUS_IN_REQUEST)
+            how = os.environ.get(HOW)
+            if how is None:
+                os._exit(STATUS_IN_REQUEST)
+            elif how == "engine":
+                fake.is_well = False
+                threading.Timer(ENGINE_DEATH_S, os._exit, (STATUS_IN_REQUEST,)).start()
+            elif how == "hangs":
+                fake.log.hang()
+            cuts = how == "cuts"
+        if not fake.is_well:
+            self._send(500, b"EngineDeadError()")
+            return
         if fake.hangs:
             threading.Event().wait()
         endpoint = fake.endpoints(n_pauses, n_holds).get(self.path)
         status, reply = endpoint(body) if endpoint else (404, {"detail": "Not Found"})
         fake.log.write(kind="reply", path=self.path, body=body, status=status, most_here=fake.most_here)
         fake.answered(self.path)
-        self._send(status, reply)
+        self._send(status, _first_half(reply) if cuts else reply)
 
     def _send(self, status: int, reply: Any) -> None:
         data = reply if isinstance(reply, bytes) else b"" if reply is None else json.dumps(reply).encode()

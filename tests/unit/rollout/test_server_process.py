@@ -38,7 +38,7 @@ from fivefold.rollout.servers.process import ServerProcess
 _, backend, *words = sys.argv
 place = DIALECTS[backend].place()
 server = ServerProcess([word.replace("ADDRESS", str(place.address)) for word in words], {}, [place])
-server.wait_until_ready(HttpClient(place.address, 1))
+server.wait_until_ready(HttpClient(place.address, 1, limit_s=120))
 print(place.address, flush=True)
 time.sleep(1000)
 """
@@ -57,7 +57,7 @@ def start(folder: Path, module: str = SGLANG, **environment: str) -> tuple[Serve
     """Start a server on a port of its own, and wait until it is ready."""
     port = claim_port()
     server = ServerProcess(command_at(folder, port.number, module, **environment), {}, [port])
-    http = HttpClient(port.number, 1)
+    http = HttpClient(port.number, 1, LONGEST_S)
     server.wait_until_ready(http)
     return server, http
 
@@ -115,13 +115,13 @@ def test_a_server_and_its_socket_end_with_a_process_that_is_killed(backend: str,
 def test_a_server_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.rollout.servers.client.HEALTH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not HttpClient(silent.getsockname()[1], 1).is_healthy()
+        assert not HttpClient(silent.getsockname()[1], 1, LONGEST_S).is_healthy()
 
 
 def listen_at_socket(folder: Path) -> tuple[SocketPlace, ServerProcess, HttpClient]:
     place = private_socket()
     server = ServerProcess(command_with_socket(folder, str(place.address)), {}, [place])
-    http = HttpClient(place.address, 1)
+    http = HttpClient(place.address, 1, LONGEST_S)
     assert not http.is_healthy()
     server.wait_until_ready(http)
     return place, server, http
@@ -214,7 +214,7 @@ def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CHANGED", "before")
     port = claim_port()
     server = ServerProcess(command_at(tmp_path, port.number), {"CHANGED": "after"}, [port])
-    server.wait_until_ready(HttpClient(port.number, 1))
+    server.wait_until_ready(HttpClient(port.number, 1, LONGEST_S))
     [row] = Log(tmp_path).rows("start")
     server.close()
     assert (row["environment"]["KEPT"], row["environment"]["CHANGED"]) == ("here", "after")
@@ -222,7 +222,7 @@ def test_a_server_inherits_variables_and_gets_its_own(tmp_path: Path, monkeypatc
 
 def test_a_refusal_of_the_server_is_an_error(tmp_path: Path) -> None:
     port = claim_port()
-    server, http = ServerProcess(command_at(tmp_path, port.number), {}, [port]), HttpClient(port.number, 1)
+    server, http = ServerProcess(command_at(tmp_path, port.number), {}, [port]), HttpClient(port.number, 1, LONGEST_S)
     assert not http.is_healthy()
     server.wait_until_ready(http)
     with pytest.raises(RuntimeError, match=r"the server refused /nowhere with status 404: .*Not Found"):
@@ -250,7 +250,7 @@ def test_a_port_belongs_to_a_server_from_before_its_start_until_after_its_end(
     before_its_start = claim_first_of(monkeypatch, numbers)
     before_its_start.claim.close()
     server = ServerProcess(command_at(tmp_path, port.number, VLLM), {}, [port])
-    server.wait_until_ready(HttpClient(port.number, 1))
+    server.wait_until_ready(HttpClient(port.number, 1, LONGEST_S))
     while_it_runs = claim_first_of(monkeypatch, numbers)
     server.close()
     after_its_end = claim_first_of(monkeypatch, numbers)
@@ -272,7 +272,7 @@ def test_a_process_that_listens_on_a_servers_port_is_an_error(is_first: bool, tm
         server = ServerProcess(own, {}, [port])
         other = listening(others, port.number)
     with pytest.raises(RuntimeError, match=rf"^process {other.pid} \(.*\) listens on port {port.number}, which"):
-        server.wait_until_ready(HttpClient(port.number, 1))
+        server.wait_until_ready(HttpClient(port.number, 1, LONGEST_S))
     with pytest.raises(RuntimeError, match="the server ended"):
         server.check()
     other.kill()

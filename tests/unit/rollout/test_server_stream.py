@@ -550,7 +550,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     assert engine.collect(0.1) == []
     served.log.hang()
     if found == "no answers":
-        monkeypatch.setattr(engine, "_spec", replace(served.spec, server_timeout_s=0.2))
+        monkeypatch.setattr(engine._watch, "_quiet_s", 0.2)
         with monkeypatch.context() as starting:
             starting.setattr(RunningServer, "wait_until_ready", never_again(RunningServer.wait_until_ready))
             assert engine.collect(0.3) == []

@@ -418,7 +418,7 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     assert signs[kind["backend"]][is_busy] in log.posts()[before:]
     before = len(log.posts())
     with monkeypatch.context() as stalled:
-        stalled.setattr(engine, "_spec", replace(engine._spec, server_timeout_s=0.0))
+        stalled.setattr(engine._watch, "_quiet_s", 0.0)
         assert engine.collect(0.01) == []
     assert log.posts()[before:] == [], "it stands still until the weights come, however long the trainer takes"
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)
@@ -503,9 +503,10 @@ def test_a_refused_bucket_is_an_error_at_once_and_the_engine_has_no_weights(
 
 @pytest.mark.parametrize("kind", [NEW, SGLANG], ids=["vllm-0.32", "sglang"])
 def test_a_server_that_says_another_version_is_an_error(
-    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor]
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    engine = start(kind, route("ipc"), **{fake_server.FORGETS_VERSION: "1"})
+    engine = start(kind, route("ipc"))
+    (tmp_path / fake_server.FORGETFUL).touch()
     with pytest.raises(RuntimeError, match=r"an update to version 4 the server says .* version 'default'"):
         engine.load_buckets(iter(buckets_of(weights, "ipc")), 4)
     with pytest.raises(RuntimeError, match="the last update failed"):
