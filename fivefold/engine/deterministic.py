@@ -16,4 +16,4 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     # With it, torch writes NaN into all memory that it allocates, so that what reads it unwritten reads the same in
     # every run. Nothing here reads such memory, and the writing takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
