@@ -1,4 +1,8 @@
-"""Memory of the copy from which a rollout takes weights while the actor trains on."""
+"""Host memory of weights on their way to a rollout.
+
+Through host memory, servers read files there, whether the trainer waits for that or not. A trainer that trains on sends
+out of a copy.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,18 @@ from fivefold.planning.question import Question
 
 
 def copied_weights(question: Question, placement: Placement) -> dict[int, int]:
-    """Return the bytes of the copy in host memory, by node; nothing if there is none.
+    """Return the bytes of the weights in host memory on their way to the rollout, by node; nothing if there are none.
 
-    It is on the node of the actor's first rank. Through host memory it goes to the nodes of the replicas.
+    The copy is on the node of the actor's first rank, and becomes files as servers' replicas on its node take it.
     """
-    transport = transport_beside_training(question, placement)
-    if transport is None:
+    if "rollout" not in placement:
         return {}
-    nodes = {placement["actor"].devices[0].node}
-    if transport == "folder":
-        nodes |= {device.node for device in placement["rollout"].devices}
+    rollout, beside = placement["rollout"], transport_beside_training(question, placement)
+    nodes = set() if beside is None else {placement["actor"].devices[0].node}
+    if beside == "folder" or (
+        rollout.layout.is_server and pick_transport(question.weight_transport, placement) == "folder"
+    ):
+        nodes |= {device.node for device in rollout.devices}
     return dict.fromkeys(sorted(nodes), question.shape.n_parameters * question.rollout_bytes)
 
 

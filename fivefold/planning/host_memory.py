@@ -23,7 +23,7 @@ class HostMemory:
     snapshots: int = 0
     """Bytes of pinned memory for the copies from which checkpoints are written."""
     weights: int = 0
-    """Bytes of the weights that a rollout takes while the actor trains on."""
+    """Bytes of the weights on their way to a rollout."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ def host_memory(
         rollouts: plans of the roles that generate.
         offloaded: what the actor moves off its GPUs.
         copies_state: whether trainers copy their state to host memory for checkpoints.
-        copied_weights: bytes of the weights that the rollouts take from a copy while the actor trains on, by node.
+        copied_weights: bytes of the weights on their way to the rollout, by node.
     """
     needed: dict[int, HostMemory] = {}
     for trainer in trainers:
@@ -101,7 +101,10 @@ def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None)
     if most.snapshots:
         relief.append("write checkpoints without a copy (recover.snapshot=blocking)")
     if most.weights:
-        relief.append("let training wait for the rollout's new weights (rollout.overlap_weight_sync=false)")
+        relief.append(
+            "send weights from GPU to GPU while training waits (rollout.weight_transport=ipc or nccl, and "
+            "rollout.overlap_weight_sync=false)"
+        )
     yield (
         f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
         f"cluster.host_memory_gib: {most.describe()}; {', or '.join(relief)}"

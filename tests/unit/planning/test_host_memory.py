@@ -94,13 +94,17 @@ def test_cpu_processes_offload_nothing_by_themselves() -> None:
     assert planned("cluster.n_gpus_per_node=0", "rollout.backend=transformers:d2").offloaded == ()
 
 
+def weights_by_node(blueprint: Blueprint) -> list[int]:
+    return [memory.weights for _, memory in sorted(blueprint.host_memory.items())]
+
+
 def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_each_node() -> None:
-    keys = ["actor.backend=megatron:d1", "rollout.backend=sglang:d1", "rollout.colocate=false"]
+    keys = ["actor.backend=megatron:d1", "rollout.backend=transformers:d1", "rollout.colocate=false"]
     ahead = [*keys, "rollout.max_head_offpolicyness=1"]
     with_copy, without = planned(*ahead), planned(*ahead, "rollout.overlap_weight_sync=false")
     n_bytes = 2 * find_shape("Qwen3-30B-A3B").n_parameters
     assert needed(with_copy) - needed(without) == n_bytes
-    assert needed(without) == needed(planned(*keys))
+    assert needed(without) == needed(planned(*keys)), "the engine copies each bucket to its device"
     assert any("61.1 GB of weights on their way to the rollout" in note for note in with_copy.notes)
     assert needed(planned(*ahead, "rollout.backend=vllm:d1")) == needed(without), "by NCCL, the trainer waits"
     by_nccl = planned(*ahead, "rollout.backend=vllm:d1", "rollout.overlap_weight_sync=true")
@@ -108,10 +112,23 @@ def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_ea
     [actor] = by_nccl.trainers
     [waiting] = planned(*ahead, "rollout.backend=vllm:d1").trainers
     assert actor.memory[0].buffers - waiting.memory[0].buffers == 2 * 2048 * 151936, "the largest tensor, on the device"
-    two_nodes = planned(*ahead, "cluster.n_nodes=2", "cluster.n_gpus_per_node=1")
-    assert [memory.weights for memory in two_nodes.host_memory.values()] == [n_bytes, n_bytes]
-    two_nodes = planned(
-        *ahead, "cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "rollout.backend=vllm:d1",
-        "rollout.overlap_weight_sync=true",
-    )  # fmt: skip
-    assert sorted(memory.weights for memory in two_nodes.host_memory.values()) == [0, n_bytes]
+    nodes = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]
+    assert weights_by_node(planned(*ahead, *nodes)) == [n_bytes, n_bytes]
+    by_nccl = planned(*ahead, *nodes, "rollout.backend=vllm:d1", "rollout.overlap_weight_sync=true")
+    assert sorted(weights_by_node(by_nccl)) == [0, n_bytes]
+
+
+def test_files_from_which_servers_read_weights_are_in_host_memory() -> None:
+    n_bytes = 2 * find_shape("Qwen3-30B-A3B").n_parameters
+    shared = ["cluster.host_memory_gib=null", "rollout.weight_transport=folder"]
+    assert weights_by_node(planned(*shared)) == [n_bytes], "once for all replicas of a node"
+    assert weights_by_node(planned(*shared[:1])) == [0]
+    (problem,) = planned(*shared[1:], "actor.offload.params=true").problems
+    assert "61.1 GB of weights on their way to the rollout" in problem
+    assert "rollout.weight_transport=ipc" in problem
+    apart = ["actor.backend=megatron:d1", "rollout.backend=sglang:d1", "rollout.colocate=false", *shared]
+    nodes = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]
+    assert weights_by_node(planned(*apart)) == [n_bytes]
+    assert sorted(weights_by_node(planned(*apart, *nodes))) == [0, n_bytes], "the trainer's node has none"
+    ahead = planned(*apart, *nodes, "rollout.max_head_offpolicyness=1")
+    assert weights_by_node(ahead) == [n_bytes, n_bytes]
