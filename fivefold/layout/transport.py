@@ -14,8 +14,8 @@ from fivefold.layout.placement import Placement
 
 Transport = Literal["ipc", "nccl", "folder"]
 
-_MEASURED = frozenset({"vllm"})
-"""Engines whose ends of `ipc` and `nccl` have been measured on GPUs; `auto` takes these transports for no other."""
+_MEASURED: frozenset[tuple[str, Transport]] = frozenset({("vllm", "ipc"), ("vllm", "nccl"), ("sglang", "ipc")})
+"""Engines with the transports that have been measured with them on GPUs; `auto` takes no other but `folder`."""
 
 
 def pick_transport(asked: Transport | Literal["auto"], placement: Placement) -> Transport:
@@ -34,8 +34,8 @@ def pick_transport(asked: Transport | Literal["auto"], placement: Placement) -> 
         why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
         raise ValueError(f"no rollout.weight_transport can bring the actor's weights to the rollout: {why}")
     if asked == "auto":
-        is_measured = placement["rollout"].layout.backend in _MEASURED
-        return free[0] if is_measured or "folder" not in free else "folder"
+        engine = placement["rollout"].layout.backend
+        return next((name for name in free if name == "folder" or (engine, name) in _MEASURED), free[0])
     if obstacles[asked] is not None:
         raise ValueError(
             f"rollout.weight_transport={asked}, but {obstacles[asked]}: use auto, or one of {', '.join(free)}"

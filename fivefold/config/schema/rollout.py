@@ -104,8 +104,8 @@ class RolloutConfig(Section):
     too once `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""
     weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
-    GPUs). `auto`: for vLLM, the fastest that the placement allows; for other engines, `folder`, unless a replica is on
-    several nodes, to which it cannot bring weights."""
+    GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
+    the engine (docs/rollout.md)."""
     overlap_weight_sync: bool | None = None
     """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
     `max_head_offpolicyness` above 0 and devices of their own. null: if weights go through host memory anyway, with

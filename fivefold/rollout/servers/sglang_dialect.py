@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,6 +109,10 @@ class SGLangDialect:
         environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(PAUSE_S))
         # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        if spec.route.transport == "nccl":
+            # NCCL must share memory in the same way at both ends of a group, else its first broadcast fails with
+            # "invalid argument". Unless this is set, SGLang forbids the way that NCCL takes where it can (-2).
+            environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "-2")
         # The processes of other nodes connect to this address.
         return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
 

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fivefold
+from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
+from fivefold.sync.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python
@@ -72,6 +74,19 @@ def test_vllm_has_its_second_model_runner_on_gpus_unless_told(
         else:
             monkeypatch.setenv(name, value)
     assert DIALECTS["vllm"].environment(spec_of("vllm", tmp_path))["VLLM_USE_V2_MODEL_RUNNER"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("transport", "chosen", "wanted"), [("nccl", None, "-2"), ("nccl", "0", "0"), ("ipc", None, None)]
+)
+def test_sglang_shares_memory_over_nccl_as_the_trainer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport, chosen: str | None, wanted: str | None
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", chosen)
+    spec = replace(spec_of("sglang", tmp_path), route=Route(transport, "bfloat16", False))
+    assert DIALECTS["sglang"].environment(spec).get("NCCL_CUMEM_ENABLE") == wanted
 
 
 @pytest.fixture

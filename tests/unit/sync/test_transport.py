@@ -35,7 +35,7 @@ def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None
         ("vllm:d2|megatron:d2", 2, "ipc"),
         ("vllm:d1t2|megatron:d1p2", 2, "ipc"),
         ("vllm:d1+megatron:d1", 2, "nccl"),
-        ("sglang:d2|megatron:d2", 2, "folder"),
+        ("sglang:d2|megatron:d2", 2, "ipc"),
         ("sglang:t2+megatron:d2", 4, "folder"),
         ("transformers:d2|megatron:d2", 2, "folder"),
         ("vllm:d2|megatron:d2", 0, "folder"),
@@ -48,7 +48,7 @@ def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: st
 @pytest.mark.parametrize(
     ("allocation", "n_gpus", "transport"),
     [
-        ("sglang:d2|megatron:d2", 2, "ipc"),
+        ("sglang:d2|megatron:d2", 2, "folder"),
         ("transformers:d2|megatron:d2", 2, "ipc"),
         ("sglang:t2+megatron:d2", 4, "nccl"),
     ],
