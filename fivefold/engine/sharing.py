@@ -79,17 +79,18 @@ class BatchPlanner:
         """Return the planner of an engine."""
         return BatchPlanner(config.mb_spec, layout, attention_equals_rest_at(shape))
 
-    def plan(self, lengths: Sequence[int]) -> BatchPlan:
-        """Plan a mini-batch of sequences of these lengths. Deterministic.
+    def plan(self, lengths: Sequence[int], *, with_gradient: bool = True) -> BatchPlan:
+        """Plan a mini-batch of sequences of these lengths, for passes with or without gradients. Deterministic.
 
         The number of micro-batches is a multiple of the pipeline's stages where the schedule is interleaved.
         """
-        layout = self.layout
+        layout, config = self.layout, self.config
+        infer_tokens = None if with_gradient else config.max_tokens_per_infer_mb
         assigned = plan_micro_batches(
             [self._padded([length], tp=1) for length in lengths],
             n_ranks=layout.dp,
-            max_tokens=self.config.max_tokens_per_mb,
-            min_micro_batches=self.config.n_mbs,
+            max_tokens=infer_tokens or config.max_tokens_per_mb,
+            min_micro_batches=config.n_mbs,
             multiple_of=layout.pp if layout.vpp > 1 else 1,
             cost=SequenceCost(quadratic_at=self.quadratic_at),
         )

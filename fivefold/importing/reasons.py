@@ -47,7 +47,10 @@ NO_LORA = "all weights are trained; LoRA is not offered"
 ONLY_LORA = "only LoRA reads this"
 NO_REMOTE_CODE = "code that comes with a checkpoint is not run"
 ALWAYS_PACKED = "sequences are always packed"
-ONE_BUDGET = "log-probabilities are computed with the token budget of training, actor.mb_spec.max_tokens_per_mb"
+ONE_BUDGET = (
+    "passes without gradients have a token budget, actor.mb_spec.max_tokens_per_infer_mb, which is that of training "
+    "unless it is written"
+)
 TOKEN_BUDGET = "micro-batches always have a token budget"
 BALANCED = "ranks are always balanced by the cost of their sequences"
 CHUNKED_LOGPROBS = "log-probabilities and entropy are always computed in chunks"

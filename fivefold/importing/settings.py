@@ -32,6 +32,8 @@ OTHER_ADVANTAGES = {
 OF_ONE = ("reinforce_pp", "remax", "raft")
 """Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
+INFER_BUDGET_KEY = "actor.mb_spec.max_tokens_per_infer_mb"
+REFERENCE_BUDGET_KEY = "ref.mb_spec.max_tokens_per_mb"
 
 SCREEN = ("console", "stdout", "none", "")
 """Names that frameworks give to no tracker, or to the screen."""
@@ -112,10 +114,10 @@ def betas(draft: Draft, key: str) -> None:
 # Conversions that a dialect calls
 
 
-def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> None:
+def token_budget(draft: Draft, key: str, sequences: Any, length: int | None, to: str = TOKEN_BUDGET_KEY) -> None:
     """Convert a micro-batch of so many sequences, each of at most `length` tokens, to a number of tokens."""
     if length is None:
-        draft.unsupported(key, f"the longest sequence is not known, which would turn this into {TOKEN_BUDGET_KEY}")
+        draft.unsupported(key, f"the longest sequence is not known, which would turn this into {to}")
         return
     try:
         count = whole(sequences)
@@ -124,7 +126,7 @@ def token_budget(draft: Draft, key: str, sequences: Any, length: int | None) -> 
         return
     sequences = "1 sequence" if count == 1 else f"{count} sequences"
     note = f"{sequences} of at most {length} tokens; a micro-batch of shorter sequences holds more of them"
-    draft.mapped(key, TOKEN_BUDGET_KEY, count * length, note)
+    draft.mapped(key, to, count * length, note)
 
 
 def warmup(draft: Draft, key: str, total_steps: int | None, *, updates: int = 1) -> None:

@@ -111,7 +111,22 @@ def _memory(question: Question, layout: ParallelLayout, work: Workload) -> tuple
     memory = trainer_memory(layout, shape, work, reference)
     if reference is not None:
         memory = tuple(_with_reference(stage, question) for stage in memory)
+    own = work.infer_tokens or work.micro_tokens
+    passes = max(own, question.reference_tokens or own) if reference is not None else own
+    if passes > work.micro_tokens:
+        scoring = _scoring_memory(layout, shape, work.without_gradients(passes))
+        memory = tuple(map(_with_larger_passes, memory, scoring))
     return memory if question.gpus_per_node > 0 else tuple(replace(stage, context=0) for stage in memory)
+
+
+def _with_larger_passes(stage: RankMemory, scoring: RankMemory) -> RankMemory:
+    """Return a rank's memory where passes without gradients have larger micro-batches, at the higher of both moments.
+
+    The activations of training are gone then.
+    """
+    temporaries = max(scoring.temporaries, scoring.logprobs) - stage.activations
+    buffers = max(stage.buffers, scoring.buffers)
+    return replace(stage, temporaries=max(stage.temporaries, temporaries), buffers=buffers)
 
 
 def trainer_memory(
@@ -141,7 +156,7 @@ def _reference(question: Question, placed: RolePlacement) -> TrainerPlan:
     own = replace(
         work,
         element_bytes=question.reference_bytes or work.element_bytes,
-        micro_tokens=question.reference_tokens or work.micro_tokens,
+        micro_tokens=question.reference_tokens or work.infer_tokens or work.micro_tokens,
         given_sequences=0,
         given_length=0,
     )

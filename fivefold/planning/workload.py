@@ -78,6 +78,8 @@ class Workload:
     """Sequences with given responses, such as an expert's, on which an optimizer step trains besides."""
     given_length: int = 0
     """Tokens of each of them."""
+    infer_tokens: int | None = None
+    """Most tokens of a micro-batch in passes without gradients; None: `micro_tokens`."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):
@@ -91,6 +93,11 @@ class Workload:
         plain = Workload(self.sequence_length, self.sequences, self.micro_tokens)
         details = ("recompute_modules", "recompute_layers", "recompute_block")
         return replace(self, recompute=recompute, **{name: getattr(plain, name) for name in details})
+
+    def without_gradients(self, micro_tokens: int) -> Workload:
+        """Return the work of passes without gradients, which hold one layer at a time, and no logits but a chunk's."""
+        plain = self.recomputing("none").recomputing("full")
+        return replace(plain, micro_tokens=micro_tokens, logprob_recompute=True)
 
     @property
     def sequences_per_micro_batch(self) -> int:

@@ -43,7 +43,12 @@ class Trainer:
         self._first_ranks = first_ranks(planner.layout)
 
     def deal(
-        self, batch: RemoteBatch, *between: Any, model: Model = "own", n_appended: int = 0
+        self,
+        batch: RemoteBatch,
+        *between: Any,
+        model: Model = "own",
+        n_appended: int = 0,
+        with_gradient: bool = False,
     ) -> tuple[BatchPlan, list[tuple[Any, ...]]]:
         """Plan a mini-batch. Returns the plan and each rank's arguments: its order, `between`, the columns it needs.
 
@@ -52,9 +57,10 @@ class Trainer:
             between: arguments of every rank.
             model: the model that works.
             n_appended: most tokens that the ranks append to a sequence.
+            with_gradient: whether the pass computes gradients, for which activations are kept.
         """
         planner = self._planner if model == "own" else self._reference_planner
-        plan = planner.plan((batch.lengths_N + n_appended).tolist())
+        plan = planner.plan((batch.lengths_N + n_appended).tolist(), with_gradient=with_gradient)
         orders = batch.orders(plan)
         arguments = [(order, *between, *columns) for order, columns in orders]
         return plan, [arguments[replica] for replica in self._replicas]
@@ -87,7 +93,7 @@ class Trainer:
 
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
-        _, arguments = self.deal(batch, loss, change)
+        _, arguments = self.deal(batch, loss, change, with_gradient=True)
         return self.group.call_each(TrainerWorker.update, arguments)[0]
 
     def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:

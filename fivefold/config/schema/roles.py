@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
 from fivefold.config.schema.engine import (
+    INFER_ONLY,
     EngineConfig,
     FrozenModelConfig,
     MicroBatchConfig,
@@ -345,6 +346,12 @@ class FrozenReferenceConfig(Section):
     offload: bool = False
     """Move its weights to pinned host memory while it does not work. Those of a reference in the actor's processes go
     with the actor's in any case."""
+
+    @model_validator(mode="after")
+    def _check_micro_batches(self) -> Self:
+        if self.mb_spec is not None and self.mb_spec.max_tokens_per_infer_mb is not None:
+            raise ValueError(INFER_ONLY)
+        return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:

@@ -26,6 +26,7 @@ RUN: Mapping[str, Any] = {
     "actor.dtype": "bfloat16",
     "actor.init_from_scratch": False,
     "actor.mb_spec.n_mbs": 1,
+    "ref.mb_spec.n_mbs": 1,
     "actor.ppo_n_minibatches": 4,
     "actor.eps_clip": 0.2,
     "actor.recompute_logprob": False,

@@ -312,7 +312,7 @@ RULES: Mapping[str, Rule] = {
     **under("actor.", ACTOR),
     **under("critic.", CRITIC),
     **under("ref.", ENGINE),
-    "ref.mb_spec.*": implied(reasons.ONE_BUDGET),
+    **{f"ref.mb_spec.{name}": to(f"ref.mb_spec.{name}", whole) for name in ("max_tokens_per_mb", "n_mbs")},
     "ref.optimizer*": implied("the reference is not trained"),
     "ref.*": implied("the reference has the actor's kind of model, and is not trained"),
     **under("rollout.", ROLLOUT),

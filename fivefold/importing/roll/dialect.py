@@ -15,9 +15,11 @@ from fivefold.importing.roll import given
 from fivefold.importing.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
 from fivefold.importing.roll.layout import lay_out, lay_out_frozen, router
 from fivefold.importing.roll.rewards import convert_rewards
-from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, MIXED, PURE, RULES, TRAIN
+from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, MIXED, PURE, REF, RULES, TRAIN
 from fivefold.importing.settings import (
+    INFER_BUDGET_KEY,
     MEAN_LEVEL,
+    REFERENCE_BUDGET_KEY,
     STD_LEVEL,
     TOKEN_BUDGET_KEY,
     advantages,
@@ -89,6 +91,7 @@ def convert(draft: Draft) -> None:
     corrections.of_roll(draft)
     _micro_batches(draft)
     _critics_batches(draft)
+    _passes_without_gradients(draft)
     draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     convert_rewards(draft)
@@ -160,6 +163,25 @@ def _micro_batches(draft: Draft) -> None:
         draft.implied(key, f"{switch} is off")
     if draft.is_open(PER_DEVICE):
         token_budget(draft, PER_DEVICE, draft.get(PER_DEVICE), _sequence_length(draft))
+
+
+def _passes_without_gradients(draft: Draft) -> None:
+    """Convert the batches of log-probs and values: those of the actor, of a critic and of a reference."""
+    models = [(TRAIN, INFER_BUDGET_KEY, draft)]
+    if draft.compares_with_reference:
+        models.append((REF, REFERENCE_BUDGET_KEY, draft))
+    if has_critic(draft):
+        models.append((CRITIC, INFER_BUDGET_KEY, ForCritic(draft)))
+    for section, to, own in models:
+        switch, tokens = section + "use_dynamic_batching_in_infer", section + "max_tokens_per_microbatch_in_infer"
+        sequences = section + "infer_batch_size"
+        if draft.get(switch) is True and draft.get(tokens) is not None:
+            own.mapped(tokens, to, draft.read(tokens, whole))
+            draft.implied(switch, reasons.TOKEN_BUDGET)
+            draft.implied(sequences, f"{tokens} overrides it")
+        elif draft.writes(sequences):
+            token_budget(own, sequences, draft.get(sequences), _sequence_length(draft), to)
+        draft.implied(tokens, f"{switch} is off")
 
 
 def count_updates(draft: Draft) -> None:

@@ -297,6 +297,7 @@ def _batches(draft: Draft, n_samples: int) -> None:
             draft.mapped(key, "actor.ppo_n_minibatches", step // update, f"{tasks}*{n_samples} experiences a step")
     micro_batches(draft)
     verl_tree.critics_batches(draft, TREE, sequence_length(draft), batch=None)
+    verl_tree.passes_without_gradients(draft, TREE, sequence_length(draft))
 
 
 def _tasks(draft: Draft) -> None:

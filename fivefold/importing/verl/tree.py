@@ -12,7 +12,16 @@ from fivefold.importing import megatron, reasons
 from fivefold.importing.critic import ForCritic, gae, has_critic
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.rules import under
-from fivefold.importing.settings import STD_LEVEL, advantages, min_lr, rollout_engine, token_budget, warmup
+from fivefold.importing.settings import (
+    INFER_BUDGET_KEY,
+    REFERENCE_BUDGET_KEY,
+    STD_LEVEL,
+    advantages,
+    min_lr,
+    rollout_engine,
+    token_budget,
+    warmup,
+)
 from fivefold.importing.values import KL_ESTIMATOR, Unfit, flag, number, positive, whole
 from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE, REF
 from fivefold.importing.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
@@ -46,6 +55,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     micro_batches(draft, at, sequence_length(draft, at))
     critics_batches(draft, at, sequence_length(draft, at), batch)
     kl(draft, at)
+    passes_without_gradients(draft, at, sequence_length(draft, at))
     clipping(draft, at, unwritten=0.2)
     _evaluation(draft, at)
 
@@ -96,6 +106,28 @@ def _micro_batches_of(draft: Draft, section: str, shards: int, length: int | Non
         token_budget(draft, sequences, draft.get(sequences), length)
         draft.implied(tokens, f"{dynamic} is off, so {sequences} counts")
     draft.implied(dynamic, reasons.TOKEN_BUDGET)
+
+
+def passes_without_gradients(draft: Draft, at: str, length: int | None) -> None:
+    """Convert the micro-batches of log-probs and values: those of the actor, of a reference and of a critic."""
+    models: list[tuple[Role, str, str, Draft]] = [("actor", at + ROLLOUT + "log_prob_", INFER_BUDGET_KEY, draft)]
+    if draft.compares_with_reference:
+        models.append(("ref", at + REF + "log_prob_", REFERENCE_BUDGET_KEY, draft))
+    if has_critic(draft):
+        models.append(("critic", at + CRITIC + "forward_", INFER_BUDGET_KEY, ForCritic(draft)))
+    actors = draft.get(at + ACTOR + "use_dynamic_bsz")
+    for role, start, to, own in models:
+        switch, tokens, sequences = (
+            start + name for name in ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        )
+        if draft.get(switch, actors) is True and draft.get(tokens) is not None:
+            shards = draft.plans[role].get("cp")
+            note = f"times {shards} context parallel shards" if shards > 1 else ""
+            own.mapped(tokens, to, draft.read(tokens, whole) * shards, note)
+            draft.implied(sequences, f"{tokens} counts")
+        elif draft.get(sequences) is not None:
+            token_budget(own, sequences, draft.get(sequences), length, to)
+            draft.implied(tokens, f"{sequences} counts")
 
 
 # Layout

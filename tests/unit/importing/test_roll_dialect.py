@@ -60,6 +60,7 @@ def test_blocks_of_a_manual_are_laid_out_and_leave_the_rest_to_the_user() -> Non
     assert conversion.unsupported() == {
         ACCUMULATION,
         training + "per_device_train_batch_size",
+        TRAIN + "infer_batch_size",
     }
 
 
@@ -80,6 +81,8 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "actor.backend": "megatron:d2p2v6c4e4",  # 16 devices / (p2 * c4)
         "actor.dtype": "bfloat16",
         "actor.mb_spec.max_tokens_per_mb": 1024 + 3072,
+        "actor.mb_spec.max_tokens_per_infer_mb": 2 * (1024 + 3072),
+        "ref.mb_spec.max_tokens_per_mb": 2 * (1024 + 3072),
         "actor.megatron.token_dispatcher": "alltoall",
         "actor.megatron.recompute": "full",
         "actor.megatron.transformer.moe_aux_loss_coeff": 0.001,  # the model's own config.json has it

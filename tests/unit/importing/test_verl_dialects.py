@@ -26,6 +26,8 @@ def test_a_dense_model_on_megatron() -> None:
         "actor.path": "Qwen/Qwen2-7B-Instruct",
         "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
         "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 1024),
+        "actor.mb_spec.max_tokens_per_infer_mb": 4 * (1024 + 1024),
+        "ref.mb_spec.max_tokens_per_mb": 4 * (1024 + 1024),
         "actor.optimizer.lr": 1e-6,
         "actor.optimizer.lr_scheduler_type": "cosine",
         "actor.ppo_n_minibatches": 512 // 128,

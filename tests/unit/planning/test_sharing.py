@@ -194,3 +194,16 @@ def test_the_search_finds_the_layouts_that_fit_with_a_server_of_that_fraction(fr
     expected = {candidate.text for candidate in without_server if fits(candidate)}
     assert {candidate.text for candidate in search(asked.shape, cluster, asked.work, limit=1000).best} == expected
     assert bool(expected) == is_found
+
+
+@pytest.mark.parametrize("layout", ["megatron[actor]:d8", "fsdp[actor]:d8"])
+def test_larger_micro_batches_without_gradients_take_memory_where_they_exceed_activations(layout: str) -> None:
+    def temporaries(**work: Any) -> int:
+        [trainer] = draw_up(question(layout, work=Workload(4096, 256, 8192, **work))).trainers
+        return trainer.memory[0].allocated
+
+    plain = temporaries(recompute="full")
+    assert temporaries(recompute="full", infer_tokens=8192) == plain
+    assert temporaries(recompute="none", infer_tokens=16384) == temporaries(recompute="none")
+    more = temporaries(recompute="full", infer_tokens=8 * 65536) - plain
+    assert temporaries(recompute="full", infer_tokens=16 * 65536) - plain > 2 * more > 0

@@ -1,0 +1,53 @@
+"""Passes without gradients may have larger micro-batches than those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.algorithms.loss import SFTLoss
+from fivefold.config.schema.engine import MicroBatchConfig
+from fivefold.config.schema.roles import ReferenceConfig, TeacherConfig
+from fivefold.engine.sharing import BatchPlanner
+from fivefold.layout.parser import parse_backend
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer import Trainer
+
+LENGTHS = np.full(16, 10)
+
+
+class CountingGroup:
+    """Processes that note the micro-batches of their orders, and compute nothing."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def keep_each(self, _method: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+        self.counts.append(len(arguments[0][0].micro_batches))
+        return [(None, None) for _ in arguments]
+
+    def call_each(self, method: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+        return self.keep_each(method, arguments)
+
+
+@pytest.mark.parametrize(("layout", "infer"), [("megatron:d2", 2), ("megatron:d2p2v2", 2), ("fsdp:d2", 2)])
+def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: int) -> None:
+    counts = {}
+    for most in (None, 40):
+        config, group = MicroBatchConfig(max_tokens_per_mb=10, max_tokens_per_infer_mb=most), CountingGroup()
+        trainer = Trainer(group, BatchPlanner(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
+        batch = RemoteBatch(LENGTHS, LENGTHS, ())
+        trainer.logprobs(batch, "own", 1.0, "old_logprobs")
+        trainer.logprobs(batch, "reference", 1.0, "ref_logprobs")
+        trainer.update(batch, SFTLoss())
+        counts[most] = group.counts
+    assert counts == {None: [8, 8, 8], 40: [infer, infer, 8]}
+
+
+@pytest.mark.parametrize("section", [ReferenceConfig, TeacherConfig])
+def test_models_that_are_not_trained_have_one_budget(section: type[Any]) -> None:
+    with pytest.raises(ValueError, match=r"all passes of this one are without gradients: set mb_spec\.max_tokens_per"):
+        section(path="x", mb_spec={"max_tokens_per_infer_mb": 10})
