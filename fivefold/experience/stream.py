@@ -37,7 +37,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards import event_loop
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.responses import Generated, Group
+from fivefold.roles.responses import Generated, Group, load_metrics
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
@@ -126,8 +126,8 @@ class StreamSource:
         """Gives the replicas the last weights, beside the training."""
         self._progress = self._last_take = time.perf_counter()
         """Times at which the last group finished, and at which the last step was taken."""
-        self._busy = [0.0] * len(self._stream.busy_s)
-        """Seconds that each replica had worked by then."""
+        self._work = list(self._stream.work)
+        """What each replica had done by then."""
         n_judges = min(rewards.n_at_once, (1 + recipe.rollout.max_head_offpolicyness) * recipe.train_dataset.batch_size)
         self._judged_at_once = recipe.train_dataset.batch_size if reward_model else 1 if n_judges > 1 else None
         """Most groups that a thread judges together; None: all that have finished meanwhile."""
@@ -248,17 +248,19 @@ class StreamSource:
             return True
 
     def _metrics(self, groups: Sequence[Judged], began: float) -> dict[str, float]:
-        """Return how long groups have waited for their step, and which share of the time each side had no work."""
+        """Return how long groups have waited, the load of each replica, and how much each side had no work."""
         now = time.perf_counter()
         seconds, self._last_take = now - self._last_take, now
-        busy = [now_s - before_s for now_s, before_s in zip(self._stream.busy_s, self._busy, strict=True)]
-        self._busy = list(self._stream.busy_s)
+        work, before = list(self._stream.work), self._work
+        self._work = work
+        load = load_metrics([done - earlier for done, earlier in zip(work, before, strict=True)], seconds)
         waits = [now - group.since for group in groups]
         return {
             "staleness/wait_seconds": fmean(waits),
             "staleness/wait_seconds/max": max(waits),
             "idle/trainer": (now - began) / seconds,
-            "idle/rollout": max(0.0, 1.0 - fmean(busy) / seconds),
+            "idle/rollout": max(0.0, 1.0 - load["replica_busy/mean"]),
+            **load,
         }
 
     def _waiting(self) -> dict[int, Group]:
@@ -335,7 +337,7 @@ class StreamSource:
                 if self._has_ended:
                     return
                 jobs, self._begun = [self._job(number) for number in self._begun], []
-            for job in jobs:
+            for job in sorted(jobs, key=self._place_in_queue):
                 self._stream.submit(job)
             with self._timers.phase("generation"):
                 groups = self._stream.advance()
@@ -347,7 +349,13 @@ class StreamSource:
                     self._groups[group.number // self._size] = group
                     self._so_far.pop(group.number // self._size, None)
                 self._admit()
+            self._rollout.learn_lengths([sample for group in groups for sample in group.samples])
             self._finished.add(groups)
+
+    def _place_in_queue(self, job: Job) -> tuple[int, float]:
+        """Return what sorts jobs that come together: those of the next step first, and of these the longest."""
+        turn = self._turns.turn_of(job.indices.start // self._size)
+        return turn, -self._rollout.expected_length(job.prompts[0])
 
     def _judge(self) -> None:
         """Compute the rewards of groups as they finish, until the source is closed; several threads may.

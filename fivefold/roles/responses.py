@@ -91,7 +91,8 @@ def generated(asked: Sequence[Prompt], kept: Sequence[Sequence[tuple[Responses, 
         seconds: how long the call took.
     """
     samples, batch = samples_of(asked, [pair for pairs in kept for pair in pairs])
-    return Generated(samples, batch, load_metrics([[report for report, _ in pairs] for pairs in kept], seconds))
+    work = [sum((report for report, _ in pairs), Work()) for pairs in kept]
+    return Generated(samples, batch, load_metrics(work, seconds))
 
 
 def groups_of(asked: Sequence[Sequence[tuple[int, Prompt]]], report: Responses, columns: Remote) -> list[Group]:
@@ -143,10 +144,26 @@ def samples_of(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]
     return samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces))
 
 
-def load_metrics(reports: Sequence[Sequence[Responses]], seconds: float) -> dict[str, float]:
-    """Return how evenly the replicas, each with its reports, were loaded in a call that took `seconds`."""
-    busy = [sum(report.busy_s for report in own) / seconds for own in reports]
-    tokens = [float(sum(report.sampled_N.sum() for report in own)) for own in reports]
+@dataclass(frozen=True)
+class Work:
+    """What one replica has done."""
+
+    busy_s: float = 0.0
+    """Seconds that it has worked."""
+    n_tokens: int = 0
+    """Tokens that it has sampled."""
+
+    def __add__(self, report: Responses) -> Work:
+        return Work(self.busy_s + report.busy_s, self.n_tokens + int(report.sampled_N.sum()))
+
+    def __sub__(self, earlier: Work) -> Work:
+        return Work(self.busy_s - earlier.busy_s, self.n_tokens - earlier.n_tokens)
+
+
+def load_metrics(work: Sequence[Work], seconds: float) -> dict[str, float]:
+    """Return how evenly the replicas were loaded, each with its work of so many `seconds`."""
+    busy = [own.busy_s / seconds for own in work]
+    tokens = [float(own.n_tokens) for own in work]
     return {
         "replica_busy/mean": sum(busy) / len(busy),
         "replica_busy/min": min(busy),

@@ -12,6 +12,7 @@ as there are replicas, because its rounding depends on which requests are decode
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -86,8 +87,7 @@ class Rollout:
             for start in range(0, len(requests), size)
             for end in [min(start + size, len(requests))]
         ]
-        if self._is_server:
-            jobs.sort(key=lambda job: -self._expected.of(job.prompts[0]))
+        jobs.sort(key=lambda job: -self.expected_length(job.prompts[0]))
         began = time.perf_counter()
         kept: list[list[tuple[Responses, Remote]]] = [[] for _ in range(len(self._group))]
         with counting("generating", len(requests)) as count:
@@ -108,8 +108,19 @@ class Rollout:
                     assert renew is not None, "jobs are lost only where that is allowed"
                     renew()
         result = generated(asked, kept, time.perf_counter() - began)
-        self._expected.learn(result.samples)
+        self.learn_lengths(result.samples)
         return result
+
+    def expected_length(self, prompt: Prompt) -> float:
+        """Return the tokens that a server's completion of a prompt is expected to have; 0 of an embedded engine's.
+
+        Prompts with the longest come first. An embedded engine's keep their order, on which its rounding depends.
+        """
+        return self._expected.of(prompt) if self._is_server else 0.0
+
+    def learn_lengths(self, samples: Sequence[Sample]) -> None:
+        """Expect later completions of the samples' prompts, which are side by side, to be as long."""
+        self._expected.learn(samples)
 
     def can_generate(self) -> bool:
         """Return whether all replicas have weights; one whose server was started again has none before the next."""
@@ -182,17 +193,19 @@ class ExpectedLengths:
     """Expects of a prompt's completions that they are as long as the last ones were."""
 
     def __init__(self) -> None:
+        self._learning = threading.Lock()
         self._lengths: dict[tuple[int, ...], float] = {}
-        self._mean = 0.0
+        self._total = 0.0
 
     def of(self, prompt: Prompt) -> float:
         """Return the expected tokens of a completion; of a prompt without completions so far, the mean of all."""
-        return self._lengths.get(prompt.token_ids, self._mean)
+        return self._lengths.get(prompt.token_ids, self._total / max(1, len(self._lengths)))
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """Remember the mean length of each prompt's samples, which are side by side."""
+        """Remember the mean length of each prompt's samples, which are side by side; any thread may."""
         for token_ids, group in groupby(samples, key=lambda sample: sample.prompt.token_ids):
             lengths = [sample.n_sampled for sample in group]
-            self._lengths[token_ids] = sum(lengths) / len(lengths)
-        if self._lengths:
-            self._mean = sum(self._lengths.values()) / len(self._lengths)
+            mean = sum(lengths) / len(lengths)
+            with self._learning:
+                self._total += mean - self._lengths.get(token_ids, 0.0)
+                self._lengths[token_ids] = mean

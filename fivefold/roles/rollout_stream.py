@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.cluster.group import KeptCall
-from fivefold.roles.responses import Group, Responses, groups_of
+from fivefold.roles.responses import Group, Responses, Work, groups_of
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -53,8 +53,8 @@ class RolloutStream:
         """Jobs that replicas have lost, with their tokens so far, by number; `take_lost` forgets them."""
         self._died: set[int] = set()
         """Replicas whose server was started again; `take_died` forgets them."""
-        self.busy_s = [0.0] * n
-        """Seconds that each replica has worked."""
+        self.work = [Work()] * n
+        """What each replica has done, as far as it has reported."""
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +126,7 @@ class RolloutStream:
 
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
-        self.busy_s[call.rank] += report.busy_s
+        self.work[call.rank] += report
         if report.lost or not report.has_weights:
             self._died.add(call.rank)
         if not report.has_weights:

@@ -119,10 +119,10 @@ class LocalGroup(WorkerGroup):
 class LocalRollout(Rollout):
     """The driver's handle of a local group."""
 
-    def __init__(self, group: LocalGroup) -> None:
+    def __init__(self, group: LocalGroup, *, is_server: bool = False) -> None:
         self._group = group
         self.gate = Gate()
         self.shares_devices = False
-        self._is_server = False
+        self._is_server = is_server
         self._expected = ExpectedLengths()
         self.version = 0

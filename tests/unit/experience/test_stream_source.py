@@ -19,11 +19,12 @@ from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
+from fivefold.roles.responses import Responses
 from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Completion, Prompt
-from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
+from fivefold.types import Columns, Completion, Prompt, Trajectory
+from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalRollout, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
     PATIENCE_S,
@@ -141,6 +142,7 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
     group = LocalGroup(workers)
     recipe = recipe_of("rollout.max_head_offpolicyness=2", f"rollout.max_concurrent_rollouts={most}")
     group.each("set_version", 0)
+    n_reported = n_taken = 0.0
     with StreamSource(
         *common(recipe, group, full_marks, arithmetic(40)), first_step=1, last_step=STEPS, resend=never
     ) as source:
@@ -148,6 +150,10 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
         for step in range(1, STEPS + 1):
             taken = source.take(step)
             assert len(taken.samples) == len(taken.batch) == BATCH * SAMPLES
+            n_taken += sum(sample.n_sampled for sample in taken.samples)
+            n_reported += taken.metrics["replica_tokens/min"] + taken.metrics["replica_tokens/max"]
+            assert n_taken <= n_reported <= STEPS * BATCH * SAMPLES * recipe.gconfig.max_new_tokens
+            assert 0 <= taken.metrics["replica_busy/min"] <= taken.metrics["replica_busy/mean"]
             ages = [step - 1 - version for sample in taken.samples for version in sample.versions]
             assert 0 <= min(ages) <= max(ages) <= 2
             assert taken.metrics["staleness/max"] == max(ages)
@@ -157,6 +163,44 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
             group.each("set_version", step)
             source.weights_sent(step)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("rollout", "rewards"))]
+
+
+class NotingWorker(ScriptedWorker):
+    """Notes the prompts in the order in which they come; their completions have as many tokens as their index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+
+    def advance(self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float) -> tuple[Responses, Any]:
+        self.begun += [job.prompts[0].index for job in jobs]
+        self._waiting += jobs
+        job = self._waiting.pop(0)
+        completion = Completion.of([5] * (1 + job.prompts[0].index), [-1.0] * (1 + job.prompts[0].index), "stop", 0)
+        trajectories = [Trajectory.single_turn(prompt, completion) for prompt in job.prompts]
+        report = Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001)
+        return replace(report, n_running=SAMPLES * len(self._waiting)), Columns.of(trajectories)
+
+
+@pytest.mark.parametrize("is_server", [True, False])
+def test_servers_get_the_prompts_of_each_step_with_the_longest_answers_first(is_server: bool) -> None:
+    recipe = recipe_of("rollout.max_head_offpolicyness=1")
+    prompts = [Prompt(i, str(i), (3, 4 + i), "") for i in range(2 * BATCH)]
+    worker = NotingWorker()
+    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
+    arguments[2] = LocalRollout(LocalGroup([worker]), is_server=is_server)
+    taken: list[list[int]] = []
+    with StreamSource(*arguments, first_step=1, last_step=4, resend=never) as source:
+        for step in range(1, 5):
+            source.weights_sent(step - 1)
+            samples = source.take(step).samples
+            taken.append([sample.prompt.index for sample in samples[::SAMPLES]])
+            if step == 1:  # the next step's answers tell the lengths of the other half of the prompts
+                wait_until(source, lambda: len(source._judged) == BATCH)
+    own = [worker.begun[start : start + BATCH] for start in range(0, 4 * BATCH, BATCH)]
+    assert own[:2] == taken[:2], "no length is known yet"
+    assert own[2:] == [sorted(step, reverse=True) if is_server else step for step in taken[2:]]
+    assert taken[2:] != [sorted(step, reverse=True) for step in taken[2:]], "they are trained in the order of the data"
 
 
 def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
