@@ -91,7 +91,7 @@ def generated(asked: Sequence[Prompt], kept: Sequence[Sequence[tuple[Responses, 
         seconds: how long the call took.
     """
     samples, batch = samples_of(asked, [pair for pairs in kept for pair in pairs])
-    work = [sum((report for report, _ in pairs), Work()) for pairs in kept]
+    work = [Work.of([report for report, _ in pairs]) for pairs in kept]
     return Generated(samples, batch, load_metrics(work, seconds))
 
 
@@ -153,8 +153,13 @@ class Work:
     n_tokens: int = 0
     """Tokens that it has sampled."""
 
-    def __add__(self, report: Responses) -> Work:
-        return Work(self.busy_s + report.busy_s, self.n_tokens + int(report.sampled_N.sum()))
+    @staticmethod
+    def of(reports: Sequence[Responses]) -> Work:
+        """Return the work that a replica reports."""
+        return Work(sum(report.busy_s for report in reports), sum(int(report.sampled_N.sum()) for report in reports))
+
+    def __add__(self, more: Work) -> Work:
+        return Work(self.busy_s + more.busy_s, self.n_tokens + more.n_tokens)
 
     def __sub__(self, earlier: Work) -> Work:
         return Work(self.busy_s - earlier.busy_s, self.n_tokens - earlier.n_tokens)

@@ -126,7 +126,7 @@ class RolloutStream:
 
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
         jobs = self._jobs[call.rank]
-        self.work[call.rank] += report
+        self.work[call.rank] += Work.of([report])
         if report.lost or not report.has_weights:
             self._died.add(call.rank)
         if not report.has_weights:
