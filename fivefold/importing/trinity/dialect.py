@@ -7,7 +7,7 @@ by their later names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,18 @@ ESTIMATORS = {
 WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", ON_POLICY)
 """Algorithms that have no KL term unless one is written."""
 LOSS_FN = "algorithm.policy_loss_fn"
+OWN_DEFAULTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
+    "gspo": {
+        "actor.eps_clip": ("clip_range*", 3e-4),
+        "actor.eps_clip_higher": ("clip_range*", 4e-4),
+        "actor.loss_aggregation": ("loss_agg_mode", "sequence_mean"),
+    },
+    "cispo": {
+        "actor.eps_clip": ("clip_range_low", 1.0),
+        "actor.eps_clip_higher": ("clip_range_high", 0.28),
+    },
+}
+"""By loss, the recipe's keys with the value that they have where the source writes no option of a pattern."""
 KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "abs": "abs", "corrected_k3": "k3"}
 """Estimators of the KL divergence; the corrected one is weighted by p / p_old."""
 
@@ -190,6 +202,15 @@ def _unwritten_options(draft: Draft, algorithm: str) -> None:
         draft.recipe["actor.loss_kwargs.region"] = "none"
     if loss == "sppo" and not draft.writes(f"{LOSS_FN}_args.epsilon"):
         draft.recipe |= {"actor.eps_clip": 0.3 / 1.3, "actor.eps_clip_higher": 0.3}
+    own = {
+        to: value
+        for to, (option, value) in OWN_DEFAULTS.get(loss, {}).items()
+        if not draft.keys(f"{LOSS_FN}_args.{option}") and not draft.writes(f"algorithm.{option}")
+    }
+    if own:
+        draft.recipe |= own
+        shown = ", ".join(f"{to}={value}" for to, value in own.items())
+        draft.notes.append(f"{shown}: Trinity-RFT's defaults for the loss {loss}")
 
 
 def _distillation(draft: Draft) -> None:

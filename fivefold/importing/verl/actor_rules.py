@@ -47,6 +47,33 @@ def _forward_prefetch(draft: Draft, source: str) -> None:
         draft.implied(source, reasons.LAYER_UNITS)
 
 
+AGGREGATION = "loss_agg_mode"
+MODE = "policy_loss.loss_mode"
+OVER_SEQUENCES = ("gspo", "geo_mean", "sapo")
+"""Losses that are means over sequences whatever `loss_agg_mode` says."""
+
+
+def _is_over_sequences(draft: Draft, section: str) -> bool:
+    return str(draft.get(section + MODE)).lower().replace("-", "_") in OVER_SEQUENCES
+
+
+def _loss(draft: Draft, source: str) -> None:
+    """Convert the key that chooses the loss, with the aggregation that some losses have of their own."""
+    loss_by_name("vanilla", "bypass_mode")(draft, source)
+    if _is_over_sequences(draft, source.removesuffix(MODE)):
+        draft.recipe["actor.loss_aggregation"] = "sequence_mean"
+        draft.revise("actor.loss", draft.recipe["actor.loss"], "with actor.loss_aggregation=sequence_mean, as there")
+
+
+def _aggregation(draft: Draft, source: str) -> None:
+    """Convert how the costs of tokens become one number."""
+    section = source.removesuffix(AGGREGATION)
+    if _is_over_sequences(draft, section):
+        draft.implied(source, f"{section}{MODE}={draft.get(section + MODE)} is the mean over sequences in any case")
+    else:
+        to("actor.loss_aggregation", LOSS_AGGREGATION)(draft, source)
+
+
 ONE_SHARDING = only(-1, holds=reasons.STATES_SHARDED, otherwise=f"{reasons.STATES_SHARDED}, not over groups of them")
 
 ENGINE: Mapping[str, Rule] = {
@@ -144,12 +171,12 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "entropy_coeff": to("actor.entropy_coeff", number),
     "clip_ratio_c": to("actor.c_clip", number),
     "ppo_epochs": to("actor.ppo_epochs", whole),
-    "loss_agg_mode": to("actor.loss_aggregation", LOSS_AGGREGATION),
+    AGGREGATION: _aggregation,
     "loss_scale_factor": to("actor.loss_length", whole),
     "shuffle": only(True, holds="mini-batches are always drawn at random, by the seed"),
     "data_loader_seed": implied(reasons.ONE_SEED),
     "ppo_micro_batch_size": unsupported("a micro-batch over all devices has no fixed size; set actor.mb_spec"),
-    "policy_loss.loss_mode": loss_by_name("vanilla", "bypass_mode"),
+    MODE: _loss,
     "tis_imp_ratio_cap": truncated_weights,
     "checkpoint.async_save": implied(reasons.IN_BACKGROUND),
     **dict.fromkeys(
@@ -168,7 +195,6 @@ ACTOR_RULES: Mapping[str, Rule] = {
     "calculate_sum_pi_squared": off("only an optimal baseline reads this"),
 }
 
-MODE = "policy_loss.loss_mode"
 LOSS_OPTIONS: Mapping[str, tuple[str, str, str, tuple[object, ...]]] = {
     **{
         f"policy_loss.{name}": (name, "clip_cov", MODE, ("clip_cov", "clip-cov"))

@@ -69,6 +69,43 @@ def test_cispo_has_bounds_of_its_own() -> None:
     assert (tis["actor.loss"], tis["actor.eps_clip"], tis["actor.eps_clip_higher"]) == ("cispo", 1.0, 0.0)
 
 
+def test_losses_that_are_means_over_sequences_in_their_framework_are_so_in_the_recipe() -> None:
+    """verl and siiRL read no `loss_agg_mode` for them; for Trinity-RFT's GSPO it is only a default."""
+    modes: list[tuple[Framework, str]] = [
+        ("verl", "gspo"),
+        ("verl", "geo_mean"),
+        ("verl", "geo-mean"),
+        ("verl", "sapo"),
+        ("siirl", "gspo"),
+    ]
+    for framework, mode in modes:
+        chosen, written = f"{ACTOR}policy_loss.loss_mode={mode}", f"{ACTOR}loss_agg_mode=token-mean"
+        for words in ([chosen], [chosen, written], [written, chosen]):
+            conversion = convert_words(framework, *words)
+            assert conversion.recipe["actor.loss_aggregation"] == "sequence_mean", words
+            if written in words:
+                assert conversion[f"{ACTOR}loss_agg_mode"].outcome == "implied", words
+    for mode in ("vanilla", "cispo", "gpg"):
+        words = [f"{ACTOR}policy_loss.loss_mode={mode}", f"{ACTOR}loss_agg_mode=seq-mean-token-sum"]
+        assert convert_words("verl", *words).recipe["actor.loss_aggregation"] == "sequence_sum", mode
+
+
+def test_losses_have_their_own_defaults_in_trinity_rft() -> None:
+    keys = ("actor.eps_clip", "actor.eps_clip_higher", "actor.loss_aggregation")
+    cases: list[tuple[list[str], tuple[Any, ...]]] = [
+        (["algorithm.algorithm_type=gspo"], (3e-4, 4e-4, "sequence_mean")),
+        (["algorithm.policy_loss_fn=gspo", f"{LOSS}clip_range=0.01"], (0.01, None, "sequence_mean")),
+        (["algorithm.policy_loss_fn=gspo", f"{LOSS}loss_agg_mode=token-mean"], (3e-4, 4e-4, "token_mean")),
+        (["algorithm.policy_loss_fn=gspo", "algorithm.loss_agg_mode=token-mean"], (3e-4, 4e-4, "token_mean")),
+        (["algorithm.algorithm_type=cispo"], (1.0, 0.28, None)),
+        (["algorithm.algorithm_type=cispo", f"{LOSS}clip_range_high=4.0"], (1.0, 4.0, None)),
+        (["algorithm.algorithm_type=gspo", "algorithm.policy_loss_fn=ppo"], (None, None, None)),
+    ]
+    for words, wanted in cases:
+        recipe = convert_words("trinity", *words).recipe
+        assert tuple(recipe.get(key) for key in keys) == wanted, words
+
+
 def test_the_clip_range_of_a_loss_that_is_not_offered_is_not_that_of_ppo() -> None:
     cases: list[tuple[Framework, str, str, str]] = [
         (
