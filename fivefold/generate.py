@@ -61,7 +61,7 @@ def generate(
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = engine.generate(requests, SamplingParams.from_config(config))
-    texts = decoded(tokenizer, [completion.token_ids.tolist() for completion in completions])
+    texts = decoded(tokenizer, completions)
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 
 

@@ -174,8 +174,7 @@ class RolloutWorker:
             indices += job.indices
             pairs = zip(job.prompts, completions, strict=True)
             trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
-            token_ids = [completion.token_ids.tolist() for completion in completions]
-            texts += decoded(self._tokenizer, token_ids)
+            texts += decoded(self._tokenizer, completions)
         report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
         return report, Columns.of(trajectories) if trajectories else None
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 
 from fivefold.rollout.tokenizer import decoded, fix_date
+from fivefold.types import Completion
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 
 def test_spaces_before_punctuation_stay_whatever_the_tokenizer_asks_for() -> None:
     tokenizer = build_tokenizer("$A")
     tokenizer.clean_up_tokenization_spaces = True
-    sequences = [[VOCAB["a"], VOCAB["."], VOCAB["</s>"]], [VOCAB["b"], VOCAB["?"]]]
-    assert decoded(tokenizer, sequences) == ["a .", "b ?"]
+    words = (["a", ".", "</s>"], ["b", "?"], [])
+    completions = [
+        Completion.of([VOCAB[word] for word in of_one], np.zeros(len(of_one)), "stop", version=1) for of_one in words
+    ]
+    assert decoded(tokenizer, completions) == ["a .", "b ?", ""]
 
 
 @pytest.mark.parametrize(
