@@ -6,6 +6,7 @@ these functions too. `at` is the section that the tree stands under: empty, or T
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.importing import megatron, reasons
@@ -22,8 +23,8 @@ from fivefold.importing.settings import (
     token_budget,
     warmup,
 )
-from fivefold.importing.values import KL_ESTIMATOR, Unfit, flag, number, positive, whole
-from fivefold.importing.verl.actor_rules import ACTOR, MODEL, OVERRIDE, REF
+from fivefold.importing.values import KL_ESTIMATOR, LOSS_AGGREGATION, Unfit, flag, number, positive, whole
+from fivefold.importing.verl.actor_rules import ACTOR, AGGREGATION, MODEL, OVERRIDE, REF
 from fivefold.importing.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
 from fivefold.importing.verl.critic_rules import CRITIC
 from fivefold.importing.verl.defaults import CRITICS
@@ -54,6 +55,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     _mini_batches_of(draft, at + ACTOR, batch)
     micro_batches(draft, at, sequence_length(draft, at))
     critics_batches(draft, at, sequence_length(draft, at), batch)
+    _critics_aggregation(draft, at)
     kl(draft, at)
     passes_without_gradients(draft, at, sequence_length(draft, at))
     clipping(draft, at, unwritten=0.2)
@@ -86,6 +88,19 @@ def critics_batches(draft: Draft, at: str, length: int | None, batch: object) ->
     if has_critic(draft):
         _mini_batches_of(ForCritic(draft), at + CRITIC, batch)
         _micro_batches_of(ForCritic(draft), at + CRITIC, draft.plans["critic"].get("cp"), length)
+
+
+def _critics_aggregation(draft: Draft, at: str) -> None:
+    """Give the critic the actor's aggregation, which it has where its own is not written."""
+    of_actor = at + ACTOR + AGGREGATION
+    if not has_critic(draft) or draft.writes(at + CRITIC + AGGREGATION) or not draft.writes(of_actor):
+        return
+    with suppress(Unfit):  # the actor's key tells it
+        value = LOSS_AGGREGATION(draft.get(of_actor))
+        if value == "sequence_sum_fixed":
+            draft.notes.append(f"{of_actor} is the critic's too, whose errors have no such aggregation here")
+        else:
+            draft.recipe["critic.loss_aggregation"] = value
 
 
 def micro_batches(draft: Draft, at: str, length: int | None) -> None:

@@ -168,6 +168,17 @@ def test_a_critic_has_a_layout_and_options_of_its_own() -> None:
     assert {grpo[key].outcome for key in ("critic.optim.lr", "trainer.critic_warmup")} == {"implied"}
 
 
+def test_a_critic_has_the_aggregation_of_the_actor_unless_it_has_its_own() -> None:
+    of_actor, own = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "critic.loss_agg_mode=token-mean"
+    for framework in ("verl", "siirl"):
+        assert convert_words(framework, of_actor).recipe["critic.loss_aggregation"] == "sequence_sum"
+        assert convert_words(framework, of_actor, own).recipe["critic.loss_aggregation"] == "token_mean"
+        assert "critic.loss_aggregation" not in convert_words(framework, "critic.cliprange_value=0.2").recipe
+    fixed = convert_words("verl", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm")
+    assert "critic.loss_aggregation" not in fixed.recipe
+    assert any("whose errors have no such aggregation" in note for note in fixed.report.notes)
+
+
 def test_a_trainers_yaml() -> None:
     conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
     assert conversion.recipe == {
