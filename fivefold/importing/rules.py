@@ -5,7 +5,7 @@ A table maps patterns of keys to rules; a rule says what becomes of a key that n
     RULES = {
         "trainer.nnodes": to("cluster.n_nodes", whole),                      # mapped
         "trainer.balance_batch": implied("ranks are always balanced"),       # holds in Fivefold anyway
-        "trainer.profile_steps": off("there is no profiler to configure"),   # implied if off, else unsupported
+        "trainer.val_only": off("to evaluate only, use `fivefold eval`"),    # implied if off, else unsupported
         "trainer.*": unsupported("the option has no counterpart"),           # every other key of the section
     }
 """

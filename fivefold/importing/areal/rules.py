@@ -292,10 +292,10 @@ TOP: Mapping[str, Rule] = {
     "stats_logger.*.mode": switched_trackers("stats_logger.*.mode", ("wandb", "swanlab", "trackio")),
     "stats_logger.tensorboard.path": implied(reasons.OWN_OUTPUTS),
     "stats_logger.*": implied("only its tracker reads this"),
-    "perf_tracer.enabled": off(reasons.NO_PROFILER),
-    "perf_tracer.session_tracer.enabled": off(reasons.NO_PROFILER),
+    "perf_tracer.enabled": off(reasons.RECORDED),
+    "perf_tracer.session_tracer.enabled": off(reasons.RECORDED),
     "perf_tracer.*": implied("only the tracer reads this"),
-    "memory_profiler.*": unsupported(reasons.NO_PROFILER),
+    "memory_profiler.*": unsupported(reasons.RECORDED),
     "launcher.*": implied(RAY_PLACES),
     "teacher.*": unsupported(
         "AReaL weighs another estimator of the divergence: write the section teacher and actor.distill yourself "

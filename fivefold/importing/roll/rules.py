@@ -236,7 +236,7 @@ TOP: Mapping[str, Rule] = {
     "is_offload_states": offload_all,
     "is_offload_*": off(reasons.NO_OFFLOAD),
     "model_update_buffer_size_mb": implied(reasons.WEIGHTS_IN_BUCKETS),
-    "profiler_*": off(reasons.NO_PROFILER),
+    "profiler_*": off(reasons.RECORDED),
     "model_download_type": unsupported("models are read from the Hugging Face hub, or from a folder"),
     "global_template": implied(reasons.TEMPLATE),
     "system_envs.*": unsupported(reasons.OWN_ENVIRONMENT),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fivefold.importing import megatron, reasons
+from fivefold.importing import megatron, profiling, reasons
 from fivefold.importing.algorithms import loss_by_name, option_of_loss
 from fivefold.importing.checkpoints import loaded_contents, weights_in_checkpoints
 from fivefold.importing.corrections import truncated_weights
@@ -106,8 +106,7 @@ ENGINE: Mapping[str, Rule] = {
     "entropy_from_logits_*": implied(reasons.CHUNKED_LOGPROBS),
     "load_weight": implied("weights are always loaded"),
     "router_replay.*": unsupported(reasons.NO_ROUTER_REPLAY),
-    "profiler*": unsupported(reasons.NO_PROFILER),
-    "profile*": unsupported(reasons.NO_PROFILER),
+    **profiling.OF_ACTOR,
     "ulysses_sequence_parallel_size": only(1, holds="contexts are not split", otherwise=reasons.SPLIT_CONTEXTS),
     "fsdp_size": ONE_SHARDING,
     "grad_norm_threshold": implied("a step whose gradient is not finite is skipped; other gradients are clipped"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fivefold.importing import corrections, reasons
+from fivefold.importing import corrections, profiling, reasons
 from fivefold.importing.checkpoints import goes_on, kept, only_newest
 from fivefold.importing.critic import has_critic, only_with_critic
 from fivefold.importing.draft import Draft, Rule
@@ -95,7 +95,7 @@ ROLLOUT_RULES: Mapping[str, Rule] = {
     "limit_images": implied(reasons.NO_MULTIMODAL),
     "layer_name_map.*": implied("the bridge maps every weight's name"),
     "use_fire_sampling": off(reasons.SAMPLING),
-    "profiler*": unsupported(reasons.NO_PROFILER),
+    "profiler*": implied(reasons.RECORDED),
     "trace*": off(reasons.SAMPLES_FILE),
     "*": unsupported(reasons.NO_ENGINE_OPTIONS),
 }
@@ -359,7 +359,8 @@ TRAINER_RULES: Mapping[str, Rule] = {
     "use_legacy_worker_impl": implied(reasons.OWN_CODE),
     "use_v1": implied(reasons.OWN_CODE),
     "should_*": implied("it follows from saver and stats"),
-    "profile*": off(reasons.NO_PROFILER),
+    "profile_steps": profiling.steps,
+    "profile*": implied(reasons.RECORDED),
     "*": unknown("the trainer"),
 }
 
@@ -385,7 +386,7 @@ RULES: Mapping[str, Rule] = {
     **under("algorithm.", ALGORITHM_RULES),
     **REWARD_RULES,
     **under("trainer.", TRAINER_RULES),
-    **for_each(("global_profiler.", "profiler."), {"*": off(reasons.NO_PROFILER)}),
+    **for_each(("global_profiler.", "profiler."), profiling.PROFILER),
     "ray_kwargs.*": unsupported(RAY),
     "ray_init.*": unsupported(RAY),
     **DISTILLATION_RULES,

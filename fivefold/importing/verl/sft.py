@@ -94,7 +94,7 @@ RULES: Mapping[str, Rule] = {
     "trainer.test_freq": _after("evaluator.freq_steps", "evaluator.freq_epochs"),
     "trainer.max_ckpt_to_keep": kept,
     "trainer.resume_path": off(reasons.OTHER_CHECKPOINTS),
-    **dict.fromkeys(("profiler*", "global_profiler*"), off(reasons.NO_PROFILER)),
+    **dict.fromkeys(("profiler*", "global_profiler*"), off(reasons.RECORDED)),
     "hydra.*": implied(reasons.LAUNCHER),
     "--*": implied(reasons.LAUNCHER),
 }
