@@ -13,6 +13,8 @@ from fivefold.families.shape import ModelShape
 
 _WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
 """Values of `actor.loss` that read no clip range."""
+_WIDE = 0.1
+"""Distance from 1 that the ratio of a sequence does not reach: its tokens' ratios lie on both sides of 1."""
 _CUT = "top_p, top_k or min_new_tokens cut the distribution"
 _OF_CHECKPOINTS = ("freq_steps", "freq_epochs", "freq_secs", "max_to_keep", "keep_best", "snapshot")
 """Keys of `recover` that are about checkpoints to write."""
@@ -70,6 +72,13 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.loss in _WITHOUT_CLIP and not chosen.get("actor.eps_clip"):
         names = ["eps_clip", "eps_clip_higher"]
         yield from _differing("actor", actor, tuple(names), f"actor.loss={actor.loss} clips no ratio")
+    if actor.loss == "gspo" and recipe.algorithm != "gspo" and actor.eps_clip >= _WIDE:
+        # An algorithm's own range that a recipe changes is told as such.
+        low, high = (PRESETS["gspo"][f"actor.{name}"] for name in ("eps_clip", "eps_clip_higher"))
+        yield (
+            f"actor.eps_clip={actor.eps_clip} clips next to nothing: actor.loss=gspo compares it with the mean ratio "
+            f"of a whole sequence, for which algorithm=gspo has {low} and {high}"
+        )
     if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd", "rec"):
         yield from _differing("actor", actor, ("c_clip",), f"actor.loss={actor.loss} has no dual clip")
     if actor.advantage in ADVANTAGES and actor.advantage != "grpo":

@@ -34,7 +34,16 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["actor.loss=sapo", "actor.eps_clip_higher=0.3"],
             ["actor.eps_clip_higher=0.3 has no effect: actor.loss=sapo clips no ratio"],
         ),
-        (["actor.loss=gspo", "actor.c_clip=3.0"], ["actor.c_clip=3.0 has no effect: actor.loss=gspo has no dual clip"]),
+        (["actor.loss=gmpo", "actor.c_clip=3.0"], ["actor.c_clip=3.0 has no effect: actor.loss=gmpo has no dual clip"]),
+        (
+            ["actor.loss=gspo"],
+            [
+                "actor.eps_clip=0.2 clips next to nothing: actor.loss=gspo compares it with the mean ratio of a whole "
+                "sequence, for which algorithm=gspo has 0.0003 and 0.0004"
+            ],
+        ),
+        (["actor.loss=gspo", "actor.eps_clip=3e-3"], []),
+        (["algorithm=gspo"], []),
         (["actor.loss_length=9"], ["actor.loss_length=9 has no effect: actor.loss_aggregation is token_mean"]),
         (
             ["actor.overlong_tokens=9"],
