@@ -202,6 +202,11 @@ def _unwritten_options(draft: Draft, algorithm: str) -> None:
         draft.recipe["actor.loss_kwargs.region"] = "none"
     if loss == "sppo" and not draft.writes(f"{LOSS_FN}_args.epsilon"):
         draft.recipe |= {"actor.eps_clip": 0.3 / 1.3, "actor.eps_clip_higher": 0.3}
+    if loss == "cispo":
+        draft.notes.append(
+            "actor.loss=cispo keeps the gradient of every token, as in the paper; Trinity-RFT's leaves out those that "
+            "are beyond the clip range on the side to which their advantage pushes them"
+        )
     own = {
         to: value
         for to, (option, value) in OWN_DEFAULTS.get(loss, {}).items()

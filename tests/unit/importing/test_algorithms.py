@@ -104,6 +104,9 @@ def test_losses_have_their_own_defaults_in_trinity_rft() -> None:
     for words, wanted in cases:
         recipe = convert_words("trinity", *words).recipe
         assert tuple(recipe.get(key) for key in keys) == wanted, words
+    notes = convert_words("trinity", "algorithm.algorithm_type=cispo").report.notes
+    assert any("keeps the gradient of every token" in note for note in notes)
+    assert any("actor.eps_clip=1.0, actor.eps_clip_higher=0.28" in note for note in notes)
 
 
 def test_the_clip_range_of_a_loss_that_is_not_offered_is_not_that_of_ppo() -> None:
