@@ -170,6 +170,11 @@ def logged(metrics: Path) -> list[dict[str, Any]]:
 def measure_engine(args: argparse.Namespace, folder: Path, recipe: TrainRecipe, *options: str) -> float:
     """Return the seconds of the slowest replica for its share of the first step's prompts."""
     layout = parse_backend(recipe.rollout.backend)
+    if not layout.is_server or layout.pp > 1:
+        raise SystemExit(
+            f"rollout.backend={recipe.rollout.backend}: the bare engines are vLLM and SGLang without pipeline stages, "
+            "so measure --parts step update"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(layout.world_size)))).split(",")
     python = recipe.rollout.server_python or sys.executable
     prompts = folder / "engine.jsonl"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
 import urllib3
 from urllib3.connection import HTTPConnection
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, TimeoutError
 
 HOST = "127.0.0.1"
 Address = int | Path
 """A port of `HOST`, or a Unix socket."""
-CONNECT_S = 10.0
-"""Seconds that a connection may take."""
 HEALTH_S = 10.0
 """Seconds that a server has to say that it is ready."""
 SHOWN = 2000
@@ -47,9 +47,22 @@ class _SocketConnection(HTTPConnection):
 
     def _new_conn(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        # Without a time limit: with one, Linux refuses a connection for which a busy server's queue has no room yet.
-        connection.connect(str(self._path))
+        # Not by Python's own time limit: with that, Linux refuses a connection for which a busy server's queue has no
+        # room yet.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.timeout))
+        try:
+            connection.connect(str(self._path))
+        except BlockingIOError as error:
+            connection.close()
+            raise ConnectTimeoutError(self, f"the server took no connection within {self.timeout:g} s") from error
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(None))
         return connection
+
+
+def _timeval(seconds: float | None) -> bytes:
+    """Return a time limit as the kernel reads it; None: there is none."""
+    whole = int(seconds or 0)
+    return struct.pack("@ll", whole, int(1_000_000 * ((seconds or 0) - whole)))
 
 
 class _SocketPool(urllib3.HTTPConnectionPool):
@@ -116,11 +129,11 @@ class HttpClient:
             ServerRefused: the server refused the request.
         """
         try:
-            timeout = urllib3.Timeout(connect=CONNECT_S, read=limit_s)
+            timeout = urllib3.Timeout(connect=limit_s, read=limit_s)
             reply = self._pool.request(method, path, json=body, timeout=timeout)
-        except urllib3.exceptions.ReadTimeoutError as error:
-            raise ServerHangs(f"the server did not reply to {path} within {limit_s:g} s") from error
         except urllib3.exceptions.HTTPError as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
+                raise ServerHangs(f"the server did not reply to {path} within {limit_s:g} s") from error
             raise ServerGone(f"the connection to the server broke during {path}: {error}") from error
         if reply.status != 200:
             raise ServerRefused(path, reply.status, _shown(reply.data))

@@ -235,6 +235,10 @@ class FakeServer:
     is_prepared: bool = False
     is_in_update: bool = False
     weight_version: str = "default"
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    """What `read_tensors` tells of the weights that it has from files."""
+    are_other_weights: bool = True
+    """Whether they are other ones than before the last update."""
     released: set[str] = field(default_factory=set)
     """Kinds of device memory that it has given back."""
     is_held: bool = False
@@ -357,16 +361,18 @@ class FakeServer:
 
     def load(self, folder: Path) -> str | None:
         """Read all weights; return the problem with them, if there is one."""
-        self.n_answered = 0
+        self.n_answered, before = 0, self.tensors
         files = sorted(folder.iterdir())
         weights = [file for file in files if file.suffix == ".safetensors"]
+        self.tensors = [tensor for file in weights for tensor in read_tensors(file)]
+        self.are_other_weights = self.tensors != before
         self.log.write(
             kind="load",
             folder=str(folder),
             files=[file.name for file in files],
             inodes=[file.stat().st_ino for file in weights],
             dtype=json.loads((folder / "config.json").read_text())["dtype"],
-            tensors=[tensor for file in weights for tensor in read_tensors(file)],
+            tensors=self.tensors,
         )
         return "it holds no weights" if not weights else None
 
@@ -435,7 +441,7 @@ class FakeServer:
         """Go on; only requests of the same version are served from what was cached with other weights."""
         version = body["version"]
         with self.changed:
-            self.has_stale_cache &= version == self.versions[-1]
+            self.has_stale_cache &= version == self.versions[-1] and self.are_other_weights
             self.versions = [*(self.versions if self.is_held else self.versions[:-1]), version]
             self.is_held = False
             self.changed.notify_all()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from fivefold.rollout.servers import place as place_module
 from fivefold.rollout.servers import port as port_module
-from fivefold.rollout.servers.client import HttpClient, ServerGone
+from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.place import SocketPlace, private_socket
 from fivefold.rollout.servers.port import Port, claim_port, listeners
 from fivefold.rollout.servers.process import GUARD, ServerProcess
@@ -116,6 +117,28 @@ def test_a_server_that_does_not_answer_is_not_ready(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("fivefold.rollout.servers.client.HEALTH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not HttpClient(silent.getsockname()[1], 1, LONGEST_S).is_healthy()
+
+
+def test_a_server_that_takes_no_connection_hangs(tmp_path: Path) -> None:
+    """Its queue is full. As Linux does not tell that from a busy server, only the time does."""
+    said: list[str] = []
+
+    def ask(http: HttpClient) -> None:
+        said.append(f"well: {http.is_healthy(0.2)}")
+        try:
+            http.post("/beat")
+        except ServerHangs as hang:
+            said.append(str(hang))
+
+    address = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as first:
+        silent.bind(str(address))
+        silent.listen(0)
+        first.connect(str(address))
+        asking = threading.Thread(target=ask, args=(HttpClient(address, 1, 0.3),), daemon=True)
+        asking.start()
+        asking.join(LONGEST_S)
+    assert said == ["well: False", "the server did not reply to /beat within 0.3 s"]
 
 
 def listen_at_socket(folder: Path) -> tuple[SocketPlace, ServerProcess, HttpClient]:
