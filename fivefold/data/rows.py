@@ -73,8 +73,15 @@ def columns(rows: list[Row]) -> list[str]:
     return sorted({name for row in rows for name in row})
 
 
-def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
+def require_column(rows: list[Row], name: str, key: str, path: str, remedy: str | None = None) -> None:
     """Check that all rows have the column `name`, which the recipe's key `key` asks for.
+
+    Args:
+        rows: the rows.
+        name: the column.
+        key: what asks for it.
+        path: where the rows are from.
+        remedy: what to do if no row has it; None: set the key to another column, or add this one.
 
     Raises:
         ValueError: a row without the column.
@@ -87,7 +94,8 @@ def require_column(rows: list[Row], name: str, key: str, path: str) -> None:
         raise ValueError(
             f"{which}; {len(rows) - len(lacking):,} of {len(rows):,} rows have it: fill it in the others, or drop them"
         )
-    raise ValueError(f"{which}; the columns found are {columns(rows)}: set {key} to one of them, or add the column")
+    remedy = remedy or f"set {key} to one of them, or add the column"
+    raise ValueError(f"{which}; the columns found are {columns(rows)}: {remedy}")
 
 
 def _iterate(config: RowsConfig) -> Iterator[Row]:

@@ -115,7 +115,8 @@ def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path,
     for split in (user_path(source).stem,) if is_file else task.splits:
         rows = load_rows(RowsConfig(path=source, split=None if is_file else split))
         for column in (task.question, task.answer):
-            require_column(rows, column, f"fivefold data {name}", source)
+            remedy = f"give the files of {task.hub}, or rename the columns"
+            require_column(rows, column, f"fivefold data {name}", source, remedy)
         path = out / f"{split}.parquet"
         Dataset.from_list(list(_converted(task, rows, split, source))).to_parquet(path)
         counts[path] = len(rows)

@@ -130,5 +130,5 @@ def test_an_answer_in_another_form_names_its_row(tmp_path: Path) -> None:
     file.write_text(json.dumps({"problem": "p", "solution": "3"}) + "\n")
     with pytest.raises(ValueError, match=r"row 1 of .*column 'solution': no "):
         write_task("math", str(file), tmp_path / "out")
-    with pytest.raises(ValueError, match="has no column 'question'"):
+    with pytest.raises(ValueError, match=r"has no column 'question'.*: give the files of openai/gsm8k:main, or rename"):
         write_task("gsm8k", str(file), tmp_path / "out")
