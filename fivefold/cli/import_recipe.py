@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +50,8 @@ def import_recipe(
         )
         if as_json:
             typer.echo(json.dumps({**report.as_dict(), "recipe": str(out)}, indent=2))
+        give = "give the values that are ??? in it, then: " if report.to_give else ""
+        typer.echo(f"Wrote {out}. Next: {give}fivefold plan {shlex.quote(str(out))}", err=True)
 
 
 def _print_table(report: Report) -> None:
@@ -57,5 +60,9 @@ def _print_table(report: Report) -> None:
 
     console = Console(stderr=True, highlight=False)
     console.print(report.table())
+    for note in report.notes:
+        console.print(f"Note: {note}", markup=False, soft_wrap=True)
+    for key in report.to_give:
+        console.print(f"Still to be given: {key}", style="yellow", markup=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"Problem: {problem}", style="red", markup=False, soft_wrap=True)

@@ -37,11 +37,17 @@ def tokenize(
         enough = 2 * at_most + MARGIN
         n = CHARACTERS_PER_TOKEN * enough
         while n < len(text):
-            token_ids: list[int] = tokenizer(text[:n], add_special_tokens=add_special_tokens)["input_ids"]
+            token_ids = _token_ids(text[:n], tokenizer, add_special_tokens)
             if len(token_ids) > enough:
                 return token_ids
             n *= 4
-    return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    return _token_ids(text, tokenizer, add_special_tokens)
+
+
+def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+    # Not verbose: the tokenizer would warn of errors for texts longer than its model, which are counted and dropped.
+    token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return token_ids
 
 
 def _check_unicode(text: str, where: str) -> None:

@@ -289,6 +289,8 @@ def _who_settles_memory(recipe: Recipe) -> str | None:
 def _silent_notes(recipe: Recipe, draft: Draft) -> list[str]:
     """Return notes on what a recipe does although no key of the source says it, or leaves undone."""
     notes: list[str] = []
+    if recipe.cluster.n_nodes > 1 and recipe.scheduler.type == "local":
+        notes.append("a run on several nodes needs a Ray cluster and scheduler.type=ray (docs/cluster.md)")
     if not isinstance(recipe, TrainRecipe):
         return notes
     if recipe.actor.advantage != "none" and not any(key.startswith("reward.") for key in draft.recipe):

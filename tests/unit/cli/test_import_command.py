@@ -52,6 +52,32 @@ def test_without_json_standard_output_is_empty(config: str, tmp_path: Path) -> N
     assert run(config, tmp_path / "recipe.yaml").stdout == ""
 
 
+def test_notes_and_the_next_command_are_told(config: str, tmp_path: Path) -> None:
+    output = tmp_path / "my recipe.yaml"
+    result = run(config, output, "--json")
+    notes = json.loads(result.stdout)["notes"]
+    assert any("reward.fn=math judges all responses" in note for note in notes)
+    assert any("scheduler.type=ray" in note for note in notes)
+    lines = result.stderr.splitlines()
+    assert [line.removeprefix("Note: ") for line in lines if line.startswith("Note: ")] == notes
+    assert lines[-1] == f"Wrote {output}. Next: fivefold plan '{output}'"
+
+
+def test_one_node_needs_no_ray_cluster(config: str, tmp_path: Path) -> None:
+    result = run(config, tmp_path / "recipe.yaml", "trainer.nnodes=1", "--json")
+    assert not any("scheduler.type=ray" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_values_that_are_left_to_the_user_are_told(tmp_path: Path) -> None:
+    source, output = tmp_path / "config.yaml", tmp_path / "recipe.yaml"
+    source.write_text("trainer: {nnodes: 1, n_gpus_per_node: 8}\n")
+    result = run(str(source), output, "--json")
+    to_give = json.loads(result.stdout)["to_give"]
+    assert to_give
+    assert all(f"Still to be given: {key}" in result.stderr for key in to_give)
+    assert "Next: give the values that are ??? in it, then: fivefold plan " in result.stderr
+
+
 def test_strict_prints_the_report_and_writes_nothing(config: str, tmp_path: Path) -> None:
     output = tmp_path / "recipe.yaml"
     result = run(config, output, "--strict")

@@ -65,3 +65,15 @@ def test_a_long_text_of_few_tokens_is_not_too_long(write_jsonl: Write) -> None:
     path = write_jsonl([{"prompt": text, "answer": "1"} for text in texts])
     data = load_prompts(DatasetConfig(path=path, answer_key="answer", max_length=8), tokenizer)
     assert [p.token_ids for p in data.prompts] == [(2, 2), (0,)]
+
+
+def test_a_prompt_that_is_longer_than_the_model_brings_no_warning_of_the_tokenizer(
+    write_jsonl: Write, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says that errors will come of it, and the prompt is dropped."""
+    tokenizer = build_tokenizer("<s> $A")
+    tokenizer.model_max_length = 4
+    path = write_jsonl([{"prompt": text, "answer": "1"} for text in ("a b c a b c a b c", "a")])
+    data = load_prompts(DatasetConfig(path=path, answer_key="answer", max_length=4), tokenizer)
+    assert data.n_too_long == 1
+    assert "Token indices" not in capfd.readouterr().err + caplog.text
