@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forked_workers import fork_workers, python_path
 
 
 def forking() -> ForkServerContext:
@@ -44,6 +44,8 @@ def run_forked(
 
 
 def _command(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+    from tests import preloaded
+
     for descriptor, file in ((1, output), (2, errors)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
@@ -52,11 +54,10 @@ def _command(arguments: list[str], cwd: Path, environment: dict[str, str], outpu
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    # What Python has for `python -m fivefold`, in place of the paths that pytest has added.
-    added = (str(ROOT), *(path for path in sys.path if path.startswith(str(ROOT / "tests"))))
-    sys.path[:] = [str(cwd), str(ROOT), *(path for path in sys.path if path not in added)]
+    sys.path[:] = python_path(cwd)
     sys.argv = ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_workers(preloaded.HOST)
     from fivefold.cli.main import app
 
     try:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib
 
 from fivefold.imports import large_imports
+from tests.forked_workers import fork_host
 
-MODULES = (
-    "fivefold.cli.main",
-    "fivefold.train",
-    "fivefold.sft",
-    "fivefold.dpo",
-    "fivefold.rm",
-    "fivefold.generate",
+OF_WORKERS = (
     "fivefold.mcore.engine",
     "fivefold.fsdp.engine",
+    "fivefold.rollout.transformers_engine",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -26,7 +22,23 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
+"""Modules that import no Ray."""
+OF_DRIVERS = (
+    "fivefold.cli.main",
+    "fivefold.train",
+    "fivefold.sft",
+    "fivefold.dpo",
+    "fivefold.rm",
+    "fivefold.generate",
+)
 
 with large_imports():
-    for module in MODULES:
+    for module in OF_WORKERS:
+        importlib.import_module(module)
+
+HOST = fork_host()
+"""The host of `tests.forked_workers`."""
+
+with large_imports():
+    for module in OF_DRIVERS:
         importlib.import_module(module)

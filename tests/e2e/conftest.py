@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import ROOT, run_forked
+from tests.forked_workers import ROOT
+from tests.forks import run_forked
 
 COMMAND = [sys.executable, "-m", "fivefold"]
 
