@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from fivefold.observe.durable import naming
 from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.trackers.background import Trackers
 
@@ -45,8 +46,8 @@ class MetricsLog:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the numbers of `step`; they are on disk when this returns."""
         self._lines.write({"step": step, **metrics})
-        if self._board is not None:
-            with self._lock:
+        if self._board is not None and self._tensorboard is not None:
+            with self._lock, naming(self._tensorboard):
                 for name, value in metrics.items():
                     self._board.add_scalar(name, value, step)
                 self._board.flush()
@@ -57,7 +58,7 @@ class MetricsLog:
         """Wait until all that was written is on the disk, where it survives the machine."""
         self._lines.sync()
         if self._board is not None and self._tensorboard is not None:
-            with self._lock:
+            with self._lock, naming(self._tensorboard):
                 self._board.flush()
             for file in self._tensorboard.iterdir():
                 with file.open("rb") as events:

@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from errno import ENOSPC
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -284,15 +285,19 @@ class RunDir:
             return
         had_started = self.state == "running"
         log = self.logs / "driver.log"
+        told = f"Traceback: {log}"
         try:
             self._write_status(
                 "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
             )
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
         except OSError as failure:  # such as a full disk; the error to report is the one that ended the run
-            error.add_note(f"how the run ended could not be written to {self.path}: {failure}")
+            told = f"how the run ended could not be written to {self.path}: {failure}"
+            error.add_note(told)
         if had_started and isinstance(error, (ValueError, OSError)):
-            raise RunFailed(f"{error}\n\nTraceback: {log}") from error
+            is_full = isinstance(error, OSError) and error.errno == ENOSPC
+            fix = ": free some space, and start the run again with the same command" if is_full else ""
+            raise RunFailed(f"{error}{fix}\n\n{told}") from error
 
     def _is_alive(self, status: dict[str, Any]) -> bool:
         """Return whether the run of `status`, which has not recorded its end, still goes on."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from fivefold.observe.jsonl import JsonLines, cut_back, write_json
 from fivefold.observe.metrics import MetricsLog
@@ -32,6 +34,16 @@ def test_a_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:
         board.Reload()
         rewards = [(event.step, event.value) for event in board.Scalars("reward/mean")]
         assert rewards == [(1, 0.5), (2, 0.75)]
+
+
+def test_an_error_of_tensorboard_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(board: SummaryWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as log, monkeypatch.context() as disk:
+        disk.setattr(SummaryWriter, "flush", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/tensorboard'"):
+            log.write(1, {"loss": 1.0})
 
 
 def test_without_tensorboard_only_the_json_lines_are_written(tmp_path: Path) -> None:

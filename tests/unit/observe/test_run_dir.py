@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -131,6 +132,16 @@ def test_a_value_error_of_the_run_becomes_run_failed_with_its_traceback_in_a_log
     assert isinstance(caught.value.__cause__, ValueError)
     assert "ValueError: shapes differ" in (run.logs / "driver.log").read_text()
     assert status(run)["state"] == "failed"
+
+
+def test_a_full_disk_says_what_to_do_and_names_no_log_that_is_not_there(tmp_path: Path) -> None:
+    run = RunDir.create(recipe(tmp_path), overwrite=False)
+    run.started()
+    shutil.rmtree(run.logs)  # as on a full disk, the log cannot be written
+    with pytest.raises(RunFailed, match=r"events.*free some space.*same command") as caught, run:
+        raise OSError(errno.ENOSPC, "No space left on device", "events")
+    assert "Traceback" not in str(caught.value)
+    assert f"could not be written to {run.path}" in str(caught.value)
 
 
 def test_errors_other_than_value_errors_are_raised_as_they_are(tmp_path: Path) -> None:
