@@ -67,8 +67,9 @@ class MetricsLog:
     def close(self) -> None:
         """Close the files."""
         self._lines.close()
-        if self._board is not None:
-            self._board.close()
+        if self._board is not None and self._tensorboard is not None:
+            with naming(self._tensorboard):  # the error of an earlier write, which TensorBoard raises once more
+                self._board.close()
 
     def __enter__(self) -> Self:
         return self

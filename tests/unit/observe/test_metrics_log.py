@@ -36,14 +36,17 @@ def test_a_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:
         assert rewards == [(1, 0.5), (2, 0.75)]
 
 
-def test_an_error_of_tensorboard_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_an_error_of_tensorboard_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def full(board: SummaryWriter) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as log, monkeypatch.context() as disk:
-        disk.setattr(SummaryWriter, "flush", full)
-        with pytest.raises(OSError, match=r"No space left on device: '.*/tensorboard'"):
-            log.write(1, {"loss": 1.0})
+    monkeypatch.setattr(SummaryWriter, call, full)
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/tensorboard'"),
+        MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as log,
+    ):
+        log.write(1, {"loss": 1.0})
 
 
 def test_without_tensorboard_only_the_json_lines_are_written(tmp_path: Path) -> None:
