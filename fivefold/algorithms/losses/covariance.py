@@ -48,19 +48,31 @@ class CovarianceChoice:
     def __call__(self, batch: Batch, gather: Gather) -> Batch:
         """Return `batch` with the field `covariance_chosen`.
 
-        Fields read: `old_logprobs` (`rollout_logprobs` if there are none), `advantages`, and `sequence_number` for a
-        random choice.
+        Tokens of equal covariance, such as all of probability 1 in the best sequences, are chosen at random.
+
+        Fields read: `old_logprobs` (`rollout_logprobs` if there are none), `advantages`, and `sequence_number`.
         """
         trained_T = policy_mask(batch).bool()
         covariance_T, n_trained = _covariances(batch, trained_T, gather)
         inside_T = trained_T & (covariance_T >= self.low) & (covariance_T <= self.high)
-        score_T = random_numbers(batch) if self.at_random else covariance_T
-        score_T = torch.where(inside_T, score_T, torch.full_like(score_T, -math.inf))
+        score_T = torch.zeros_like(covariance_T) if self.at_random else covariance_T
         n_chosen = max(1, int(self.share * n_trained))
-        own_best = score_T.topk(min(n_chosen, len(score_T))).values
-        best = torch.cat(gather(own_best)).sort(descending=True).values
-        least = best[min(n_chosen, len(best)) - 1].item() if len(best) else math.inf
-        return batch.with_fields(**{CHOSEN: (inside_T & (score_T >= least)).to(batch.mask_T.dtype)})
+        least = _least_of_largest(score_T, inside_T, n_chosen, gather)
+        above_T, equal_T = inside_T & (score_T > least), inside_T & (score_T == least)
+        n_above = int(torch.stack(gather(above_T.sum())).sum())
+        number_T = random_numbers(batch)
+        drawn_T = equal_T & (number_T >= _least_of_largest(number_T, equal_T, n_chosen - n_above, gather))
+        return batch.with_fields(**{CHOSEN: (above_T | drawn_T).to(batch.mask_T.dtype)})
+
+
+def _least_of_largest(score_T: torch.Tensor, among_T: torch.Tensor, n: int, gather: Gather) -> float:
+    """Return the least of the `n` largest scores, and of all if there are fewer, of the tokens `among_T` of all replicas.
+
+    It is infinite if there is no such token.
+    """
+    own = score_T[among_T]
+    best = torch.cat(gather(own.topk(min(n, len(own))).values)).sort(descending=True).values
+    return best[min(n, len(best)) - 1].item() if len(best) else math.inf
 
 
 def _covariances(batch: Batch, trained_T: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, int]:

@@ -78,6 +78,28 @@ def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal() -> None:
         assert not any(chosen_by(KLCov(0.3).before, batch.with_fields(advantages=equal_T), split))
 
 
+def test_of_tokens_of_equal_covariance_no_more_are_chosen_than_the_share() -> None:
+    """Tokens of probability 1 have the log-prob 0: in the sequences of the largest advantage, all are equal."""
+    lengths, rng = (100, 100, 100, 100), random.Random(6)
+    logprobs_T = torch.where(torch.arange(400) % 4 == 0, -2.0, 0.0)
+    fields = {
+        "old_logprobs": logprobs_T,
+        "advantages": torch.repeat_interleave(torch.tensor([1.0, -1.0, 1.0, -1.0]), 100),
+        "sequence_number": torch.repeat_interleave(torch.arange(4.0), 100),
+    }
+    batch = Batch(lengths, torch.zeros(400, dtype=torch.int64), torch.ones(400), fields)
+    whole = chosen_by(KLCov(0.1).before, batch, [list(range(4))])
+    assert sum(whole) == 40
+    # Covariances are 0.5 * 1 where the log-prob is 0 and A is 1, and 1.5 * 1 where it is -2 and A is -1.
+    assert {t for t, is_chosen in enumerate(whole) if is_chosen} <= {t for t in range(400) if t % 4 == 0}
+    most = chosen_by(KLCov(0.25).before, batch, [list(range(4))])
+    wanted = {t for t in range(400) if t % 4 == 0 and (t // 100) % 2}
+    assert sum(most) == 100
+    assert wanted < {t for t, is_chosen in enumerate(most) if is_chosen}
+    for share, expected in ((0.1, whole), (0.25, most)):
+        assert chosen_by(KLCov(share).before, batch, random_split(rng, 4)) == expected
+
+
 def test_random_numbers_are_spread_evenly() -> None:
     lengths = (500,) * 8
     number_T = torch.repeat_interleave(torch.arange(8.0), 500)
