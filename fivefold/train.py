@@ -20,7 +20,7 @@ from fivefold.algorithms.methods import check_methods
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Resume
-from fivefold.checkpoints.store import CRITIC, EXPERIENCE, REFERENCE, TRAINER
+from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.presets import deviations
 from fivefold.config.schema.train import TrainRecipe
@@ -36,7 +36,7 @@ from fivefold.experience.source import Experience, Source
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
-from fivefold.experience.waiting import Saved, read_waiting
+from fivefold.experience.waiting import Saved, taken_over
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
@@ -200,7 +200,10 @@ def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunSt
             load_state(start, CRITIC, roles.critic)
     run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
     run.folder.started()
-    return _loop(setup, roles, run, state, began, _saved(start))
+    saved, note = taken_over(start)
+    if note is not None:
+        run.screen.note(note)
+    return _loop(setup, roles, run, state, began, saved)
 
 
 def _loop(
@@ -372,12 +375,6 @@ def _renew(roles: Roles, run: OpenRun, version: int) -> None:
     """Give the rollout the weights of `version`, those of now, again: a server was started again, and has none."""
     run.screen.note("a server was started again, and gets its weights: see logs/rollout-*.log")
     roles.send_weights(version, run.timers)
-
-
-def _saved(start: Anew | Resume) -> Saved | None:
-    """Return the samples that wait for their step in the checkpoint from which the run goes on."""
-    folder = start.checkpoint.path / EXPERIENCE if isinstance(start, Resume) else None
-    return read_waiting(folder) if folder is not None and folder.is_dir() else None
 
 
 @contextmanager

@@ -22,6 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fivefold.checkpoints.changes import is_below
+from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.store import EXPERIENCE
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Group
 from fivefold.rollout.protocol import Begun, GenerationRequest
@@ -30,6 +33,16 @@ from fivefold.types import Columns, FinishReason, Prompt, Sample
 if TYPE_CHECKING:
     from fivefold.engine.state_store import HostSnapshot, WrittenPart
 
+SAMPLED_WITH = (
+    "gconfig.greedy",
+    "gconfig.min_new_tokens",
+    "gconfig.stop",
+    "gconfig.stop_token_ids",
+    "gconfig.temperature",
+    "gconfig.top_k",
+    "gconfig.top_p",
+)
+"""Keys of the recipe that decide which responses are sampled, and what their log-probs are of."""
 GROUPS, LENGTHS, COLUMNS = "groups", "lengths", "columns/"
 BEGUN, BEGUN_ARRAYS = "begun", ("token_ids", "logprobs", "versions")
 
@@ -144,6 +157,25 @@ class WaitingGroups:
         """
         assert self._snapshot is not None
         return [self._snapshot.write()]
+
+
+def taken_over(start: Anew | Resume) -> tuple[Saved, str | None]:
+    """Return what a run takes over from the checkpoint from which it goes on, and a text for the user if that changed.
+
+    What was sampled in another way is not taken over: the trainer would take its log-probs, of a truncated distribution
+    for example, for those of the distribution that the recipe now names.
+    """
+    if not isinstance(start, Resume) or not (folder := start.checkpoint.path / EXPERIENCE).is_dir():
+        return Saved(), None
+    saved = read_waiting(folder)
+    changed = [str(change) for change in start.changes if is_below(change.key, SAMPLED_WITH)]
+    if not changed or not (saved.groups or saved.begun):
+        return saved, None
+    n_groups = len(saved.groups) + len(saved.begun)
+    return Saved(), (
+        f"{n_groups} groups of samples of the checkpoint were sampled in another way ({', '.join(changed)}): their "
+        "prompts are answered anew"
+    )
 
 
 def read_waiting(folder: Path) -> Saved:

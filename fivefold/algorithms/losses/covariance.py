@@ -66,7 +66,7 @@ class CovarianceChoice:
 
 
 def _least_of_largest(score_T: torch.Tensor, among_T: torch.Tensor, n: int, gather: Gather) -> float:
-    """Return the least of the `n` largest scores, and of all if there are fewer, of the tokens `among_T` of all replicas.
+    """Return the least of the `n` largest scores of the tokens `among_T` of all replicas, or of all if they are fewer.
 
     It is infinite if there is no such token.
     """
