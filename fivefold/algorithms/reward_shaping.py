@@ -65,5 +65,9 @@ class RewardShaping:
         """Shape rewards, float64 [N], of completions of these lengths, int64 [N]."""
         if self.has_penalty:
             rewards_N = rewards_N - self.penalty(lengths_N)
+        return self.scaled(rewards_N)
+
+    def scaled(self, rewards_N: torch.Tensor) -> torch.Tensor:
+        """Return rewards, float64 [N], with bias, scale and clip alone."""
         shaped_N = (rewards_N + self.bias) * self.scaling
         return shaped_N if self.clip is None else shaped_N.clamp(-self.clip, self.clip)

@@ -9,7 +9,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
+import torch
 
+from fivefold.algorithms.advantages.scores import Sets
+from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.data.sampler import Outcome
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.responses import Generated
@@ -61,14 +64,23 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
     return rewarded(generated, judged(generated.samples, rewards), rewards, model)
 
 
-def has_signal(samples: Sequence[Sample], *, one_by_one: bool) -> bool:
-    """Return whether the completions of a prompt differ in their rewards: in the sum, or in one of them."""
+def has_signal(samples: Sequence[Sample], shaping: RewardShaping, *, one_by_one: bool) -> bool:
+    """Return whether the completions of a prompt differ by more than rounding in one of their rewards, or in the sum.
+
+    The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares answers and not lengths.
+    """
     if one_by_one:
-        return any(
-            len({sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples}) > 1
-            for name in samples[0].rewards
-        )
-    return len({sample.reward for sample in samples}) > 1
+        rows = [
+            [sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples] for name in samples[0].rewards
+        ]
+    else:
+        rows = [[sample.reward for sample in samples]]
+    values_KN = torch.tensor(rows, dtype=torch.float64)
+    group_N = torch.zeros(len(samples), dtype=torch.int64)
+    return not all(
+        Sets(values_N if one_by_one else shaping.scaled(values_N), group_N).is_constant_S.item()
+        for values_N in values_KN
+    )
 
 
 def outcomes(samples: Sequence[Sample]) -> list[Outcome]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
+from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
@@ -93,6 +94,7 @@ class StepSource:
         Each round reads a whole batch, so the sampler stays at the beginning of one. What a round has too much is
         dropped. After the last round, prompts without signal fill what is missing.
         """
+        shaping = RewardShaping.of(self.recipe.actor, self.recipe.gconfig)
         wanted, is_gdpo = self.recipe.train_dataset.batch_size, self.recipe.actor.advantage == "gdpo"
         rounds: list[Experience] = []
         with_signal: list[int] = []
@@ -108,7 +110,7 @@ class StepSource:
             rounds.append(self._sampled(prompts, step, len(rounds)))
             for _, group in groupby(rounds[-1].samples, key=lambda sample: sample.prompt.index):
                 samples = list(group)
-                (with_signal if has_signal(samples, one_by_one=is_gdpo) else without).append(n_samples)
+                (with_signal if has_signal(samples, shaping, one_by_one=is_gdpo) else without).append(n_samples)
                 n_samples += len(samples)
         size = self.recipe.gconfig.n_samples
         starts = [*with_signal, *without][:wanted]

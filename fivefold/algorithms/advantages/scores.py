@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+ROUNDING = 1e-12
+"""Difference of two values, as a share of the larger one or of 1, that rounding may make: the same rewards, added up in
+another order, need not have the same sum."""
+
 
 @dataclass(frozen=True)
 class Each:
@@ -78,8 +82,9 @@ class Sets:
         most_S = values_N.new_zeros(n_sets).scatter_reduce_(0, sets_N, values_N, "amax", include_self=False)
         self.most_N = most_S[sets_N]
         """Largest value of the set."""
-        self.is_constant_S = least_S == most_S
-        """Whether all values of each set are equal."""
+        largest_S = torch.maximum(least_S.abs(), most_S.abs()).clamp(min=1.0)
+        self.is_constant_S = most_S - least_S <= ROUNDING * largest_S
+        """Whether all values of each set are equal, but for rounding."""
         self.is_constant_N = self.is_constant_S[sets_N]
 
     def sum(self, values_N: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,29 @@ def test_rewards_that_differ_one_by_one_are_a_signal_for_gdpo_though_their_sums_
     assert list(dict.fromkeys(replace(steps, rewards=measured).take(1).groups)) == [0, 1, 2, 3]
 
 
+def test_sums_that_differ_by_rounding_are_no_signal() -> None:
+    assert (0.1 + 0.2) + 0.3 != (0.3 + 0.2) + 0.1
+
+    def part(values: str) -> Callable[..., float]:
+        def reward(response: str, ground_truth: Any, **_: Any) -> float:
+            return float(values[int(response) if ground_truth else 0]) / 10
+
+        return reward
+
+    parts = [WeightedReward(NamedReward(values, part(values), None)) for values in ("13", "22", "31")]
+    steps, _ = source({1, 4, 6, 9}, 40, "actor.dynamic_sampling=true")
+    taken = replace(steps, rewards=RewardSet(tuple(parts))).take(1)
+    assert len({sample.reward for sample in taken.samples if sample.prompt.index == 1}) == 2
+    assert taken.metrics["dynamic_sampling/kept"] == 0
+
+
+def test_rewards_that_the_clip_makes_equal_are_no_signal() -> None:
+    for clip, kept in ((5.5, 4 / 12), (5.0, 0.0)):
+        overrides = ("actor.dynamic_sampling=true", "actor.reward_bias=5", f"actor.reward_clip={clip}")
+        steps, _ = source({1, 4, 6, 9}, 40, *overrides, "actor.overlong_reward_penalty=true", "actor.length_penalty=1")
+        assert steps.take(1).metrics["dynamic_sampling/kept"] == kept
+
+
 def test_a_step_has_no_prompt_twice_though_it_reads_on_into_the_next_epoch() -> None:
     steps, rollout = source({2}, 8, "actor.dynamic_sampling=true", "actor.dynamic_sampling_max_rounds=9")
     taken = steps.take(1)
