@@ -67,7 +67,8 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
 def has_signal(samples: Sequence[Sample], shaping: RewardShaping, *, one_by_one: bool) -> bool:
     """Return whether the completions of a prompt differ by more than rounding in one of their rewards, or in the sum.
 
-    The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares answers and not lengths.
+    The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares
+    answers and not lengths.
     """
     if one_by_one:
         rows = [
