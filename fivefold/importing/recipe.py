@@ -20,19 +20,17 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
-from fivefold.importing.algorithms import settle_clip_range, settle_staleness
 from fivefold.importing.checks import problems_of_recipe
 from fivefold.importing.critic import complete
 from fivefold.importing.distillation import COEFF, TEACHER_PATH
 from fivefold.importing.draft import Draft, Outcome
-from fivefold.importing.framework import Framework, dialect_of
-from fivefold.importing.layouts import lay_out
+from fivefold.importing.drafting import check_framework, draft_of
+from fivefold.importing.framework import Framework
 from fivefold.importing.reasons import NO_REFERENCE, NOTHING_GENERATED, TWO_EVALUATIONS
 from fivefold.importing.report import Report
 from fivefold.importing.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold.importing.shell.commands import OVERRIDE
-from fivefold.importing.source import Document, read_document, read_overrides, resolve
-from fivefold.importing.tasks import task_of
+from fivefold.importing.source import Document
 from fivefold.importing.values import run_name
 from fivefold.layout.placement import place
 
@@ -151,43 +149,26 @@ def convert(
     """Return the recipe as nested keys, with `???` for values that the user has to give, and the report.
 
     Raises:
-        ValueError: a file cannot be read or is for a task that is not imported, or a value that other keys depend on
-            cannot be converted.
+        ValueError: a file cannot be read, is another framework's or is for a task that is not imported, or a value that
+            other keys depend on cannot be converted.
     """
     if not files and not overrides:
         raise ValueError("there is nothing to import; give YAML files, launch scripts or overrides as a.b=c")
-    dialect = dialect_of(framework)
-    documents = [read_document(file, environment) for file in files]
-    source = dialect.merge([*documents, read_overrides(overrides)])
-    values = resolve(source.values, environment)
-    task = task_of(framework, dialect.tasks, dialect.signs, values, source.program)
-    conversion = dialect.tasks[task]
-    assert task.schema is not None
-    draft = Draft(values, conversion.defaults, source.caveats, task.schema)
-    conversion.convert(draft)
-    lay_out(draft)
-    conversion.after_layout(draft)
-    settle_clip_range(draft)
-    settle_staleness(draft)
-    unknown_key = f"not a key of {dialect.title} that is known here"
-    draft.finish(unknown_key)
-    draft.notes[:0] = source.notes
+    drafted = draft_of(framework, files, overrides, environment)
+    check_framework(drafted, files, overrides, environment)
+    draft, title = drafted.draft, drafted.dialect.title
     if unknown := draft.unknown_defaults:
-        draft.notes.append(
-            f"{dialect.title}'s defaults are not known here, so that Fivefold's hold: {', '.join(unknown)}"
-        )
-    draft.problems[:0] = source.problems
-    strangers = sum(entry.note == unknown_key for entry in draft.entries)
-    if files and 2 * strangers > len(values):
+        draft.notes.append(f"{title}'s defaults are not known here, so that Fivefold's hold: {', '.join(unknown)}")
+    if files and drafted.is_strange:
         draft.problems.insert(
             0,
-            f"{strangers} of {len(values)} keys are not known as {dialect.title}'s: "
+            f"{drafted.n_strangers} of {drafted.n_keys} keys are not known as {title}'s: "
             "name with --from the framework that the files are written for",
         )
-    to_give = _complete(draft, documents)
+    to_give = _complete(draft, drafted.documents)
     recipe = _check(draft, to_give)
     return recipe, Report(
-        framework=dialect.title,
+        framework=title,
         sources=tuple(str(file) for file in files) + (("overrides",) if overrides else ()),
         entries=tuple(draft.entries),
         to_give=tuple(to_give),
@@ -216,6 +197,9 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
     if "recover.freq_steps" in recipe or "recover.freq_epochs" in recipe:
         # The source's own frequency takes the place of Fivefold's.
         recipe.setdefault("recover.freq_secs", None)
+    if recipe.get("cluster.n_nodes", 1) > 1 and "scheduler.type" not in recipe:
+        recipe["scheduler.type"] = "ray"
+        draft.notes.append("scheduler.type=ray: a run on several nodes joins a Ray cluster (docs/cluster.md)")
     complete(draft)
     needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) else []))
     missing = [key for key in needed if key not in recipe]
@@ -290,7 +274,9 @@ def _silent_notes(recipe: Recipe, draft: Draft) -> list[str]:
     """Return notes on what a recipe does although no key of the source says it, or leaves undone."""
     notes: list[str] = []
     if recipe.cluster.n_nodes > 1 and recipe.scheduler.type == "local":
-        notes.append("a run on several nodes needs a Ray cluster and scheduler.type=ray (docs/cluster.md)")
+        notes.append(
+            "scheduler.type=local is this machine alone: several nodes need scheduler.type=ray (docs/cluster.md)"
+        )
     if not isinstance(recipe, TrainRecipe):
         return notes
     if recipe.actor.advantage != "none" and not any(key.startswith("reward.") for key in draft.recipe):

@@ -64,7 +64,7 @@ def test_any_value_of_any_key_is_converted_or_refused_by_the_name_of_its_key(
     for fixture in (name for owner, name in SOURCES if owner == framework):
         # Reading the same file again for each of its keys would take most of the time.
         document = read_document(FIXTURES / fixture, ENVIRONMENT)
-        monkeypatch.setattr("fivefold.importing.recipe.read_document", lambda *_, document=document: document)
+        monkeypatch.setattr("fivefold.importing.drafting.read_document", lambda *_, document=document: document)
         for key in keys_of(fixture):
             for value in ("abc", "0"):
                 try:

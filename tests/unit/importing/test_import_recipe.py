@@ -58,19 +58,39 @@ def test_what_a_plan_would_refuse_is_a_problem(tmp_path: Path) -> None:
             assert not (tmp_path / "new.yaml").exists()
 
 
-def test_files_of_another_framework_are_told(tmp_path: Path) -> None:
-    def told(framework: Framework, fixture: str) -> bool:
-        output, file = tmp_path / "recipe.yaml", FIXTURES / fixture
-        report = import_recipe(framework, [file], [], output, overwrite=True, environment=ENVIRONMENT)
-        return any("keys are not known as" in problem for problem in report.problems)
-
-    cases: list[tuple[Framework, Framework, str]] = [
-        ("areal", "roll", "areal_grpo_fsdp.yaml"),
-        ("roll", "verl", "roll_megatron.yaml"),
+def test_files_of_another_framework_are_refused_with_its_name(tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    cases: list[tuple[Framework, str, str]] = [
+        ("verl", "areal_grpo_fsdp.yaml", r"^80 of 84 keys are not verl's; this looks like AReaL's: --from areal$"),
+        ("areal", "roll_ppo_deepspeed.yaml", r"keys are not AReaL's; this looks like ROLL's: --from roll$"),
+        ("verl", "roll_megatron.yaml", r"this looks like ROLL's: --from roll$"),
+        ("verl", "trinity_grpo.yaml", r"this looks like Trinity-RFT's: --from trinity$"),
+        ("roll", "verl_grpo_megatron.sh", r"this looks like siiRL's or verl's: --from siirl or --from verl$"),
     ]
-    for written_for, named, fixture in cases:
-        assert not told(written_for, fixture)
-        assert told(named, fixture)
+    for named, fixture, message in cases:
+        with pytest.raises(ValueError, match=message):
+            import_recipe(named, [FIXTURES / fixture], [], output, environment=ENVIRONMENT)
+        assert not output.exists()
+
+
+def test_files_that_are_mostly_of_no_framework_are_told(tmp_path: Path) -> None:
+    source = tmp_path / "config.yaml"
+    source.write_text("{a: 1, b: 2, c: 3, seed: 1, experiment_name: e}", encoding="utf-8")
+    problems = convert_files("areal", [source], [], {}).report.problems
+    assert problems[0].startswith("3 of 5 keys are not known as AReaL's: name with --from")
+
+
+def test_several_nodes_are_those_of_a_ray_cluster_unless_the_source_says_otherwise() -> None:
+    nodes = [*VERL_IN_SHORT, "trainer.n_gpus_per_node=8"]
+    several = convert_words("verl", *nodes, "trainer.nnodes=2")
+    assert several.recipe["scheduler.type"] == "ray"
+    assert any(note.startswith("scheduler.type=ray:") for note in several.report.notes)
+    assert "scheduler.type" not in convert_words("verl", *nodes, "trainer.nnodes=1").recipe
+    local = convert_words("areal", "cluster.n_nodes=2", "cluster.n_gpus_per_node=8", "scheduler.type=local")
+    assert local.recipe["scheduler.type"] == "local"
+    assert any("several nodes need scheduler.type=ray" in note for note in local.report.notes)
+    submitted = convert_words("areal", "cluster.n_nodes=2", "cluster.n_gpus_per_node=8", "scheduler.type=slurm")
+    assert submitted.recipe["scheduler.type"] == "ray"
 
 
 def _refused_by_plan(recipe: Path) -> str:

@@ -22,6 +22,7 @@ def test_blocks_of_a_manual_are_laid_out_and_leave_the_rest_to_the_user() -> Non
         "experiment_name": "roll_megatron",  # the file's name
         "seed": 42,
         "cluster.n_nodes": 4,
+        "scheduler.type": "ray",
         "scheduler.timeout_s": 3600.0,  # this and other values that the manual leaves out are ROLL's defaults
         "total_train_steps": 500,
         "recover.freq_steps": 50,
@@ -70,6 +71,7 @@ def test_grpo_on_a_mixture_of_experts() -> None:
         "experiment_name": "moe-run-7",
         "seed": 11,
         "cluster.n_nodes": 4,
+        "scheduler.type": "ray",
         "cluster.n_gpus_per_node": 8,
         "cluster.fileroot": "./out",
         "scheduler.timeout_s": 3600.0,  # ROLL's default, as the two marked below

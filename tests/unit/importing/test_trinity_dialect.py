@@ -15,6 +15,7 @@ def test_grpo_with_devices_for_explorer_and_trainer() -> None:
         "experiment_name": "sums",
         "trial_name": "grpo-small",
         "cluster.n_nodes": 2,
+        "scheduler.type": "ray",
         "cluster.n_gpus_per_node": 4,
         "cluster.fileroot": "/scratch",
         "total_train_epochs": 3,

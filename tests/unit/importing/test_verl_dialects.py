@@ -65,6 +65,7 @@ def test_a_mixture_of_experts_on_megatron() -> None:
         "experiment_name": "verl_examples",
         "trial_name": "moe",  # `moe-$(date +%m%d)`, where no command is run
         "cluster.n_nodes": 8,
+        "scheduler.type": "ray",
         "cluster.n_gpus_per_node": 8,
         "total_train_epochs": 30,
         "total_train_steps": 100,
@@ -261,6 +262,7 @@ def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
         "experiment_name": "siirl_examples",
         "trial_name": "gsm8k",
         "cluster.n_nodes": 2,
+        "scheduler.type": "ray",
         "cluster.n_gpus_per_node": 8,
         "total_train_epochs": 30,
         "actor.path": "Qwen/Qwen3-30B-A3B",
