@@ -107,7 +107,7 @@ def _first_and_last(steps: str) -> tuple[int, int]:
 
 
 def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
-    """List runs, and the commands that go on with them.
+    """List runs, and the command that goes on with the newest that has not finished.
 
     \b
     Examples:
@@ -176,6 +176,10 @@ def _print_table(found: list[Run]) -> None:
         }
         table.add_row(*(cells[name] for name in columns))
     console.print(table)
-    for run in found:
-        if command := next_command(run):
-            console.print(Text(f"{run.name} goes on with: {command}"), soft_wrap=True)
+    commands = [(run, command) for run in found if (command := next_command(run))]
+    for run, command in commands[:1]:
+        console.print(Text(f"{run.name} goes on with: {command}"), soft_wrap=True)
+    if others := len(commands) - 1 if commands else 0:
+        console.print(
+            f"{others} more {'runs have' if others > 1 else 'run has'} not finished: --json has each command."
+        )

@@ -173,6 +173,21 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     assert found["trial-1"]["bytes"] > 1000
 
 
+def test_only_the_newest_run_that_has_not_finished_has_its_command_in_the_list(tmp_path: Path) -> None:
+    for number, ending in enumerate(("failed", "interrupted", "failed", "finished")):
+        folder = make_run(tmp_path, f"trial-{number}", n_steps=1)
+        set_state(folder, ending)
+        status = json.loads((folder / "status.json").read_text())
+        write_json(folder / "status.json", status | {"began": f"2030-01-0{number + 1}T00:00:00+00:00"})
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": "160"}).output
+    assert [line for line in shown.splitlines() if "goes on with" in line] == [
+        "made/trial-2 goes on with: fivefold train made.yaml trial_name=trial-2"
+    ]
+    assert "2 more runs have not finished: --json has each command." in shown
+    lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
+    assert sum(json.loads(line)["command"] is not None for line in lines) == 3
+
+
 def test_runs_that_cannot_be_read_hide_no_others(tmp_path: Path) -> None:
     make_run(tmp_path, n_steps=1)
     torn, unclear = (make_run(tmp_path, trial, n_steps=1) for trial in ("trial-1", "trial-2"))
