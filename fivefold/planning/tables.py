@@ -45,9 +45,13 @@ def print_plan(console: Console, plan: Plan, *, all_ranks: bool) -> None:
     """
     if plan.found is not None:
         _print_search(console, plan.found)
+        if plan.blueprint is not None:
+            _print_verdict(console, plan.blueprint, "The first: ")
         console.print()
     if plan.blueprint is not None:
         _print_blueprint(console, plan.blueprint, all_ranks=all_ranks)
+        if plan.found is None:
+            _print_verdict(console, plan.blueprint)
     else:
         _print_notes(console, plan.question.notes)
 
@@ -68,10 +72,14 @@ def _print_blueprint(console: Console, blueprint: Blueprint, *, all_ranks: bool)
             _print_step(console, trainer, trainer.time, blueprint.question.gpu)
     console.print()
     _print_notes(console, blueprint.notes)
+
+
+def _print_verdict(console: Console, blueprint: Blueprint, of: str = "") -> None:
+    """Say whether the plan can run; `of` says which layout is meant, where several are listed."""
     for line in blueprint.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
     if blueprint.fits and blueprint.question.gpus_per_node > 0:
-        console.print(Text(f"It fits. {_tightest(blueprint)}", style="bold green"))
+        console.print(Text(f"{of}It fits. {_tightest(blueprint)}", style="bold green"))
 
 
 def _print_notes(console: Console, notes: Iterable[str]) -> None:

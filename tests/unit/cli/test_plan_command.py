@@ -96,6 +96,17 @@ def test_a_plan_that_does_not_fit_is_exit_code_1() -> None:
     assert json.loads(result.stdout)["search"]["best"] == []
 
 
+def test_the_verdict_stands_beside_the_best_layout_and_without_a_search_at_the_end() -> None:
+    lines = run("--model", "Qwen3-8B", "--gpus", "8", "--search").stdout.splitlines()
+    [verdict] = [number for number, line in enumerate(lines) if "It fits." in line]
+    [ranks] = [number for number, line in enumerate(lines) if line.startswith("Ranks of actor")]
+    best = next(number for number, line in enumerate(lines) if line.lstrip().startswith("1  megatron:"))
+    assert best < verdict < ranks
+    assert lines[verdict].startswith("The first: It fits.")
+    planned = run("--model", "Qwen3-8B", "--gpus", "8", "--actor", "megatron:t2p4").stdout.splitlines()
+    assert [line.startswith("It fits.") for line in planned[-2:]].count(True) == 1
+
+
 def test_every_rank_is_listed_when_asked_for() -> None:
     arguments = ("--model", "Qwen3-8B", "--gpus", "32", "--actor", "megatron:d16t2", "--gpu", "h200")
     assert "--ranks lists them" in run(*arguments).stdout
