@@ -28,12 +28,17 @@ def resolve_model_folder(path: str | Path) -> Path:
     folder = Path(resolve_model_path(str(path)))
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES, ignore_patterns=_OTHER_FORMATS))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+    except LocalEntryNotFoundError as error:  # a kind of HfHubHTTPError in some versions
+        raise ValueError(
+            f"{str(path)!r} is neither a local folder nor in the cache, and {constants.ENDPOINT} could not be reached "
+            f"({error.__cause__}): download it and set actor.path, or the key that names it, to the folder"
+        ) from error
+    except HfHubHTTPError as error:
         raise ValueError(f"{str(path)!r} is not a local folder, and the hub did not serve it: {error}") from error
 
 

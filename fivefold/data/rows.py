@@ -174,11 +174,12 @@ def _read_hub(path: str, split: str) -> Iterator[Row]:
     name, _, configuration = path.partition(":")
     try:
         yield from datasets.load_dataset(name, configuration or None, split=split)
-    except (
-        datasets.exceptions.DatasetNotFoundError,
-        datasets.exceptions.DataFilesNotFoundError,
-        ConnectionError,
-    ) as error:
+    except ConnectionError as error:
+        raise ValueError(
+            f"{path!r} is no file or folder here, and {datasets.config.HF_ENDPOINT} could not be reached ({error}): "
+            "download it and set train_dataset.path, or the key that names it, to the folder"
+        ) from error
+    except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
         raise ValueError(
             f"{path!r} is no file or folder here, and the Hugging Face hub gives no data set of that name ({error}): "
             "check the spelling, your connection and your access"

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -269,6 +270,19 @@ def test_slices_are_those_of_the_tensor(source: Path, tmp_path: Path) -> None:
 def test_a_hub_name_is_fetched(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/model": str(source)}[name])
     assert HFWeights("org/model").names == {"old"}
+
+
+def test_a_hub_that_cannot_be_reached_is_one_message_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("An error happened.\nCheck your connection.") from OSError("connection refused")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(
+        ValueError, match=r"'org/model' .* https?://\S+ could not be reached \(connection refused\)"
+    ) as told:
+        resolve_model_folder("org/model")
+    assert "download it and set actor.path" in str(told.value)
+    assert "\n" not in str(told.value)
 
 
 def test_neither_folder_nor_hub_name_is_an_error(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, configuration, split))
         if name == "no/such":
             raise datasets.exceptions.DatasetNotFoundError("Dataset 'no/such' doesn't exist on the Hub")
+        if name == "far/away":
+            raise ConnectionError("Couldn't reach 'far/away' on the Hub")
         return datasets.Dataset.from_list(PLAIN)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -172,6 +174,10 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("openai/gsm8k", "main", "test"), ("squad", None, "train")]
     with pytest.raises(ValueError, match=r"'no/such' is no file or folder here, and the Hugging Face hub"):
         load_rows(plain("no/such"))
+    with pytest.raises(
+        ValueError, match=r"https?://\S+ could not be reached .*: download it and set train_dataset\.path"
+    ):
+        load_rows(plain("far/away"))
 
 
 @pytest.mark.parametrize(
