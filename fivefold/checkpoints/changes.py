@@ -46,6 +46,10 @@ ABSENT = object()
 """Value of a key that a recipe does not have."""
 
 
+class RecipeChangedError(ValueError):
+    """A recipe differs from that of its checkpoint in what may not change."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A key whose value differs."""
@@ -69,12 +73,12 @@ class Changes:
         """Refuse changes that were not accepted.
 
         Raises:
-            ValueError: it lists them, with the way to accept them.
+            RecipeChangedError: it lists them, with the way to accept them.
         """
         if self.refused:
             lines = "".join(f"\n- {change}" for change in self.refused)
             sections = ", ".join(dict.fromkeys(_fixed_prefix(change.key) for change in self.refused))
-            raise ValueError(
+            raise RecipeChangedError(
                 f"the checkpoint belongs to a run of another model, data or seed:{lines}\nGo on with the old values, "
                 "or start a new run with another trial_name; if the change is meant, set "
                 f"recover.accept_changes=[{sections}]"

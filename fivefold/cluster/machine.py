@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ray._private.accelerators import get_accelerator_manager_for_resource
+
 from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 
 MIN_OPEN_FILES = 1024
 """Open files that a process must be allowed to have. Ray's servers take about 60, and 4 for each worker; workers that
@@ -41,6 +44,40 @@ def check_machine() -> None:
             f"processes on this machine cannot reach each other at {LOOPBACK} ({error}), but the processes of a run "
             "have to: bring the loopback interface up (`ip link set lo up`), or let no firewall block it"
         ) from error
+
+
+def check_devices(scheduler: SchedulerConfig, cluster: ClusterConfig) -> None:
+    """Refuse a run on this machine alone (`scheduler.type=local`) that asks for more than it has.
+
+    Raises:
+        ValueError: several nodes, or more GPUs than there are.
+    """
+    if scheduler.type != "local":
+        return
+    if cluster.n_nodes > 1:
+        raise ValueError(
+            f"cluster.n_nodes is {cluster.n_nodes}, but scheduler.type=local is this machine alone: "
+            "set scheduler.type=ray"
+        )
+    if cluster.n_gpus_per_node > (n_gpus := gpus_here()):
+        raise ValueError(lacks_gpus(cluster.n_gpus_per_node, n_gpus))
+
+
+def gpus_here() -> int:
+    """Return the number of GPUs that a Ray which starts here takes, without making a context on one."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    n_gpus = int(manager.get_current_node_num_accelerators())
+    return n_gpus if visible is None else min(n_gpus, len(visible))
+
+
+def lacks_gpus(asked: int, n_gpus: int) -> str:
+    """Return the words for a run that asks one machine for more GPUs than it has."""
+    zero = " (0: CPU processes)" if n_gpus == 0 else ""
+    return (
+        f"cluster.n_gpus_per_node is {asked}, but this machine has {n_gpus} GPUs: "
+        f"set cluster.n_gpus_per_node={n_gpus}{zero}"
+    )
 
 
 @contextmanager

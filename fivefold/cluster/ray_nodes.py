@@ -11,6 +11,8 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
+from fivefold.cluster.machine import lacks_gpus
+
 POLL_S = 0.5
 """Seconds between two looks at the list of nodes while some are missing."""
 
@@ -73,11 +75,7 @@ def listing(nodes: Sequence[RayNode]) -> str:
 def _what_is_missing(n_nodes: int, n_gpus: int, nodes: Sequence[RayNode], wait_s: float) -> str:
     most = max((node.gpus for node in nodes), default=0)
     if len(nodes) == n_nodes == 1:
-        zero = " (0: CPU processes)" if most == 0 else ""
-        return (
-            f"cluster.n_gpus_per_node is {n_gpus}, but this machine has {most} GPUs: "
-            f"set cluster.n_gpus_per_node={most}{zero}"
-        )
+        return lacks_gpus(n_gpus, most)
     asked = f"with {n_gpus} GPUs each" if n_gpus else "for CPU processes"
     fitting = sum(node.has(n_gpus) for node in nodes)
     return (

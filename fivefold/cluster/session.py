@@ -27,6 +27,7 @@ from fivefold.cluster.errors import LostNode, Member, NodesLost, RayEnded
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.joined_ray import JoinedRay
 from fivefold.cluster.local_ray import LocalRay
+from fivefold.cluster.machine import check_devices
 from fivefold.cluster.nodes import Node, reserve
 from fivefold.cluster.role import Role
 from fivefold.cluster.shared_folder import check_shared
@@ -69,11 +70,7 @@ class Session:
             ValueError: the machines or devices that `cluster` asks for are missing, or their software differs.
             RunFailed: Ray did not start.
         """
-        if scheduler.type == "local" and cluster.n_nodes > 1:
-            raise ValueError(
-                f"cluster.n_nodes is {cluster.n_nodes}, but scheduler.type=local is this machine alone: "
-                "set scheduler.type=ray"
-            )
+        check_devices(scheduler, cluster)
         hush()
         is_local = scheduler.type == "local"
         its_ray = None

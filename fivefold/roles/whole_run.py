@@ -9,13 +9,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
+from fivefold.checkpoints.changes import RecipeChangedError
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Item, Resume
+from fivefold.cluster.machine import check_devices
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PeriodicConfig
@@ -101,10 +103,16 @@ def run_whole(
         RunStopped: the run was asked to end, and ended after a step.
     """
     began = time.perf_counter()
-    start = find_start(recipe, overwrite=overwrite)
+    try:
+        start = find_start(recipe, overwrite=overwrite)
+    except RecipeChangedError:
+        # A recipe that could not run at all is told so: the change may be of the same mistake.
+        set_up(datetime.now(UTC))
+        raise
     if isinstance(start, Finished):
         open_screen(screen, columns).note(start.reason)
         return start.summary
+    check_devices(recipe.scheduler, recipe.cluster)  # before the data are read, which may take long
     setup = set_up(start.began)
     _check_profile(setup)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
