@@ -107,7 +107,7 @@ def _first_and_last(steps: str) -> tuple[int, int]:
 
 
 def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
-    """List runs, and the command that goes on with the newest that has not finished.
+    """List runs, and how to go on with the newest one.
 
     \b
     Examples:
