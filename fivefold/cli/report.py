@@ -176,10 +176,8 @@ def _print_table(found: list[Run]) -> None:
         }
         table.add_row(*(cells[name] for name in columns))
     console.print(table)
-    commands = [(run, command) for run in found if (command := next_command(run))]
-    for run, command in commands[:1]:
-        console.print(Text(f"{run.name} goes on with: {command}"), soft_wrap=True)
-    if others := len(commands) - 1 if commands else 0:
-        console.print(
-            f"{others} more {'runs have' if others > 1 else 'run has'} not finished: --json has each command."
-        )
+    if commands := [(run, command) for run in found if (command := next_command(run))]:
+        (newest, command), *others = commands
+        console.print(Text(f"{newest.name} goes on with: {command}"), soft_wrap=True)
+        if n := len(others):
+            console.print(f"{n} more {'runs have' if n > 1 else 'run has'} not finished: --json has each command.")
