@@ -5,7 +5,10 @@ from __future__ import annotations
 from fivefold.config.megatron_names import REFUSED
 
 _IN_TOKENS = "micro-batches have a token budget: set mb_spec.max_tokens_per_mb"
-_INFER = "passes without gradients have a token budget: set mb_spec.max_tokens_per_infer_mb"
+_INFER = (
+    "passes without gradients have a token budget: set mb_spec.max_tokens_per_infer_mb of a model that is trained, and "
+    "mb_spec.max_tokens_per_mb of another"
+)
 _RECOMPUTED = "set megatron.recompute, or fsdp.recompute"
 _LAYOUT = "the layout decides it: set backend"
 _OTHERS: dict[str, str] = {

@@ -85,11 +85,10 @@ class BatchPlanner:
         The number of micro-batches is a multiple of the pipeline's stages where the schedule is interleaved.
         """
         layout, config = self.layout, self.config
-        infer_tokens = None if with_gradient else config.max_tokens_per_infer_mb
         assigned = plan_micro_batches(
             [self._padded([length], tp=1) for length in lengths],
             n_ranks=layout.dp,
-            max_tokens=infer_tokens or config.max_tokens_per_mb,
+            max_tokens=config.max_tokens_per_mb if with_gradient else config.infer_tokens,
             min_micro_batches=config.n_mbs,
             multiple_of=layout.pp if layout.vpp > 1 else 1,
             cost=SequenceCost(quadratic_at=self.quadratic_at),

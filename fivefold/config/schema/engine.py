@@ -72,16 +72,31 @@ class OptimizerConfig(Section):
 
 
 class MicroBatchConfig(Section):
-    """How a mini-batch is split into the micro-batches of one forward and backward pass each."""
+    """How a mini-batch is split into the micro-batches of one pass each."""
 
     max_tokens_per_mb: Positive = 8192
     """Most tokens in one micro-batch, summed over its context-parallel shards. A longer sequence has a micro-batch to
     itself."""
-    max_tokens_per_infer_mb: Positive | None = None
-    """The same in passes without gradients (log-probs, values), which keep no activations; null: as
-    `max_tokens_per_mb`."""
     n_mbs: Sequences = 1
     """Fewest micro-batches that a data-parallel rank splits a mini-batch into."""
+
+    @property
+    def infer_tokens(self) -> int:
+        """Most tokens in a micro-batch of a pass without gradients."""
+        return self.max_tokens_per_mb
+
+
+class TrainedMicroBatchConfig(MicroBatchConfig):
+    """How a mini-batch is split into the micro-batches of one pass each, forward and backward or without gradients."""
+
+    max_tokens_per_infer_mb: Positive | None = None
+    """Most tokens in one micro-batch of passes without gradients (log-probs, values), which keep no activations; null:
+    as `max_tokens_per_mb`."""
+
+    @property
+    def infer_tokens(self) -> int:
+        """Most tokens in a micro-batch of a pass without gradients."""
+        return self.max_tokens_per_infer_mb or self.max_tokens_per_mb
 
 
 class EngineConfig(Section):
@@ -152,6 +167,13 @@ class EngineConfig(Section):
         return self
 
 
+class TrainedModelConfig(EngineConfig):
+    """A model that is trained."""
+
+    mb_spec: TrainedMicroBatchConfig = TrainedMicroBatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
 class OffloadConfig(Section):
     """What leaves the actor's GPUs while a rollout generates on them.
 
@@ -168,10 +190,6 @@ class OffloadConfig(Section):
     (`actor.megatron.optimizer.state_on`, `actor.fsdp.optimizer.state_on`)."""
 
 
-INFER_ONLY = (
-    "mb_spec.max_tokens_per_infer_mb is for models that are trained as well, and all passes of this one are without "
-    "gradients: set mb_spec.max_tokens_per_mb"
-)
 _ONLY_TRAINING = {
     "megatron": ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute"),
     "fsdp": ("optimizer", "recompute", "mp_policy", "backward_prefetch"),
@@ -193,8 +211,6 @@ class FrozenModelConfig(EngineConfig):
         for engine, names in _ONLY_TRAINING.items():
             section = getattr(self, engine)
             strays += [f"{engine}.{name}" for name in names if getattr(section, name) != getattr(type(section)(), name)]
-        if self.mb_spec.max_tokens_per_infer_mb is not None:
-            raise ValueError(INFER_ONLY)
         if strays:
             raise ValueError(
                 f"{strays[0]} has no effect on a model that is not trained, and starts from the weights of its Hugging "

@@ -7,15 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fivefold.config.schema.data import DPODatasetConfig, DPORowsConfig, PreferenceDatasetConfig, PreferenceRowsConfig
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.supervised import SupervisedConfig
 
 
-class DPOModelConfig(EngineConfig):
+class DPOModelConfig(TrainedModelConfig):
     """The model that is trained, and the loss that trains it."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto"] = "sigmoid"
     """Loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo` or `kto` (docs/preferences.md)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
@@ -72,10 +71,9 @@ class DPORecipe(SupervisedConfig):
         return self
 
 
-class RMModelConfig(EngineConfig):
+class RMModelConfig(TrainedModelConfig):
     """The model that becomes a reward model: its output layer is replaced by one score."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
     center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's two scores, which keeps scores around 0 (Eisenstein et al. 2023)."""
 

@@ -8,12 +8,10 @@ from pydantic import Field, model_validator
 
 from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
 from fivefold.config.schema.engine import (
-    INFER_ONLY,
-    EngineConfig,
     FrozenModelConfig,
     MicroBatchConfig,
     OffloadConfig,
-    OptimizerConfig,
+    TrainedModelConfig,
 )
 from fivefold.config.schema.fields import (
     ONE_LINE,
@@ -183,10 +181,9 @@ class TeacherConfig(FrozenModelConfig):
     """The model that `actor.distill` draws the actor towards; it must have the actor's tokens."""
 
 
-class ActorConfig(EngineConfig):
+class ActorConfig(TrainedModelConfig):
     """The model that is trained, and the algorithm that trains it."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()
     loss: Annotated[str, Field(pattern=ONE_LINE)] = "ppo"
     """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`,
@@ -348,12 +345,6 @@ class FrozenReferenceConfig(Section):
     with the actor's in any case."""
 
     @model_validator(mode="after")
-    def _check_micro_batches(self) -> Self:
-        if self.mb_spec is not None and self.mb_spec.max_tokens_per_infer_mb is not None:
-            raise ValueError(INFER_ONLY)
-        return self
-
-    @model_validator(mode="after")
     def _check_devices(self) -> Self:
         if self.device_mapping is not None and self.backend is None:
             raise ValueError(
@@ -382,7 +373,7 @@ class ReferenceConfig(FrozenReferenceConfig):
         return 1 if self.refresh_every is None and self.ema_decay is not None else self.refresh_every
 
 
-class CriticConfig(EngineConfig):
+class CriticConfig(TrainedModelConfig):
     """The model that learns what states are worth, for `actor.advantage: gae` (docs/critic.md).
 
     It has the layers of `critic.path`, and a value head in place of the output layer, which begins at 0 if the folder
@@ -391,7 +382,6 @@ class CriticConfig(EngineConfig):
 
     colocate: bool = True
     """Share the actor's devices, in turn; false: have devices of its own."""
-    optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()
     """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
     gae_lambda: Fraction | None = None

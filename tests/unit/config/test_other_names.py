@@ -20,6 +20,10 @@ KEYS = {
     "actor.megatron.exp_avg_dtype=float32": "did you mean actor.megatron.optimizer.exp_avg_dtype",
     "actor.megatron.param_offload=true": "set offload.params of the role",
     "actor.infer_batch_size=2": "set mb_spec.max_tokens_per_infer_mb",
+    "ref.infer_batch_size=2": "and mb_spec.max_tokens_per_mb of another",
+    "ref.mb_spec.max_tokens_per_infer_mb=2": "did you mean ref.mb_spec.max_tokens_per_mb?",
+    "teacher.mb_spec.max_tokens_per_infer_mb=2": "did you mean teacher.mb_spec.max_tokens_per_mb?",
+    "reward.model.mb_spec.max_tokens_per_infer_mb=2": "did you mean reward.model.mb_spec.max_tokens_per_mb?",
     "actor.gradient_accumulation_steps=4": "set ppo_n_minibatches",
 }
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MicroBatchConfig
-from fivefold.config.schema.roles import ReferenceConfig, TeacherConfig
+from fivefold.config.schema.engine import MicroBatchConfig, TrainedMicroBatchConfig
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import RemoteBatch
@@ -37,7 +36,8 @@ class CountingGroup:
 def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: int) -> None:
     counts = {}
     for most in (None, 40):
-        config, group = MicroBatchConfig(max_tokens_per_mb=10, max_tokens_per_infer_mb=most), CountingGroup()
+        config = TrainedMicroBatchConfig(max_tokens_per_mb=10, max_tokens_per_infer_mb=most)
+        group = CountingGroup()
         trainer = Trainer(group, BatchPlanner(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
         batch = RemoteBatch(LENGTHS, LENGTHS, ())
         trainer.logprobs(batch, "own", 1.0, "old_logprobs")
@@ -45,9 +45,3 @@ def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: in
         trainer.update(batch, SFTLoss())
         counts[most] = group.counts
     assert counts == {None: [8, 8, 8], 40: [infer, infer, 8]}
-
-
-@pytest.mark.parametrize("section", [ReferenceConfig, TeacherConfig])
-def test_models_that_are_not_trained_have_one_budget(section: type[Any]) -> None:
-    with pytest.raises(ValueError, match=r"all passes of this one are without gradients: set mb_spec\.max_tokens_per"):
-        section(path="x", mb_spec={"max_tokens_per_infer_mb": 10})
