@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fivefold.algorithms.loss import SFTLoss
-from fivefold.config.schema.engine import MicroBatchConfig, TrainedMicroBatchConfig
+from fivefold.config.schema.engine import TrainedMicroBatchConfig
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import RemoteBatch
