@@ -23,8 +23,8 @@ PAUSE, RESUME = "/pause?mode=abort", "/resume"
 """Endpoints between which nothing is generated. The first ends all requests, and drops what was cached."""
 NEWER = (0, 26)
 """First release with the newer form."""
-STACKING = (0, 25)
-"""The release whose loader of experts `inside_vllm/fivefold_weights.py` replaces."""
+SLOW = (0, 25)
+"""The release parts of whose loading `inside_vllm/fivefold_weights.py` replaces."""
 _WHOLE = 2**62
 """Bytes of a packed buffer that no bucket reaches, so that each is one broadcast."""
 
@@ -107,8 +107,8 @@ class VLLMWeights:
         release = tuple(int(part) for part in http.get("/version")["version"].split(".")[:2])
         self._form: Form = Form26() if release >= NEWER else Form25()
         self.meeting: Meeting = self._form.meeting
-        if release == STACKING:
-            http.post("/collective_rpc", {"method": "fivefold_stack_experts"})
+        if release == SLOW:
+            http.post("/collective_rpc", {"method": "fivefold_load_faster"})
         if by_ipc:
             self._begin(self._form.ipc())
 

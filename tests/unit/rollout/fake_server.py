@@ -383,7 +383,7 @@ class FakeServer:
 
     def collective_rpc(self, body: dict[str, Any]) -> Reply:
         method, kwargs = body["method"], body.get("kwargs", {})
-        if method in ("fivefold_watch_weights", "fivefold_stack_experts"):
+        if method in ("fivefold_watch_weights", "fivefold_load_faster"):
             self.log.write(kind=method)
             return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":

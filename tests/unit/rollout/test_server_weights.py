@@ -144,7 +144,7 @@ def test_vllm_is_told_of_handles_in_the_form_of_its_release(
 ) -> None:
     engine, is_old = start(kind, route("ipc")), kind is OLD
     assert bodies(tmp_path, "/init_weight_transfer_engine") == [{"init_info": {} if is_old else {"packed": True}}]
-    assert len(Log(tmp_path).rows("fivefold_stack_experts")) == is_old
+    assert len(Log(tmp_path).rows("fivefold_load_faster")) == is_old
     buckets = buckets_of(weights, "ipc")
     engine.load_buckets(iter(buckets), 4)
     for body, bucket in zip(bodies(tmp_path, "/update_weights"), buckets, strict=True):
@@ -579,70 +579,130 @@ def test_a_command_line_names_the_transport() -> None:
 
 
 @pytest.fixture
-def stack_experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+def inside_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
-    return __import__("fivefold_weights").stack_experts
+    return __import__("fivefold_weights")
 
 
-def make_layer_class() -> Any:
-    """Return a class like vLLM's: `load_weights` gives each expert's tensor to the loader, which takes all as well."""
+class ExpertLayer:
+    """A layer like vLLM's: its parameters' loader takes the tensor of one expert, or those of all."""
 
-    class Layer:
-        layer_name = "model.layers.0.mlp.experts"
-        ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name = "gate_proj", "down_proj", "up_proj"
+    ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name = "gate_proj", "down_proj", "up_proj"
 
-        def __init__(self, **parallel: bool) -> None:
-            self.quant_method = type("UnquantizedFusedMoEMethod", (), {})()
-            self.moe_config = SimpleNamespace(
-                num_experts=4, num_logical_experts=4, moe_parallel_config=SimpleNamespace(**parallel)
-            )
-            self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
-            self.calls: list[tuple[str, int]] = []
-            self.w13_weight = SimpleNamespace(data=torch.zeros(4, 6, 2), weight_loader=self.load)
-            self.w2_weight = SimpleNamespace(data=torch.zeros(4, 2, 3), weight_loader=self.load)
+    def __init__(self, number: int, *, use_ep: bool = False) -> None:
+        self.layer_name = f"model.layers.{number}.mlp.experts"
+        self.quant_method = type("UnquantizedFusedMoEMethod", (), {})()
+        self.moe_config = SimpleNamespace(
+            num_experts=4, num_logical_experts=4, moe_parallel_config=SimpleNamespace(use_ep=use_ep)
+        )
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        self.calls: list[tuple[str, int]] = []
+        self.w13_weight = SimpleNamespace(data=torch.zeros(4, 6, 2), weight_loader=self.load)
+        self.w2_weight = SimpleNamespace(data=torch.zeros(4, 2, 3), weight_loader=self.load)
 
-        def load(
-            self, *, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
-            return_success: bool,
-        ) -> bool:  # fmt: skip
-            self.calls.append((weight_name, loaded_weight.dim()))
-            rows = {"w1": slice(0, 3), "w3": slice(3, 6), "w2": slice(None)}[shard_id]
-            (param.data if loaded_weight.dim() == 3 else param.data[expert_id])[..., rows, :] = loaded_weight
-            return return_success
-
-        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-            for name, tensor in weights:
-                expert, projection, _ = name.split(".")
-                shard = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[projection]
-                kind = "w2_weight" if shard == "w2" else "w13_weight"
-                self.load(
-                    param=getattr(self, kind), loaded_weight=tensor, weight_name=f"{self.layer_name}.{kind}",
-                    shard_id=shard, expert_id=int(expert), return_success=True,
-                )  # fmt: skip
-                yield kind
-
-    return Layer
+    def load(
+        self, *, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+        return_success: bool,
+    ) -> bool:  # fmt: skip
+        self.calls.append((weight_name, loaded_weight.dim()))
+        rows = {"w1": slice(0, 3), "w3": slice(3, 6), "w2": slice(None)}[shard_id]
+        (param.data if loaded_weight.dim() == 3 else param.data[expert_id])[..., rows, :] = loaded_weight
+        return return_success
 
 
-def test_vllm_loads_all_experts_of_a_projection_at_once(stack_experts: Any) -> None:
+class ExpertModel:
+    """A model like vLLM's, which loads the tensors of experts one by one."""
+
+    def __init__(self, *layers: ExpertLayer) -> None:
+        self.layers = layers
+        self.others: list[str] = []
+
+    def modules(self) -> Iterator[Any]:
+        yield from (self, *self.layers)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            if ".experts." not in name:
+                self.others.append(name)
+                loaded.add(name)
+                continue
+            layer_name, expert, projection, _ = name.rsplit(".", 3)
+            [layer] = [layer for layer in self.layers if layer.layer_name == layer_name]
+            shard = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[projection]
+            kind = "w2_weight" if shard == "w2" else "w13_weight"
+            layer.load(
+                param=getattr(layer, kind), loaded_weight=tensor, weight_name=f"{layer_name}.{kind}", shard_id=shard,
+                expert_id=int(expert), return_success=True,
+            )  # fmt: skip
+            loaded.add(f"{layer_name}.{kind}")
+        return loaded
+
+
+def expert_rows(n_layers: int) -> list[tuple[str, Tensor]]:
+    """Draw tensors of layers with four experts, and one of a norm before each layer."""
     shapes = {"gate_proj": (3, 2), "up_proj": (3, 2), "down_proj": (2, 3)}
-    rows = [(f"{expert}.{name}.weight", torch.randn(shape)) for expert in range(4) for name, shape in shapes.items()]
-    layer_class = make_layer_class()
-    plain, spread = layer_class(use_ep=False), layer_class(use_ep=True)
-    assert set(plain.load_weights(rows)) == {"w13_weight", "w2_weight"}
-    stack_experts(layer_class)
-    stack_experts(layer_class)  # the second time changes nothing
-    stacked = layer_class(use_ep=False)
-    for _ in range(2):
-        stacked.calls.clear()
-        loaded = [*stacked.load_weights(iter(rows[:7])), *stacked.load_weights(iter(rows[7:]))]
-        assert sorted(loaded) == ["w13_weight", "w13_weight", "w2_weight"]
-        assert sorted(stacked.calls) == [
-            *[("model.layers.0.mlp.experts.w13_weight", 3)] * 2, ("model.layers.0.mlp.experts.w2_weight", 3)
+    rows = []
+    for layer in range(n_layers):
+        rows.append((f"model.layers.{layer}.input_layernorm.weight", torch.randn(2)))
+        rows += [
+            (f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", torch.randn(shape))
+            for expert in range(4) for name, shape in shapes.items()
         ]  # fmt: skip
-        assert stacked.w13_weight.data.equal(plain.w13_weight.data)
-        assert stacked.w2_weight.data.equal(plain.w2_weight.data)
-    assert len(list(spread.load_weights(rows))) == len(spread.calls) == 12
+    return rows
+
+
+def test_vllm_loads_all_experts_of_a_projection_at_once(inside_vllm: Any) -> None:
+    rows = expert_rows(2)
+    plain, faster = (ExpertModel(ExpertLayer(0), ExpertLayer(1, use_ep=True)) for _ in range(2))
+    names = plain.load_weights(rows)
+    for _ in range(2):  # the second time changes nothing
+        inside_vllm.load_experts_together(faster, ExpertLayer)
+    list(faster.load_weights(iter(expert_rows(2)[:9])))  # an update that ends early leaves nothing behind
+    for _ in range(2):
+        for layer in faster.layers:
+            layer.calls.clear()
+        faster.others.clear()
+        loaded = faster.load_weights(iter(rows[:8])) | faster.load_weights(iter(rows[8:]))
+        assert loaded == names
+        whole, single = (layer.layer_name for layer in faster.layers)
+        assert sorted(faster.layers[0].calls) == [(f"{whole}.w13_weight", 3)] * 2 + [(f"{whole}.w2_weight", 3)]
+        assert sorted(faster.layers[1].calls) == [(f"{single}.w13_weight", 2)] * 8 + [(f"{single}.w2_weight", 2)] * 4
+        assert faster.others == [name for name, _ in rows if "norm" in name]
+        for one, other in zip(plain.layers, faster.layers, strict=True):
+            assert one.w13_weight.data.equal(other.w13_weight.data)
+            assert one.w2_weight.data.equal(other.w2_weight.data)
+
+
+def test_vllm_copies_a_buffer_that_it_opens_at_once(inside_vllm: Any) -> None:
+    tensors = {"a": torch.randn(3, 2), "b": torch.randn(5), "c": torch.randn(1, 4, 2)}
+    buffer = torch.cat([tensor.bfloat16().view(-1) for tensor in tensors.values()]).view(torch.uint8)
+    copies: list[Tensor] = []
+
+    def consumer(
+        ipc_handle: Any, names: list[str], shapes: list[list[int]], dtype_names: list[str], tensor_sizes: list[int],
+        device_index: int,
+    ) -> list[tuple[str, Tensor]]:  # fmt: skip
+        """Do what vLLM's own does."""
+        assert (ipc_handle, device_index) == ({"uuid": ()}, 3)
+        parts = buffer[: sum(tensor_sizes)].split(tensor_sizes)
+        copies.extend(part.clone() for part in parts)
+        dtypes = [getattr(torch, name) for name in dtype_names]
+        copied = zip(names, copies[-len(names) :], dtypes, shapes, strict=True)
+        return [(name, copy.view(dtype).view(shape)) for name, copy, dtype, shape in copied]
+
+    engine = SimpleNamespace(packed_ipc_consumer=consumer)
+    args = (list(tensors), [list(t.shape) for t in tensors.values()], ["bfloat16"] * 3, [12, 10, 16], 3)
+    expected = engine.packed_ipc_consumer({"uuid": ()}, *args)
+    copies.clear()
+    for _ in range(2):  # the second time changes nothing
+        inside_vllm.open_whole_buffers(engine)
+    found = engine.packed_ipc_consumer({"uuid": ()}, *args)
+    assert len(copies) == 1
+    assert [name for name, _ in found] == list(tensors)
+    assert all(one.equal(other) for (_, one), (_, other) in zip(found, expected, strict=True))
+    buffer.zero_()  # the sender fills it again
+    assert all(tensor.abs().sum() > 0 for _, tensor in found)
 
 
 def test_the_embedded_engine_opens_the_trainers_buffers(
