@@ -3,9 +3,9 @@
     python benchmarks/driver_step.py --tokens 10000000 --sequence 4096
 
 The driver does not read the tokens, which are in the object store, so the cost depends on the number of sequences and
-not on their lengths. Timed, in CPU seconds, is what the driver runs itself: it makes samples of the replicas' reports,
-attaches rewards, computes advantages, plans every mini-batch, makes each rank's order, and pickles what it sends. The
-reward function is not timed.
+not on their lengths. Timed, in CPU seconds, is what the driver runs itself: it makes samples of the reports, one for
+each group, as servers send them; attaches rewards, computes advantages, plans the log-probs and every mini-batch, makes
+each rank's order, and pickles what it sends. The reward function and Ray's own part are not timed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.batches import minibatches
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.sharing import BatchPlan, BatchPlanner
 from fivefold.experience.samples import sample_metrics
 from fivefold.layout.parser import parse_backend
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Responses, generated
 from fivefold.rollout.protocol import group_requests
 from fivefold.types import Prompt, Sample
@@ -65,7 +65,7 @@ def main() -> None:
     ]
     # Lengths of completions are skewed: half as long to twice as long as the mean, and some that are cut off.
     lengths = np.clip(generator.lognormal(0.0, 0.6, n) * args.sequence / 1.2, PROMPT + 1, 4 * args.sequence).astype(int)
-    told = [pickle.dumps(_responses(part, lengths[part])) for part in np.array_split(np.arange(n), REPLICAS)]
+    told = [pickle.dumps(_responses(part, lengths[part])) for part in np.arange(n).reshape(n_groups, GROUP)]
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="model", ppo_n_minibatches=args.minibatches)
@@ -80,13 +80,16 @@ def main() -> None:
     def receive() -> tuple[list[Sample], RemoteBatch]:
         answers = [pickle.loads(part) for part in told]
         asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        made = generated(asked, [(answer, None) for answer in answers], 1.0)  # type: ignore[misc]
+        kept = [[(answer, None) for answer in answers[replica::REPLICAS]] for replica in range(REPLICAS)]
+        made = generated(asked, kept, 1.0)  # type: ignore[arg-type]
         return [sample.rewarded({"math": float(i % 3 == 0)}) for i, sample in enumerate(made.samples)], made.batch
 
-    def order(batch: RemoteBatch) -> None:
-        for replica_order, _ in batch.orders(planner.plan(batch.lengths_N.tolist())):
+    def order(batch: RemoteBatch) -> BatchPlan:
+        plan = planner.plan(batch.lengths_N.tolist())
+        for replica_order, _ in batch.orders(plan):
             for _ in range(layout.world_size // layout.dp):
                 pickle.dumps((replica_order, loss), protocol=5)
+        return plan
 
     timed("requests", send_requests)
     samples, batch = timed("samples", receive)  # type: ignore[misc]
@@ -96,7 +99,9 @@ def main() -> None:
     outcomes = Outcomes([s.reward for s in samples], groups, [s.n_sampled for s in samples])
     advantages = timed("advantages", lambda: compute_advantages(outcomes, shaping, method))
     batch = batch.with_scalars(advantages=advantages.advantages_N.numpy())  # type: ignore[attr-defined]
-    timed("order of the log-probs", lambda: order(batch))
+    plan = timed("orders of the log-probs", lambda: order(batch))
+    pieces = [Piece(None, np.array(plan.sequences(replica))) for replica in range(layout.dp)]  # type: ignore[attr-defined]
+    batch = batch.with_pieces(pieces)
     split = timed("mini-batches", lambda: minibatches(groups, args.minibatches, "seed"))
     for indices in split:  # type: ignore[attr-defined]
         timed("orders of the updates", lambda indices=indices: order(batch.select(indices)))

@@ -122,37 +122,74 @@ class RemoteBatch:
         )
 
     def select(self, indices: Sequence[int]) -> RemoteBatch:
-        """Return the sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order, with the pieces that have some of them."""
         chosen = np.asarray(indices, dtype=np.int64)
         place_N = _places(chosen, len(self))
+        pieces = [Piece(piece.columns, _renumbered(piece.sequences_M, place_N)) for piece in self.pieces]
         return RemoteBatch(
             self.lengths_N[chosen],
             self.trained_N[chosen],
-            tuple(Piece(piece.columns, _renumbered(piece.sequences_M, place_N)) for piece in self.pieces),
+            tuple(piece for piece in pieces if (piece.sequences_M >= 0).any()),
             {name: values[chosen] for name, values in self.scalars.items()},
         )
 
     def orders(self, plan: BatchPlan) -> list[tuple[ShareOrder, list[Remote]]]:
         """Return each data-parallel replica's order for its share, and references to the columns that it needs."""
-        totals = self.totals()
-        return [self._order(plan, replica, totals) for replica in range(len(plan.replicas))]
+        totals, picks = self.totals(), self._picks(plan)
+        return [self._order(plan, replica, picks[replica], totals) for replica in range(len(plan.replicas))]
 
-    def _order(self, plan: BatchPlan, replica: int, totals: Totals) -> tuple[ShareOrder, list[Remote]]:
+    def _picks(self, plan: BatchPlan) -> list[_Picks]:
+        """Return what each replica takes out of the pieces.
+
+        A server leaves a piece for each group, and each replica of the trainer leaves one. To look at every piece for
+        every replica would take the driver seconds on a large cluster.
+        """
+        replica_N, place_N = np.empty((2, len(self)), dtype=np.int64)
+        for replica in range(len(plan.replicas)):
+            own = np.array(plan.sequences(replica), dtype=np.int64)
+            replica_N[own], place_N[own] = replica, np.arange(len(own))
+        sequences_P = np.concatenate([piece.sequences_M for piece in self.pieces])
+        sizes = [len(piece.sequences_M) for piece in self.pieces]
+        rows_P = np.concatenate([np.arange(size) for size in sizes])
+        pieces_P = np.repeat(np.arange(len(sizes)), sizes)
+        (present,) = np.nonzero(sequences_P >= 0)
+        by_replica = present[np.argsort(replica_N[sequences_P[present]], kind="stable")]
+        counts = np.bincount(replica_N[sequences_P[present]], minlength=len(plan.replicas))
+        return [
+            _Picks(pieces_P[own], rows_P[own], place_N[sequences_P[own]])
+            for own in np.split(by_replica, np.cumsum(counts)[:-1])
+        ]
+
+    def _order(self, plan: BatchPlan, replica: int, picks: _Picks, totals: Totals) -> tuple[ShareOrder, list[Remote]]:
         own = np.array(plan.sequences(replica), dtype=np.int64)
-        place_N = _places(own, len(self))
-        picks, columns = [], []
-        is_sampled = EXPERT not in self.scalars or bool((self.scalars[EXPERT][own] == 0).any())
-        for piece in self.pieces:
-            places_M = _renumbered(piece.sequences_M, place_N)
-            (rows,) = np.nonzero(places_M >= 0)
-            # A replica without samples gets all pieces, so that its share has the same fields as the others.
-            if len(rows) or not len(own) or not is_sampled:
-                picks.append(Pick(rows, places_M[rows]))
-                columns.append(piece.columns)
+        has_samples = len(own) > 0 and (EXPERT not in self.scalars or bool((self.scalars[EXPERT][own] == 0).any()))
+        counts = np.bincount(picks.pieces_R, minlength=len(self.pieces))
+        # A replica without samples gets all pieces, so that its share has the same fields as the others.
+        (needed,) = np.nonzero(counts) if has_samples else (np.arange(len(self.pieces)),)
         scalars = {name: values[own] for name, values in self.scalars.items()}
-        lengths = self.lengths_N[own]
-        order = ShareOrder(lengths, tuple(picks), scalars, plan.micro_batches(replica), plan.longest, totals)
-        return order, columns
+        order = ShareOrder(
+            self.lengths_N[own],
+            counts[needed],
+            picks.rows_R,
+            picks.places_R,
+            scalars,
+            plan.micro_batches(replica),
+            plan.longest,
+            totals,
+        )
+        return order, [self.pieces[index].columns for index in needed]
+
+
+@dataclass(frozen=True, eq=False)
+class _Picks:
+    """What a replica takes out of pieces, one after the other: R sequences, those of `tokens` and of other columns."""
+
+    pieces_R: Indices
+    """Index of the piece."""
+    rows_R: Indices
+    """Index of the sequence in the piece."""
+    places_R: Indices
+    """Index of the sequence in the replica's share."""
 
 
 def _places(chosen: Indices, n: int) -> Indices:
@@ -168,22 +205,17 @@ def _renumbered(sequences_M: Indices, place_N: Indices) -> Indices:
 
 
 @dataclass(frozen=True, eq=False)
-class Pick:
-    """Sequences to take out of one `Columns`."""
-
-    rows: Indices
-    """Indices of the sequences in the columns."""
-    places: Indices
-    """Indices of the same sequences in the share."""
-
-
-@dataclass(frozen=True, eq=False)
 class ShareOrder:
-    """How to assemble a replica's share from columns. `picks` has one entry for each `Columns`."""
+    """How to assemble a replica's share from columns. Every rank of the replica gets it, so it is a few arrays."""
 
     lengths: Indices
     """Tokens of each of the share's sequences."""
-    picks: tuple[Pick, ...]
+    counts: Indices
+    """Number of sequences to take out of each `Columns`; they sum to R."""
+    rows_R: Indices
+    """Index of each of them in its columns."""
+    places_R: Indices
+    """Index of the same sequence in the share."""
     scalars: Mapping[str, npt.NDArray[np.float32]]
     """Values of the share's sequences, as in `RemoteBatch`."""
     micro_batches: MicroBatches
@@ -202,12 +234,14 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     gathered: dict[str, npt.NDArray[Any]] = {
         "tokens": np.zeros(total, np.int32), "mask": np.zeros(total, np.bool_)
     }  # fmt: skip
-    for pick, source in zip(order.picks, columns, strict=True):
+    splits = np.cumsum(order.counts)[:-1]
+    picks = zip(np.split(order.rows_R, splits), np.split(order.places_R, splits), strict=True)
+    for (rows, places), source in zip(picks, columns, strict=True):
         source_ends = np.cumsum(source.lengths_N, dtype=np.int64)
         source_starts = source_ends - source.lengths_N
         for name, values_T in source.values.items():
             target = gathered.setdefault(name, np.zeros((total, *values_T.shape[1:]), values_T.dtype))
-            for row, place in zip(pick.rows, pick.places, strict=True):
+            for row, place in zip(rows, places, strict=True):
                 target[starts[place] : ends[place]] = values_T[source_starts[row] : source_ends[row]]
     tokens_T = torch.from_numpy(gathered.pop("tokens")).long()
     mask_T = torch.from_numpy(gathered.pop("mask")).float()

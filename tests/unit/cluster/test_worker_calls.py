@@ -6,12 +6,14 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import ray
 from engines import Engine, GlooEngine, gone, listening_addresses
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -37,6 +39,23 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
     assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)]) == ["0:a", "1:b", "2:c"]
     with pytest.raises(ValueError, match="arguments for 2 ranks, but has 3"):
         group.call_each(Engine.echo, [("a",), ("b",)])
+
+
+def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of Ray's waits looks at all open references, so that one for each result would be slow on many ranks."""
+    group = launch(session, 1)
+    calls = [group.start(Engine.echo, number) for number in range(20)]
+    refs = [ref for call in calls for ref in call._refs]
+    ray.wait(refs, num_returns=len(refs))
+    waits, wait = [], ray.wait
+
+    def counted(refs: Sequence[Any], **options: Any) -> Any:
+        waits.append(len(refs))
+        return wait(refs, **options)
+
+    monkeypatch.setattr(ray, "wait", counted)
+    assert session.watch.wait(refs, "train", 60.0) == [f"0:{number}" for number in range(20)]
+    assert len(waits) <= 3
 
 
 def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: Session) -> None:

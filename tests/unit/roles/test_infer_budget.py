@@ -12,7 +12,7 @@ from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import TrainedMicroBatchConfig
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.layout.parser import parse_backend
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer
 
 LENGTHS = np.full(16, 10)
@@ -39,7 +39,7 @@ def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: in
         config = TrainedMicroBatchConfig(max_tokens_per_mb=10, max_tokens_per_infer_mb=most)
         group = CountingGroup()
         trainer = Trainer(group, BatchPlanner(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
-        batch = RemoteBatch(LENGTHS, LENGTHS, ())
+        batch = RemoteBatch(LENGTHS, LENGTHS, (Piece(None, np.arange(len(LENGTHS))),))
         trainer.logprobs(batch, "own", 1.0, "old_logprobs")
         trainer.logprobs(batch, "reference", 1.0, "ref_logprobs")
         trainer.update(batch, SFTLoss())

@@ -90,6 +90,16 @@ def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:
         assert len(pieces) == 2, "each replica needs one piece with tokens and one with log-probs"
 
 
+def test_a_replica_without_sequences_gets_no_pieces_beyond_the_mini_batch() -> None:
+    whole = whole_batch(seed=6)
+    batch = remote(whole).select([0])
+    planner = BatchPlanner(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
+    orders = batch.orders(planner.plan(batch.lengths_N.tolist()))
+    shares = {len(order.lengths): assemble(order, pieces) for order, pieces in orders}
+    assert [len(pieces) for _, pieces in orders] == [2, 2], "one with tokens and one with log-probs"
+    assert shares[0].batch.fields.keys() == shares[1].batch.fields.keys() == whole.fields.keys()
+
+
 def test_batches_that_are_joined_keep_each_sequence() -> None:
     first, second = whole_batch(seed=1), whole_batch(seed=2)
     joined = RemoteBatch.joined([remote(first), remote(second)])
