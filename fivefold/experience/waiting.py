@@ -66,7 +66,7 @@ class SavedGroup:
         """
         if (self.prompt_index, self.token_ids, len(self.samples)) != (prompt.index, prompt.token_ids, len(requests)):
             return False
-        if any(sample["n_sampled"] > most_tokens for sample in self.samples):
+        if not all(_is_as_long(each["n_sampled"], each["finish_reason"], most_tokens) for each in self.samples):
             return False
         return _has_wanted([self.columns.values["rollout_logprobs"]], requests)
 
@@ -102,9 +102,19 @@ class BegunGroup:
         if self.token_ids != prompt.token_ids or len(self.begun) != len(requests):
             return False
         given = [begun for begun in self.begun if begun is not None]
-        if any(len(begun.token_ids) > most_tokens - (begun.finish_reason is None) for begun in given):
+        if not all(_is_as_long(len(begun.token_ids), begun.finish_reason, most_tokens) for begun in given):
             return False
         return _has_wanted([begun.logprobs for begun in given], requests)
+
+
+def _is_as_long(n_tokens: int, reason: FinishReason | None, most_tokens: int) -> bool:
+    """Return whether so many tokens are what a limit of `most_tokens` leaves of a completion, by why it has ended.
+
+    One that reached a lower limit would go on under this one, and count as cut off though it is not.
+    """
+    if reason is None:
+        return n_tokens < most_tokens
+    return n_tokens == most_tokens if reason == "length" else n_tokens <= most_tokens
 
 
 def _has_wanted(logprobs: Sequence[npt.NDArray[Any]], requests: Sequence[GenerationRequest]) -> bool:

@@ -23,7 +23,7 @@ from fivefold.roles.responses import Responses
 from fivefold.roles.rollout_worker import Job
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.types import Columns, Completion, FinishReason, Prompt, Trajectory
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalRollout, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
@@ -353,13 +353,14 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 assert mine["tokens"].tolist() == theirs["tokens"].tolist()
                 assert mine["mask"].tolist() == theirs["mask"].tolist()
             resumed.weights_sent(step)
-    # Groups are answered anew that are of another data set, of weights that are too old, too long, or without log-probs
-    # that the loss needs.
+    # Groups are answered anew that are of another data set, of weights that are too old, too long, cut off at a lower
+    # limit, or without log-probs that the loss needs.
     others = [Prompt(prompt.index, "?", (3,), "") for prompt in prompts]
     old = [replace(group, samples=[{**each, "versions": [-9, -9]} for each in group.samples]) for group in saved]
     long = [replace(group, samples=[{**each, "n_sampled": 10**6} for each in group.samples]) for group in saved]
+    cut = [replace(group, samples=[{**each, "finish_reason": "length"} for each in group.samples]) for group in saved]
     unknown = [replace(group, columns=without_logprobs(group.columns)) for group in saved]
-    for given, offered in ((others, saved), (prompts, old), (prompts, long), (prompts, unknown)):
+    for given, offered in ((others, saved), (prompts, old), (prompts, long), (prompts, cut), (prompts, unknown)):
         arguments = common(recipe, group, half_marks, given, replays)
         arguments[1].load_state_dict(position)
         source = StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(offered))
@@ -367,13 +368,22 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize(
-    ("n", "logprob", "wants_logprobs", "fits"),
-    [(7, -1.0, True, True), (8, -1.0, True, False), (7, np.nan, True, False), (7, np.nan, False, True)],
+    ("n", "reason", "logprob", "wants_logprobs", "fits"),
+    [
+        (7, None, -1.0, True, True),
+        (8, None, -1.0, True, False),
+        (7, None, np.nan, True, False),
+        (7, None, np.nan, False, True),
+        (8, "stop", -1.0, True, True),
+        (9, "stop", -1.0, True, False),
+        (8, "length", -1.0, True, True),
+        (7, "length", -1.0, True, False),  # cut off at a lower limit
+    ],
 )
 def test_completions_that_had_begun_go_on_if_the_recipe_lets_them(
-    n: int, logprob: float, wants_logprobs: bool, fits: bool
+    n: int, reason: FinishReason | None, logprob: float, wants_logprobs: bool, fits: bool
 ) -> None:
-    begun = Begun(np.full(n, 5, np.int32), np.full(n, logprob, np.float32), np.zeros(n, np.int32), None)
+    begun = Begun(np.full(n, 5, np.int32), np.full(n, logprob, np.float32), np.zeros(n, np.int32), reason)
     requests = [GenerationRequest((3, 4), seed, wants_logprobs) for seed in range(2)]
     assert BegunGroup(0, (3, 4), [begun, None]).fits(Prompt(0, "", (3, 4), ""), requests, 8) == fits
 
