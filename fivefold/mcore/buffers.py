@@ -67,10 +67,18 @@ class ChunkBuffers:
     def park(self, what: Collection[Offloadable]) -> int:
         """Give device memory back: parameters are copied to the host, gradients are lost. Returns the freed bytes."""
         if "grads" in what:
-            self.has_gradients = False
+            self._forget_gradients()
         return sum(
             tensor.park(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
         )
+
+    def _forget_gradients(self) -> None:
+        """Let the next mini-batch be the first since the last update."""
+        self.has_gradients = False
+        for chunk in self._chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # Which gradients are there: overlapped sums begin when all are, counted from the last reset.
+                group.reset()
 
     def fetch(self, what: Collection[Offloadable]) -> int:
         """Bring back what was parked; gradients are zero then. Returns the allocated bytes."""

@@ -83,6 +83,27 @@ def freed(case: Case, folder: Path) -> list[tuple[str, int, dict[str, int], dict
     return found
 
 
+def gradients_after_others(case: AnyCase, folder: Path, loses: bool) -> Tensors:
+    """In a worker: compute gradients after a step; otherwise than with `loses`, no others were computed and lost."""
+    engine = case.engine(folder, OPTIMIZER)
+    train(engine)
+    if loses:
+        engine.forward_backward_of(uneven_batch(seed=1), SFTLoss())
+        engine.offload(("grads",))
+        engine.onload(("grads",))
+    engine.forward_backward_of(uneven_batch(), SFTLoss())
+    return whole(engine.gradients())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_were_offloaded_leave_nothing_behind(workers: Workers, models: Path, overlap: bool) -> None:
+    case = Case("megatron:d2e2", MegatronConfig(ddp={"overlap_grad_reduce": overlap, "bucket_size": 2000}))
+    wanted, got = (
+        workers(2).run(gradients_after_others, case, models / "qwen3_moe", loses)[0] for loses in (False, True)
+    )
+    assert [name for name, tensor in wanted.items() if not got[name].equal(tensor)] == []
+
+
 @pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2"])
 def test_each_kind_is_freed_on_its_own(workers: Workers, models: Path, layout: str) -> None:
     case = Case(layout, dtype="bfloat16")
