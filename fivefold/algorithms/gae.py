@@ -173,15 +173,19 @@ class EstimateMoments:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Brings the advantages of all trained tokens of a step to mean 0 and standard deviation 1."""
+    """Brings the advantages of all trained tokens of a step to mean 0 and standard deviation 1.
+
+    As in verl and TRL, they are divided by sqrt(std^2 + eps), so that advantages that differ by rounding alone stay far
+    below 1: to divide by the deviation alone would make a signal of it.
+    """
 
     mean: float
     std: float
     eps: float = 1e-8
-    """Added to the standard deviation."""
+    """Added to the variance."""
 
     def applied(self, batch: Batch) -> Batch:
         """Return `batch` with its `advantages` whitened; those of tokens that are not trained stay 0."""
         advantages_T = batch.fields["advantages"]
-        white_T = (advantages_T - self.mean) / (self.std + self.eps)
+        white_T = (advantages_T - self.mean) / math.sqrt(self.std**2 + self.eps)
         return batch.with_fields(advantages=torch.where(batch.mask_T.bool(), white_T, torch.zeros_like(white_T)))

@@ -96,6 +96,16 @@ def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
     assert not white_T[~trained].any()
 
 
+def test_advantages_that_differ_by_rounding_alone_stay_small_when_they_are_whitened() -> None:
+    advantages_T = torch.full((6,), 0.1)
+    advantages_T[::2] += torch.finfo(torch.float32).eps / 8
+    assert advantages_T.unique().numel() == 2
+    batch = Batch((6,), torch.zeros(6, dtype=torch.int64), torch.ones(6), {"advantages": advantages_T})
+    moments = Moments.of(advantages_T)
+    white_T = Whitening(moments.mean, moments.std).applied(batch).fields["advantages"]
+    assert float(white_T.abs().max()) < 1e-3
+
+
 def test_the_critic_explains_all_variance_of_returns_that_it_foretells_and_none_if_it_is_constant() -> None:
     returns = torch.tensor([0.0, 1.0, 4.0, 2.0])
 

@@ -224,7 +224,7 @@ def test_whitening_is_over_the_tokens_of_all_sequences() -> None:
     field_T = torch.tensor([9.0, *tokens])
     batch = Batch((7,), torch.zeros(7, dtype=torch.int64), torch.tensor([0.0] + [1.0] * 6), {"advantages": field_T})
     white = Whitening(whitening.mean, whitening.std).applied(batch).fields["advantages"].tolist()
-    expected = [(a - statistics.mean(tokens)) / (statistics.stdev(tokens) + 1e-8) for a in tokens]
+    expected = [(a - statistics.mean(tokens)) / math.sqrt(statistics.variance(tokens) + 1e-8) for a in tokens]
     assert white == pytest.approx([0.0, *expected], rel=1e-5)
 
 
