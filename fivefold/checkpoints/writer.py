@@ -43,10 +43,10 @@ EVALUATION = "eval/"
 class StateOwner(Protocol):
     """A role whose state is in a checkpoint."""
 
-    def snapshot(self, folder: Path) -> int:
-        """Copy the state to host memory, for `write_snapshot` to write it below `folder`. Returns its bytes.
+    def snapshot(self, folder: Path) -> None:
+        """Copy the state to host memory, for `write_snapshot` to write it below `folder`.
 
-        Where no copy is made, it is written at once.
+        Where no copy is made, it is written at once, or kept as it is if it never changes.
 
         Raises:
             OSError: some rank could not write.

@@ -28,10 +28,6 @@ PARAMS: tuple[Offloadable, ...] = ("params",)
 class Snapshot(Protocol):
     """One rank's part of the training state at one moment, in host memory or on the disk."""
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of this rank."""
-
     def write(self) -> WrittenPart:
         """Write this rank's files, unless they are on the disk, and wait until they are.
 

@@ -91,8 +91,6 @@ class WrittenPart:
 class WrittenSnapshot:
     """One rank's state at one moment, which is on the disk."""
 
-    n_bytes: int
-    """Bytes of this rank."""
     part: WrittenPart
 
     def write(self) -> WrittenPart:
@@ -161,7 +159,7 @@ class StateWriter:
         with counting("writing the checkpoint", n_bytes) as count:
             items = _SharedItems(_counted(chain(_whole_items(small), self._chunks(tensors)), count))
             part = _write_files(folder, self._rank, [items] * _n_files(n_bytes))
-        return WrittenSnapshot(n_bytes, part)
+        return WrittenSnapshot(part)
 
     def _chunks(self, tensors: Iterable[Tensor]) -> Iterator[Item]:
         """Yield the pieces of every range, cut where chunks end."""

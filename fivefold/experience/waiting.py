@@ -31,7 +31,7 @@ from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
-    from fivefold.engine.state_store import HostSnapshot, WrittenPart
+    from fivefold.engine.state_store import WrittenPart
 
 SAMPLED_WITH = (
     "gconfig.greedy",
@@ -144,29 +144,42 @@ class WaitingGroups:
         """
         self._groups = groups
         self._begun = begun
-        self._snapshot: HostSnapshot | None = None
+        self._moment: _Moment | None = None
+        """What the last snapshot has, until it is on the disk."""
+        self._written: list[WrittenPart] = []
 
-    def snapshot(self, folder: Path) -> int:
-        """Copy the groups to this process, for `write_snapshot`. Returns their bytes."""
-        # Imported late: a driver needs torch's checkpoint library only for this.
-        from fivefold.engine.state_store import StateWriter
-
+    def snapshot(self, folder: Path) -> None:
+        """Keep the groups of this moment for `write_snapshot`. They never change, so that nothing is copied."""
         # A group that is finished between the two is in both, and `Saved.groups` counts.
         begun = self._begun()
         groups = self._groups()
         running = {number: requests for number, requests in begun.items() if number not in groups}
-        tensors = _tensors(groups) | _begun_tensors(running)
-        self._snapshot = StateWriter(0, ()).snapshot(folder, (), tensors)
-        return self._snapshot.n_bytes
+        self._moment = _Moment(folder, groups, running)
 
     def write_snapshot(self) -> list[WrittenPart]:
-        """Write the groups of the last snapshot.
+        """Write the groups of the last snapshot, whose tokens come to this process for it.
 
         Raises:
             OSError: a file cannot be written.
         """
-        assert self._snapshot is not None
-        return [self._snapshot.write()]
+        # Imported late: a driver needs torch's checkpoint library only for this.
+        from fivefold.engine.state_store import StateWriter
+
+        if self._moment is not None:
+            tensors = _tensors(self._moment.groups) | _begun_tensors(self._moment.running)
+            self._written = [StateWriter(0, ()).snapshot(self._moment.folder, (), tensors).write()]
+            # The tokens' place in the object store is free once their step is over.
+            self._moment = None
+        return self._written
+
+
+@dataclass(frozen=True, eq=False)
+class _Moment:
+    """What a checkpoint gets."""
+
+    folder: Path
+    groups: Mapping[int, Group]
+    running: Mapping[int, Sequence[GenerationRequest]]
 
 
 def taken_over(start: Anew | Resume) -> tuple[Saved, str | None]:

@@ -38,8 +38,8 @@ class Reference(Protocol):
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which must be on its devices."""
 
-    def snapshot(self, folder: Path) -> int:
-        """Copy the weights to host memory, for `write_snapshot`. Returns the bytes of all ranks.
+    def snapshot(self, folder: Path) -> None:
+        """Copy the weights to host memory, for `write_snapshot`.
 
         Raises:
             OSError: they are written at once (`TrainerSpec.copies_state`), and some rank could not write.
@@ -74,9 +74,9 @@ class ReferenceBesideActor:
         """Let the weights follow the actor's, which are in the same processes."""
         self._actors.group.call(TrainerWorker.follow_own)
 
-    def snapshot(self, folder: Path) -> int:
+    def snapshot(self, folder: Path) -> None:
         """Copy the weights to host memory, as `Reference` says."""
-        return sum(written(self._actors.group, self._actors.group.call(TrainerWorker.snapshot_moving, folder)))
+        written(self._actors.group, self._actors.group.call(TrainerWorker.snapshot_moving, folder))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""
@@ -108,10 +108,10 @@ class ReferenceAlone:
         with self.model.working() as trainer:
             trainer.group.feed(TrainerWorker.follow, actor.host_buckets())
 
-    def snapshot(self, folder: Path) -> int:
+    def snapshot(self, folder: Path) -> None:
         """Copy the weights to host memory, as `Reference` says."""
         with self.model.working() as trainer:
-            return sum(written(trainer.group, trainer.group.call(TrainerWorker.snapshot_moving, folder)))
+            written(trainer.group, trainer.group.call(TrainerWorker.snapshot_moving, folder))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""

@@ -27,10 +27,10 @@ class OffloadedState:
     on_device: Callable[[], AbstractContextManager[None]]
     """Has the state on the devices inside the block."""
 
-    def snapshot(self, folder: Path) -> int:
-        """Copy the state to host memory, for `write_snapshot`. Returns the bytes of all ranks."""
+    def snapshot(self, folder: Path) -> None:
+        """Copy the state to host memory, for `write_snapshot`."""
         with self.on_device():
-            return self.role.snapshot(folder)
+            self.role.snapshot(folder)
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `StateOwner` says."""

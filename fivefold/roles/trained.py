@@ -48,14 +48,14 @@ class TrainedRole:
         """Write the model as a Hugging Face folder."""
         self.trainer.group.call_first(TrainerWorker.save, folder)
 
-    def snapshot(self, folder: Path) -> int:
-        """Copy the training state to host memory, for `write_snapshot`. Returns the bytes of all ranks.
+    def snapshot(self, folder: Path) -> None:
+        """Copy the training state to host memory, for `write_snapshot`.
 
         Raises:
             OSError: the state is written at once (`TrainerSpec.copies_state`), and some rank could not write.
         """
         group = self.trainer.group
-        return sum(written(group, group.call(TrainerWorker.snapshot, folder)))
+        written(group, group.call(TrainerWorker.snapshot, folder))
 
     def write_snapshot(self) -> list[WrittenPart]:
         """Write the files of the last snapshot, beside whatever the processes do. Returns what each rank wrote.

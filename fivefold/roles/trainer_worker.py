@@ -254,7 +254,7 @@ class TrainerWorker(SendsWeights):
         """
         self._require_moving().follow_whole(unpack(buckets, torch.device("cpu")))
 
-    def snapshot_moving(self, folder: Path) -> int | WriteFailed:
+    def snapshot_moving(self, folder: Path) -> WriteFailed | None:
         """Copy the moving weights of this rank to host memory, for `write_moving`; see `snapshot`."""
         moving = self._require_moving()
         with self._working("own" if self._reference is None else "reference"):
@@ -262,7 +262,7 @@ class TrainerWorker(SendsWeights):
         if isinstance(snapshot, WriteFailed):
             return snapshot
         self._moving_snapshot = snapshot
-        return snapshot.n_bytes
+        return None
 
     def write_moving(self) -> WrittenPart | WriteFailed:
         """Write the files of the last `snapshot_moving`; see `write_snapshot`."""
@@ -341,19 +341,19 @@ class TrainerWorker(SendsWeights):
         """Write the model as a Hugging Face folder."""
         self._engine.save_hf(folder, self._tokenizer)
 
-    def snapshot(self, folder: Path) -> int | WriteFailed:
+    def snapshot(self, folder: Path) -> WriteFailed | None:
         """Copy this rank's training state to host memory, for `write_snapshot` to write it below `folder`.
 
         Without a copy (`TrainerSpec.copies_state`) it is written at once, and `write_snapshot` only tells what was.
 
         Returns:
-            The number of its bytes. A failure of the file system is a result, because an exception would end the run.
+            A failure of the file system, because an exception would end the run; None: there was none.
         """
         snapshot = _unless_failed(lambda: self._engine.snapshot(folder, copy=self._copies_state))
         if isinstance(snapshot, WriteFailed):
             return snapshot
         self._snapshot = snapshot
-        return snapshot.n_bytes
+        return None
 
     def write_snapshot(self) -> WrittenPart | WriteFailed:
         """Write the files of the last snapshot; it runs beside other methods, and may be repeated after a failure.

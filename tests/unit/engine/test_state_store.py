@@ -156,7 +156,6 @@ def test_state_is_written_without_a_copy_by_several_threads(
 
     for rank, part in enumerate(ranges(SHAPE, (700, 1333))):
         snapshot = StateWriter(rank, [part]).write(tmp_path, values(part), {f"seed/{rank}": torch.tensor([rank])})
-        assert snapshot.n_bytes == 4 * part.n_elements + 8
         parts.append(snapshot.write())
     assert given == 3
     assert {len(part.files) for part in parts} == {2}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fivefold.engine.state_store import finish
+from fivefold.experience import waiting
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
@@ -388,9 +389,27 @@ def test_completions_that_had_begun_go_on_if_the_recipe_lets_them(
     assert BegunGroup(0, (3, 4), [begun, None]).fits(Prompt(0, "", (3, 4), ""), requests, 8) == fits
 
 
+@pytest.mark.usefixtures("local_objects")
+def test_training_does_not_wait_until_the_tokens_of_waiting_groups_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted(ScriptedWorker(), full_marks) as source:
+        source.weights_sent(0)
+        source.take(1)
+        wait_until(source, lambda: len(source._groups) == 2 * BATCH)
+        [owner] = source.owners.values()
+        with monkeypatch.context() as patched:
+            patched.setattr(waiting, "read_columns", None)
+            owner.snapshot(tmp_path)
+        source.take(2)  # its groups are in the checkpoint nevertheless
+        finish(tmp_path, owner.write_snapshot())
+        assert owner.write_snapshot(), "an owner that fails behind this one has all of them write again"
+    assert sorted(group.number for group in read_waiting(tmp_path).groups) == list(range(BATCH, 3 * BATCH))
+
+
 def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:
     owner = WaitingGroups(dict, dict)
-    assert owner.snapshot(tmp_path) == 0
+    owner.snapshot(tmp_path)
     finish(tmp_path, owner.write_snapshot())
     saved = read_waiting(tmp_path)
     assert (saved.groups, saved.begun) == ([], [])
