@@ -3,7 +3,7 @@
     call         every rank, the same arguments        -> results of all ranks
     call_first   every rank, the same arguments        -> rank 0's result; the other ranks send none
     call_each    every rank, arguments of its own      -> results of all ranks
-    keep_each    every rank, arguments of its own      -> summaries, and references to what stays in the object store
+    keep_each    every rank, arguments of its own      -> summaries, and references to what some leave in the store
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
@@ -186,32 +186,38 @@ class WorkerGroup:
         return self._pend([worker.call.remote(method.__name__, True, {}, *args) for worker, args in calls]).wait()
 
     def keep_each(
-        self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]]
+        self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]], keepers: Sequence[int]
     ) -> list[tuple[R, Remote]]:
         """Run `method(*arguments[rank])`, which returns a pair (summary, payload), on every rank.
 
         The payload stays in the object store for as long as its reference is held; only the summary is sent back.
 
+        Args:
+            method: the method.
+            arguments: those of each rank.
+            keepers: the ranks whose pairs are wanted: other ranks have the same, and put nothing into the store.
+
         Returns:
-            (summary, reference to the payload), by rank.
+            (summary, reference to the payload) of each of the keepers, in their order.
 
         Raises:
             ValueError: there is not one tuple for each rank.
         """
         self._check_one_each(arguments)
+        wanted = set(keepers)
         pairs = [
-            worker.keep.options(num_returns=2).remote(method.__name__, {}, *args)
-            for worker, args in zip(self._workers, arguments, strict=True)
+            worker.keep.options(num_returns=2).remote(method.__name__, rank in wanted, {}, *args)
+            for rank, (worker, args) in enumerate(zip(self._workers, arguments, strict=True))
         ]
         summaries = self._pend([summary for summary, _ in pairs]).wait()
-        return list(zip(summaries, [payload for _, payload in pairs], strict=True))
+        return [(summaries[rank], pairs[rank][1]) for rank in keepers]
 
     def keep_on(
         self, rank: int, method: Callable[Concatenate[Any, P], tuple[R, Any]], *args: P.args, **kwargs: P.kwargs
     ) -> KeptCall[R]:
         """Start `method(*args, **kwargs)`, which returns a pair (summary, payload), on one rank."""
         worker, phase = self._workers[rank], self._session.timers.current
-        summary, payload = worker.keep.options(num_returns=2).remote(method.__name__, kwargs, *_put(args))
+        summary, payload = worker.keep.options(num_returns=2).remote(method.__name__, True, kwargs, *_put(args))
         self._pend([summary], [rank])
         return KeptCall(rank, summary, payload, phase, time.monotonic())
 

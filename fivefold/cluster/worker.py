@@ -164,11 +164,14 @@ class Worker:
             result = getattr(self._held, method)(*args, **kwargs)
         return result if reply else None
 
-    def keep(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
-        """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store."""
+    def keep(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
+        """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store.
+
+        Unless `reply`, both are None.
+        """
         with self._running(method):
             summary, payload = getattr(self._held, method)(*args, **kwargs)
-        return summary, payload
+        return (summary, payload) if reply else (None, None)
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, which runs at once and must be safe beside another method."""

@@ -72,7 +72,7 @@ class Critic(TrainedRole):
     def values(self, batch: RemoteBatch) -> tuple[Piece, ...]:
         """Compute the values of the states before the trained tokens, as the column `values`."""
         plan, arguments = self.trainer.deal(batch)
-        return self.trainer.pieces(plan, self.trainer.group.keep_each(TrainerWorker.compute_values, arguments))
+        return self.trainer.keep(TrainerWorker.compute_values, plan, arguments)[0]
 
     def advantages(
         self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None
@@ -89,8 +89,8 @@ class Critic(TrainedRole):
             The columns, and the moments of all trained tokens' estimates.
         """
         plan, arguments = self.trainer.deal(batch, gae, kl)
-        kept = self.trainer.group.keep_each(TrainerWorker.estimate_advantages, arguments)
-        return self.trainer.pieces(plan, kept), EstimateMoments.merged(self.trainer.summaries(kept))
+        pieces, moments = self.trainer.keep(TrainerWorker.estimate_advantages, plan, arguments)
+        return pieces, EstimateMoments.merged(moments)
 
     def update(self, batch: RemoteBatch, loss: Loss) -> UpdateResult:
         """Make one optimizer step on a mini-batch."""

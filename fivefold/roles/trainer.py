@@ -6,20 +6,22 @@ rank     TrainerWorker (`roles.trainer_worker`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.loss import Loss
-from fivefold.cluster.group import Remote, WorkerGroup
+from fivefold.cluster.group import WorkerGroup
 from fivefold.engine.scoring import N_APPENDED
 from fivefold.engine.sharing import BatchPlan, BatchPlanner
 from fivefold.layout.grid import rank_grid
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import BatchChange, Model, TrainerWorker, UpdateResult, first_ranks
+
+R = TypeVar("R")
 
 
 class Trainer:
@@ -68,28 +70,31 @@ class Trainer:
     def logprobs(self, batch: RemoteBatch, model: Model, temperature: float, column: str) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens, as a column of the name `column`: one piece for each replica."""
         plan, arguments = self.deal(batch, model, temperature, column, model=model)
-        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_logprobs, arguments))
+        return self.keep(TrainerWorker.compute_logprobs, plan, arguments)[0]
 
     def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens and their energies, as the columns `old_logprobs` and `energies`."""
         plan, arguments = self.deal(batch, temperature)
-        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_energies, arguments))
+        return self.keep(TrainerWorker.compute_energies, plan, arguments)[0]
 
     def top_k(self, batch: RemoteBatch, k: int, temperature: float) -> tuple[Piece, ...]:
         """Compute the k most likely tokens, as the columns `teacher_tokens` and `teacher_token_logprobs`."""
         plan, arguments = self.deal(batch, k, temperature)
-        return self.pieces(plan, self.group.keep_each(TrainerWorker.compute_top_k, arguments))
+        return self.keep(TrainerWorker.compute_top_k, plan, arguments)[0]
 
-    def pieces(self, plan: BatchPlan, kept: Sequence[tuple[Any, Remote]]) -> tuple[Piece, ...]:
-        """Return the columns that each replica has kept: one piece for each."""
-        return tuple(
-            Piece(kept[rank][1], np.array(plan.sequences(replica), dtype=np.int64))
-            for replica, rank in enumerate(self._first_ranks)
+    def keep(
+        self, method: Callable[..., tuple[R, Any]], plan: BatchPlan, arguments: Sequence[tuple[Any, ...]]
+    ) -> tuple[tuple[Piece, ...], list[R]]:
+        """Run a method that returns a summary and columns. Returns one piece and one summary for each replica.
+
+        The columns stay in the object store, those of a replica once: its ranks all have the same.
+        """
+        kept = self.group.keep_each(method, arguments, self._first_ranks)
+        pieces = tuple(
+            Piece(columns, np.array(plan.sequences(replica), dtype=np.int64))
+            for replica, (_, columns) in enumerate(kept)
         )
-
-    def summaries(self, kept: Sequence[tuple[Any, Remote]]) -> list[Any]:
-        """Return the summary that each replica has sent."""
-        return [kept[rank][0] for rank in self._first_ranks]
+        return pieces, [summary for summary, _ in kept]
 
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""

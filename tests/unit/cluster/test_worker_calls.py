@@ -17,7 +17,7 @@ import ray
 from engines import Engine, GlooEngine, gone, listening_addresses
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, put
+from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, fetch, put
 from fivefold.cluster.nodes import Node
 from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
 from fivefold.cluster.role import Role
@@ -60,11 +60,19 @@ def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch
 
 def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: Session) -> None:
     group = launch(session, 2)
-    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)])
+    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [0, 1])
     assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
     (_, first), (_, second) = kept
     # Each rank reads what both have made.
     assert group.call_each(Engine.total_length, [(first, second), (second,)]) == [8, 5]
+
+
+def test_ranks_whose_payload_is_not_wanted_leave_nothing_in_the_store(session: Session) -> None:
+    group = launch(session, 2)
+    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [1])
+    assert [(summary, len(fetch(payload))) for summary, payload in kept] == [("1 made 5", 5)]
+    pair = [group._workers[0].keep.options(num_returns=2).remote("make_bytes", False, {}, 3)]
+    assert ray.get(pair[0]) == [None, None]
 
 
 def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(session: Session) -> None:

@@ -167,7 +167,9 @@ class Replicas:
             self._model.step(sum((worker.engine.gradient for worker in self._workers), torch.zeros(())))
         return results
 
-    keep_each = call_each
+    def keep_each(self, method: Any, arguments: list[Any], keepers: list[int]) -> list[Any]:
+        results = self.call_each(method, arguments)
+        return [results[rank] for rank in keepers]
 
 
 def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens: int = 20) -> Trainer:
