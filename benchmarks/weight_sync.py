@@ -41,6 +41,7 @@ from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import NcclLink
 from fivefold.sync.sender import WeightSender
+from fivefold.sync.stacks import stacked
 from fivefold.sync.transport import Route
 
 TOKENIZER = "package:tiny-moe"
@@ -117,7 +118,7 @@ def update(engine: ServerEngine, weights: Weights, version: int, args: argparse.
     if args.transport == "folder":
         engine.update_weights(((name, tensor.cpu()) for name, tensor in weights.items()), version)
     else:
-        sender = WeightSender(weights.items(), route(args), 0, link)
+        sender = WeightSender(stacked(weights.items()), route(args), 0, link)
         engine.load_buckets(ahead(sender), version)
         del sender
         collect()

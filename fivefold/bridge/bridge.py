@@ -21,6 +21,7 @@ from fivefold.bridge.value_head import WithValueHead
 from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 from fivefold.observe.progress import counting
+from fivefold.sync.stacks import Stack
 
 LOADING = "loading weights"
 """What progress calls it."""
@@ -83,13 +84,13 @@ class Bridge:
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[Stack]:
         """Yield every Hugging Face tensor, full, on the ranks that read them; on the others, outlines on `meta`.
 
-        `parameters` may hold anything of the parameters' names and shapes: weights, gradients, moments. If the
-        embeddings are tied, the first stage's tensor is exported. All ranks iterate in lock-step, to the end, and get
-        the same names in the same order. Without sharding the tensors are views of `parameters`: copy what has to
-        outlive their next change.
+        The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
+        parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
+        is exported. All ranks iterate in lock-step, to the end, and get the same names in the same order. Without
+        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
@@ -104,8 +105,8 @@ class Bridge:
         part = find_part(groups, readers)
         for bucket in buckets(plan, self._bucket_bytes):
             for item, shards in zip(bucket, gather(bucket, parameters, groups, part), strict=True):
-                for name, tensor in item.merged(shards):
-                    yield name, tensor.contiguous()
+                for stack in item.merged(shards):
+                    yield Stack(stack.names, stack.tensors.contiguous())
 
     def mapped(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[WeightMapping, Tensor]]:
         """Yield this rank's `parameters`, or anything of their names and shapes, each with its mapping."""

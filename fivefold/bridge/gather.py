@@ -21,6 +21,7 @@ from torch import Tensor
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Domain, Shape, WeightMapping
 from fivefold.bridge.participants import Part
+from fivefold.sync.stacks import Stack
 
 # torch 2.11 knows only the second name; later versions deprecate it.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -57,7 +58,7 @@ class Item:
         for first in range(0, count, step):
             yield replace(self, shape=(min(step, count - first), *self.shape[1:]), first=first)
 
-    def merged(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, shards: Tensor) -> Iterator[Stack]:
         """Yield the full Hugging Face tensors of its shards, [n_shards, *shape]."""
         yield from self.mapping.merge(shards, self.first)
 

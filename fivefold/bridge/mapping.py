@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.pieces import Piece
+from fivefold.sync.stacks import Stack, alone
 
 Shape = tuple[int, ...]
 Domain = Literal["replicated", "tensor", "expert"]
@@ -137,8 +138,8 @@ class WeightMapping(ABC):
                 cut.view(values_N, begin).copy_(reader.read(cut.name, *cut.index))
 
     @abstractmethod
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full Hugging Face tensors of shards, as views of them where that is possible.
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        """Yield the full Hugging Face tensors of shards, as views of them where that is possible; experts in stacks.
 
         Args:
             shards: [n, *local_shape]; or of experts' parameters [n, some of a shard's experts, ...].
@@ -176,8 +177,8 @@ class Replicated(WeightMapping):
         if groups.tp_rank == 0:
             yield from self.pieces(groups)
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-        yield self.hf, shards[0]
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        yield alone(self.hf, shards[0])
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ class Row(WeightMapping):
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         yield _columns(self.hf, self.shape, groups.tp_rank, groups.tp_size)
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-        yield self.hf, shards.movedim(0, 1).flatten(1)
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        yield alone(self.hf, shards.movedim(0, 1).flatten(1))
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ class Column(WeightMapping):
         rows, *_ = self.local_shape(groups)
         yield _rows(self.hf, self.shape, groups.tp_rank * rows, rows)
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-        yield self.hf, shards.flatten(0, 1)
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        yield alone(self.hf, shards.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ class VocabParallel(WeightMapping):
         if first < self.shape[0]:
             yield _rows(self.hf, self.shape, first, min(width, self.shape[0] - first))
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-        yield self.hf, shards.flatten(0, 1)[: self.shape[0]]
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        yield alone(self.hf, shards.flatten(0, 1)[: self.shape[0]])
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class TiedOutput(VocabParallel):
     def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         yield from ()
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         yield from ()
 
 
@@ -317,11 +318,11 @@ class QKV(WeightMapping):
                 yield piece
                 start = piece.end
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         grouped = shards.reshape(self.n_kv_heads, self._queries + 2, self.head_dim, *self.features)
-        yield self.q, grouped[:, : self._queries].flatten(0, 2)
-        yield self.k, grouped[:, self._queries].flatten(0, 1)
-        yield self.v, grouped[:, self._queries + 1].flatten(0, 1)
+        yield alone(self.q, grouped[:, : self._queries].flatten(0, 2))
+        yield alone(self.k, grouped[:, self._queries].flatten(0, 1))
+        yield alone(self.v, grouped[:, self._queries + 1].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -346,10 +347,10 @@ class GatedMLP(WeightMapping):
         for name, start in ((self.gate, 0), (self.up, rows * self.shape[1])):
             yield _rows(name, self.shape, groups.tp_rank * rows, rows, start)
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         halves = shards.view(len(shards), 2, -1, self.shape[1])
-        yield self.gate, halves[:, 0].flatten(0, 1)
-        yield self.up, halves[:, 1].flatten(0, 1)
+        yield alone(self.gate, halves[:, 0].flatten(0, 1))
+        yield alone(self.up, halves[:, 1].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -386,12 +387,12 @@ class ExpertGatedMLP(WeightMapping):
                 yield piece
                 start = piece.end
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         etp_size = 2 * self.shape[0] // shards.shape[2]
-        for expert, fused in _by_expert(shards, self.n_experts, etp_size, first):
-            halves = fused.view(len(fused), 2, -1, self.shape[1])
-            yield self.gate.format(expert=expert), halves[:, 0].flatten(0, 1)
-            yield self.up.format(expert=expert), halves[:, 1].flatten(0, 1)
+        for experts, fused in _by_rank(shards, self.n_experts, etp_size, first):
+            names = [pattern.format(expert=expert) for expert in experts for pattern in (self.gate, self.up)]
+            halves = fused.view(etp_size, 2 * len(experts), -1, self.shape[1])
+            yield Stack(names, halves.movedim(0, 1).flatten(1, 2))
 
 
 @dataclass(frozen=True)
@@ -422,18 +423,20 @@ class ExpertRow(WeightMapping):
             yield piece
             start = piece.end
 
-    def merge(self, shards: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         etp_size = self.shape[1] // shards.shape[3]
-        for expert, weight in _by_expert(shards, self.n_experts, etp_size, first):
-            yield self.down.format(expert=expert), weight.movedim(0, 1).flatten(1)
+        for experts, weights in _by_rank(shards, self.n_experts, etp_size, first):
+            names = [self.down.format(expert=expert) for expert in experts]
+            yield Stack(names, weights.permute(1, 2, 0, 3).flatten(2))
 
 
-def _by_expert(shards: Tensor, n_experts: int, etp_size: int, first: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number of each expert in [ep * etp, experts, ...], and its [etp, ...].
+def _by_rank(shards: Tensor, n_experts: int, etp_size: int, first: int) -> Iterator[tuple[range, Tensor]]:
+    """Yield the numbers of each expert-parallel rank's experts in [ep * etp, experts, ...], and their shards.
 
-    The experts are those of each expert-parallel rank from its own number `first` on.
+    The experts are those of each rank from its own number `first` on, and their shards [etp, experts, ...].
     """
     ep_size = len(shards) // etp_size
     per_rank = n_experts // ep_size
     for ep_rank, rank_shards in enumerate(shards.view(ep_size, etp_size, *shards.shape[1:])):
-        yield from enumerate(rank_shards.unbind(1), start=ep_rank * per_rank + first)
+        start = ep_rank * per_rank + first
+        yield range(start, start + shards.shape[1]), rank_shards

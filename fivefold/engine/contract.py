@@ -14,6 +14,7 @@ import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.sync.stacks import Stack
 from fivefold.types import StepResult
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class TrainingEngine(Protocol):
         Args:
             readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
         """
+
+    def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Do what `export_weights` does, with the experts of a layer in a few stacks."""
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder that transformers loads, from all ranks, which must all see it.

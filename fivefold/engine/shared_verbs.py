@@ -23,6 +23,7 @@ from fivefold.engine.passes import Scoring, check_head, no_optimizer
 from fivefold.engine.sharing import Share
 from fivefold.engine.training_state import TrainingState
 from fivefold.families.shape import ModelShape
+from fivefold.sync.stacks import Stack, unstacked
 from fivefold.types import StepResult
 
 
@@ -58,6 +59,14 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
     @abstractmethod
     def _blocks(self) -> Iterator[Block]:
         """Yield the weights of all ranks in the blocks that this rank writes."""
+
+    @abstractmethod
+    def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole weight; see `TrainingEngine.export_stacks`."""
+
+    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every whole weight under its Hugging Face name; see `TrainingEngine.export_weights`."""
+        return unstacked(self.export_stacks(readers))
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""

@@ -50,6 +50,7 @@ from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.observe.progress import counting
+from fivefold.sync.stacks import Stack
 
 
 class FSDPEngine(SharedVerbs[Optimizer]):
@@ -200,12 +201,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
         return whole_sequences(micro_batch, self.model(micro_batch, options), self.groups.cp)
 
-    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.
-
-        Args:
-            readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
-        """
+    def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         return self.shards.export(self._dtype, readers)
 

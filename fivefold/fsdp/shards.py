@@ -28,6 +28,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
+from fivefold.sync.stacks import Stack, alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,7 @@ class Shards:
                 for piece in offsets.mapping.stored_pieces(self._groups.weights):
                     yield piece, piece.view(offsets.values_E)
 
-    def export(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[Stack]:
         """Yield every Hugging Face tensor, whole, on the ranks that read them; on the others, outlines on `meta`.
 
         Args:
@@ -158,14 +159,14 @@ class Shards:
         for bucket in self._buckets(dtype):
             for shard, whole in zip(bucket, self._gather(bucket, dtype), strict=True):
                 if reads:
-                    for name, tensor in shard.mapping.merge(whole):
-                        yield name, tensor.contiguous()
+                    for stack in shard.mapping.merge(whole):
+                        yield Stack(stack.names, stack.tensors.contiguous())
                 else:
                     for name, shape in shard.mapping.hf_shapes().items():
-                        yield name, torch.empty(shape, dtype=dtype, device="meta")
+                        yield alone(name, torch.empty(shape, dtype=dtype, device="meta"))
         for offsets in self.offsets:
-            for name, values_E in offsets.mapping.merge(offsets.values_E.unsqueeze(0)):
-                yield name, values_E if reads else values_E.to("meta")
+            for stack in offsets.mapping.merge(offsets.values_E.unsqueeze(0)):
+                yield stack if reads else Stack(stack.names, stack.tensors.to("meta"))
 
     def _buckets(self, dtype: torch.dtype) -> Iterator[list[Shard]]:
         """Yield runs of shards whose wholes have at most `GATHER_BYTES` together; a larger one travels alone."""

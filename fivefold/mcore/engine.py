@@ -65,6 +65,7 @@ from fivefold.mcore.specs import check_transformer_engine, spec_provider
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
+from fivefold.sync.stacks import Stack
 from fivefold.types import StepResult
 
 
@@ -236,12 +237,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
-    def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole weight under its Hugging Face name; all ranks must iterate to the end, in lock-step.
-
-        Args:
-            readers: the ranks that need the weights; None: all. The others get tensors without content, on `meta`.
-        """
+    def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         return self._bridge.export(self.weights, self._shards, readers=readers)
 

@@ -23,6 +23,7 @@ from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.mapping import TensorReader
 from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
 from fivefold.families.shape import ModelShape
+from fivefold.sync.stacks import Stack, alone
 
 
 class ForeignBridge(Bridge, ABC):
@@ -86,7 +87,7 @@ class ForeignBridge(Bridge, ABC):
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[Stack]:
         """Yield every Hugging Face tensor as the package exports it, on all ranks; see `Bridge.export`."""
         reads = readers is None or torch.distributed.get_rank() in readers
         sent: set[str] = set()
@@ -95,7 +96,7 @@ class ForeignBridge(Bridge, ABC):
             if name not in sent:
                 sent.add(name)
                 tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
-                yield name, tensor.contiguous() if reads else tensor.to("meta")
+                yield alone(name, tensor.contiguous() if reads else tensor.to("meta"))
 
 
 def presented(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:

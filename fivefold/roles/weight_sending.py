@@ -44,13 +44,13 @@ class SendsWeights:
     def next_bucket(self, route: Route) -> DeviceBucket | None:
         """Announce the next bucket of all weights; see `WeightSender.next`. None: all are sent."""
         if self._sender is None:
-            weights = self._engine.export_weights(route.readers)
+            weights = self._engine.export_stacks(route.readers)
             self._sender = WeightSender(weights, route, dist.get_rank(), self._link)
         return self._sender.next()
 
     def copy_weights(self, route: Route) -> None:
         """Copy all weights to host memory, on the rank that has a link."""
-        weights = self._engine.export_weights(route.readers)
+        weights = self._engine.export_stacks(route.readers)
         if self._copy is None and self._link is not None:
             self._copy = CopiedWeights(self._link)
         if self._copy is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
 from fivefold.sync.sender import Link
+from fivefold.sync.stacks import Stack
 from fivefold.sync.transport import Route
 
 
@@ -45,7 +46,7 @@ class CopiedWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def fill(self, weights: Iterable[tuple[str, Tensor]], route: Route) -> None:
+    def fill(self, weights: Iterable[Stack], route: Route) -> None:
         """Copy all tensors, in the dtype of the route; return once they may change."""
         filler = BufferFiller(weights, dtype=getattr(torch, route.dtype), n_buffers=1, max_bytes=self._max_bytes)
         while (filled := filler.fill()) is not None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.families.latent_attention import loaded_together
 from fivefold.families.sigmoid_experts import is_router_offset
+from fivefold.sync.stacks import Stack, alone
 
 CHECKSUMS = 2**61
 """Checksums are compared modulo this."""
@@ -96,7 +97,7 @@ class BufferFiller:
 
     def __init__(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[Stack],
         *,
         dtype: torch.dtype,
         n_buffers: int,
@@ -105,7 +106,7 @@ class BufferFiller:
         """Begin with the first tensor.
 
         Args:
-            weights: tensors on one device; each is copied before the next is asked for.
+            weights: tensors on one device; each stack is copied before the next is asked for.
             dtype: what they are cast to, apart from the offsets of routers.
             n_buffers: buffers that are filled in turn.
             max_bytes: bytes of a buffer, unless a tensor, or tensors that are loaded together, are larger.
@@ -115,9 +116,9 @@ class BufferFiller:
         self._max_bytes = max_bytes
         self._buffers: list[Tensor | None] = [None] * n_buffers
         self._turn = 0
-        self._ahead: deque[tuple[str, Tensor]] = deque()
-        """Tensors that were read and are in no bucket: the next one, behind those that the last bucket held back."""
-        self._offsets: deque[tuple[str, Tensor]] = deque()
+        self._ahead: deque[Stack] = deque()
+        """What was read and is in no bucket: the next stack or its rest, behind what the last bucket held back."""
+        self._offsets: deque[Stack] = deque()
         """Copies of the routers' offsets that were read."""
         self._read()
 
@@ -131,7 +132,7 @@ class BufferFiller:
         if not self._ahead and self._offsets:
             self._ahead, self._offsets, self._dtype = self._offsets, deque(), torch.float32
         while self._ahead and not tensors:
-            most = max(self._max_bytes, sum(self._n_bytes(tensor) for _, tensor in self._ahead))
+            most = max(self._max_bytes, sum(self._bytes_of_one(stack) for stack in self._ahead))
             buffer = self._buffer(most)
             tensors = self._copied(buffer, most)
             self._hold_back(tensors)
@@ -144,43 +145,46 @@ class BufferFiller:
         """Copy the next tensors, of at most `most` bytes, into a buffer; return them there."""
         tensors: list[tuple[str, Tensor]] = []
         end = 0
-        while self._ahead and end + self._n_bytes(self._ahead[0][1]) <= most:
-            name, source = self._ahead.popleft()
-            n_bytes = self._n_bytes(source)
-            target = buffer[end : end + n_bytes].view(self._dtype).view(source.shape)
+        while self._ahead and end + (n_bytes := self._bytes_of_one(self._ahead[0])) <= most:
+            stack = self._ahead.popleft()
+            count = min(len(stack.names), (most - end) // n_bytes) if n_bytes else len(stack.names)
+            source = stack.tensors[:count]
+            target = buffer[end : end + count * n_bytes].view(self._dtype).view(source.shape)
             target.copy_(source)
-            tensors.append((name, target))
-            end += n_bytes
+            tensors += zip(stack.names[:count], target.unbind(), strict=True)
+            end += count * n_bytes
+            if count < len(stack.names):
+                self._ahead.appendleft(Stack(stack.names[count:], stack.tensors[count:]))
             if not self._ahead:
                 self._read()
         return tensors
 
     def _hold_back(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Take tensors out of a bucket that must come with the next one, and what lies between them."""
-        group = loaded_together(self._ahead[0][0]) if self._ahead else None
+        group = loaded_together(self._ahead[0].names[0]) if self._ahead else None
         if group is None:
             return
         first = next((index for index, (name, _) in enumerate(tensors) if loaded_together(name) == group), len(tensors))
         # The buffer is another's by the time that they are copied from here.
-        self._ahead.extendleft((name, tensor.clone()) for name, tensor in reversed(tensors[first:]))
+        self._ahead.extendleft(alone(name, tensor.clone()) for name, tensor in reversed(tensors[first:]))
         del tensors[first:]
 
     def _read(self) -> None:
-        for name, tensor in self._weights:
-            if not is_router_offset(name):
-                self._ahead.append((name, tensor.detach()))
+        for stack in self._weights:
+            if not is_router_offset(stack.names[0]):
+                self._ahead.append(Stack(stack.names, stack.tensors.detach()))
                 return
-            self._offsets.append((name, tensor.detach().clone()))
+            self._offsets.append(Stack(stack.names, stack.tensors.detach().clone()))
 
-    def _n_bytes(self, tensor: Tensor) -> int:
-        return tensor.numel() * self._dtype.itemsize
+    def _bytes_of_one(self, stack: Stack) -> int:
+        return stack.tensors.numel() // len(stack.names) * self._dtype.itemsize
 
     def _buffer(self, n_bytes: int) -> Tensor:
         """Return the buffer whose turn it is, with room for `n_bytes` at least."""
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < n_bytes:
             self._buffers[self._turn] = buffer = None  # its memory may serve the new one
-            buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._ahead[0][1].device)
+            buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._ahead[0].tensors.device)
             self._buffers[self._turn] = buffer
         return buffer
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.config.weight_buckets import DEVICE_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
+from fivefold.sync.stacks import Stack
 from fivefold.sync.transport import Route
 
 
@@ -29,7 +30,7 @@ class WeightSender:
 
     def __init__(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[Stack],
         route: Route,
         rank: int,
         link: Link | None,

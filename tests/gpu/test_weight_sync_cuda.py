@@ -22,6 +22,7 @@ from fivefold.sync.device_buckets import CHECKSUMS, DeviceBucket, checksum
 from fivefold.sync.nccl_communicator import NcclCommunicator
 from fivefold.sync.nccl_link import Invitation, NcclLink
 from fivefold.sync.sender import WeightSender
+from fivefold.sync.stacks import stacked
 from fivefold.sync.transport import Route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -56,7 +57,7 @@ def test_another_process_reads_every_bucket_and_the_memory_comes_back() -> None:
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
     for seed in range(3):
-        sender = WeightSender(weights(seed), route, 0, None, max_bytes=BUCKET)
+        sender = WeightSender(stacked(weights(seed)), route, 0, None, max_bytes=BUCKET)
         total, bucket = 0, sender.next()
         while bucket is not None:
             announced.put(bucket)
@@ -137,7 +138,7 @@ def test_another_gpu_gets_every_bucket(meeting: Any, dies: bool) -> None:
     receiver.start()
     link.enter()
     route = Route("nccl", "bfloat16", checksum=True, n_receivers=1)
-    sender = WeightSender(weights(0), route, 0, link, max_bytes=BUCKET)
+    sender = WeightSender(stacked(weights(0)), route, 0, link, max_bytes=BUCKET)
     sent: list[DeviceBucket] = []
     while (bucket := sender.next()) is not None:  # sends the bucket before
         if sent:

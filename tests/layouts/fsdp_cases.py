@@ -13,6 +13,7 @@ from fivefold.config.schema.engine import EngineConfig, FSDPConfig
 from fivefold.fsdp.engine import FSDPEngine
 from fivefold.fsdp.optimizer import gradient
 from fivefold.layout.parser import parse_backend
+from fivefold.sync.stacks import unstacked
 
 
 class OpenFSDPEngine(WholeBatches, FSDPEngine):
@@ -25,7 +26,7 @@ class OpenFSDPEngine(WholeBatches, FSDPEngine):
         weights = [shard.values_N.clone() for shard in shards]
         for shard in shards:
             shard.values_N.copy_(self.optimizer._gradient(shard))
-        exported = self.shards.export(torch.float32, None)
+        exported = unstacked(self.shards.export(torch.float32, None))
         yield from ((name, grad) for name, grad in exported if not name.endswith("e_score_correction_bias"))
         for shard, values_N in zip(shards, weights, strict=True):
             shard.values_N.copy_(values_N)

@@ -21,6 +21,7 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.stage_timers import BUBBLE
+from fivefold.sync.stacks import unstacked
 from fivefold.types import Batch
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -54,7 +55,7 @@ class OpenEngine(WholeBatches, MegatronEngine):
         """Yield the accumulated gradient under Hugging Face names."""
         # Offsets of routers have no gradient, and the bridge exports whole models only.
         main_grads = {name: getattr(weight, "main_grad", weight) for name, weight in self.weights.items()}
-        exported = self._bridge.export(main_grads, self._shards)
+        exported = unstacked(self._bridge.export(main_grads, self._shards))
         return ((name, tensor) for name, tensor in exported if not name.endswith("e_score_correction_bias"))
 
     def spoil_gradient(self) -> None:

@@ -23,6 +23,7 @@ from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine import optimizer_state
 from fivefold.fsdp import optimizer as fsdp_optimizer
 from fivefold.mcore import compat
+from fivefold.sync.stacks import unstacked
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
@@ -149,7 +150,7 @@ def exported_masters(case: Case, folder: Path) -> Tensors:
         for part in engine.optimizer.slices()
         if part.end - part.start == part.parameter.numel()
     }
-    return whole(engine._bridge.export(whole_masters, engine._shards))
+    return whole(unstacked(engine._bridge.export(whole_masters, engine._shards)))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from fivefold.bridge.gather import Item
 from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Row
 from fivefold.bridge.participants import RankGroups, parts
+from fivefold.sync.stacks import unstacked
 
 N_EXPERTS, FFN, HIDDEN = 12, 6, 5
 UP = ExpertGatedMLP("up", "experts.{expert}.gate", "experts.{expert}.up", N_EXPERTS, (FFN, HIDDEN))
@@ -26,10 +27,14 @@ def test_experts_travel_in_slices_that_fit(
     assert all(item.nbytes <= max_bytes or item.shape[0] == 1 for item in slices)
     assert len(slices) == {1: 4, 10**6: 1}.get(max_bytes, len(slices))
     assert sum(item.nbytes for item in slices) == whole.nbytes
-    merged = [
-        pair for item in slices for pair in item.merged(shards[:, item.first : item.first + item.shape[0]].contiguous())
+    stacks = [
+        stack
+        for item in slices
+        for stack in item.merged(shards[:, item.first : item.first + item.shape[0]].contiguous())
     ]
-    expected = dict(mapping.merge(shards))
+    assert len(stacks) == 3 * len(slices), "the experts of a slice that come from one rank are in one stack"
+    merged = list(unstacked(stacks))
+    expected = dict(unstacked(mapping.merge(shards)))
     assert len(merged) == len(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in merged)
 

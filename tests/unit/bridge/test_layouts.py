@@ -20,6 +20,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.families.read import load_shape
+from fivefold.sync.stacks import unstacked
 from tests.forks import forking
 
 WORLD = 8
@@ -141,16 +142,16 @@ def check_case(folder: Path, layout: Layout, at: Position, groups: ShardGroups) 
     mixed = {name: tensor if is_router(name) else tensor.bfloat16() for name, tensor in hf.items()}
     mixed_shards = shard_by_hand(mixed, config, layout, at)
     small_buckets = Bridge(load_shape(folder), bucket_bytes=1000)
-    exported = dict(bridge.export(shards, groups))
+    exported = dict(unstacked(bridge.export(shards, groups)))
     readers = frozenset({1, 6})
-    given = dict(small_buckets.export(shards, groups, readers=readers))
+    given = dict(unstacked(small_buckets.export(shards, groups, readers=readers)))
     if dist.get_rank() not in readers:
         given = {name: tensor for name, tensor in gradients.items() if is_outline(given.get(name), tensor)}
     return {
         "load": differences(loaded, wanted),
         "export": differences(exported, gradients),
-        "export mixed": differences(dict(small_buckets.export(mixed_shards, groups)), mixed),
-        "export as bfloat16": differences(dict(bridge.export(loaded, groups, dtype=torch.bfloat16)), half),
+        "export mixed": differences(dict(unstacked(small_buckets.export(mixed_shards, groups))), mixed),
+        "export as bfloat16": differences(dict(unstacked(bridge.export(loaded, groups, dtype=torch.bfloat16))), half),
         "export to two ranks": differences(given, gradients),
         "order": [] if list(exported) == list(bridge.expected_names()) else list(exported),
     }

@@ -39,6 +39,7 @@ from fivefold.sync import cuda_ipc
 from fivefold.sync.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
 from fivefold.sync.folder import NodePlace
 from fivefold.sync.nccl_link import Invitation
+from fivefold.sync.stacks import stacked
 from fivefold.sync.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
@@ -90,7 +91,7 @@ def weights(model_folder: Folder) -> dict[str, Tensor]:
 
 def buckets_of(weights: dict[str, Tensor], transport: Transport, *, with_checksum: bool = False) -> list[DeviceBucket]:
     """Return the weights in buckets of two devices."""
-    filler = BufferFiller(weights.items(), dtype=torch.bfloat16, n_buffers=1, max_bytes=20_000)
+    filler = BufferFiller(stacked(weights.items()), dtype=torch.bfloat16, n_buffers=1, max_bytes=20_000)
     handles = {"uuid-0": HANDLE, "uuid-1": HANDLE} if transport == "ipc" else {}
     buckets = []
     while (filled := filler.fill()) is not None:
@@ -717,7 +718,7 @@ def test_the_embedded_engine_opens_the_trainers_buffers(
     monkeypatch.setattr(cuda_ipc, "opened", lambda handle, device: handle[0])
 
     def buckets(spoils: bool) -> Iterator[DeviceBucket]:
-        filler = BufferFiller(weights.items(), dtype=torch.float32, n_buffers=2, max_bytes=20_000)
+        filler = BufferFiller(stacked(weights.items()), dtype=torch.float32, n_buffers=2, max_bytes=20_000)
         while (filled := filler.fill()) is not None:
             tensors, buffer = filled
             names, shapes = tuple(name for name, _ in tensors), tuple(tuple(tensor.shape) for _, tensor in tensors)

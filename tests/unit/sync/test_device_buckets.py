@@ -22,6 +22,7 @@ from fivefold.sync.device_buckets import (
     merged,
 )
 from fivefold.sync.sender import WeightSender
+from fivefold.sync.stacks import Stack, stacked
 from fivefold.sync.transport import Route
 
 SIZES = [3, 50, 7, 0, 400, 1, 64, 64, 64, 2]
@@ -41,7 +42,7 @@ def bucket_of(rows: list[tuple[str, Tensor]], **fields: object) -> DeviceBucket:
 
 def test_every_tensor_lies_whole_in_one_buffer_where_its_bucket_says() -> None:
     sources, arrived = tensors(), {}
-    filler = BufferFiller(sources.items(), dtype=torch.bfloat16, n_buffers=2, max_bytes=256)
+    filler = BufferFiller(stacked(sources.items()), dtype=torch.bfloat16, n_buffers=2, max_bytes=256)
     n_buckets = 0
     while (filled := filler.fill()) is not None:
         rows, buffer = filled
@@ -53,8 +54,31 @@ def test_every_tensor_lies_whole_in_one_buffer_where_its_bucket_says() -> None:
     assert n_buckets == 5
 
 
+@pytest.mark.parametrize("max_bytes", [1, 100, 256, 10_000])
+def test_stacks_fill_the_same_buckets_as_their_tensors_alone(max_bytes: int) -> None:
+    """Stacks are cut where a bucket is full; an empty tensor takes no room."""
+    stacks = [
+        Stack([f"{letter} {i}" for i in range(count)], torch.randn(count, *shape))
+        for letter, count, shape in [("a", 1, (7,)), ("b", 12, (3, 2)), ("c", 3, (0,)), ("d", 5, (4, 4))]
+    ]
+    sources = [pair for stack in stacks for pair in zip(stack.names, stack.tensors, strict=True)]
+    filled = []
+    for weights in (stacks, stacked(sources)):
+        filler = BufferFiller(weights, dtype=torch.bfloat16, n_buffers=1, max_bytes=max_bytes)
+        buckets = []
+        while (bucket := filler.fill()) is not None:
+            buckets.append([(name, tensor.clone()) for name, tensor in bucket[0]])
+        filled.append(buckets)
+    names = [[[name for name, _ in bucket] for bucket in buckets] for buckets in filled]
+    assert names[0] == names[1]
+    for buckets in filled:
+        arrived = [pair for bucket in buckets for pair in bucket]
+        assert [name for name, _ in arrived] == [name for name, _ in sources]
+        assert all(torch.equal(one, two.bfloat16()) for (_, one), (_, two) in zip(arrived, sources, strict=True))
+
+
 def test_a_bucket_stays_as_it_is_while_the_next_is_filled_and_not_longer() -> None:
-    filler = BufferFiller(tensors().items(), dtype=torch.float32, n_buffers=2, max_bytes=256)
+    filler = BufferFiller(stacked(tensors().items()), dtype=torch.float32, n_buffers=2, max_bytes=256)
     buffers = []
     copies = []
     while (filled := filler.fill()) is not None:
@@ -73,7 +97,7 @@ def test_projections_that_a_server_fuses_are_in_one_bucket(max_bytes: int) -> No
         projections = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
         names += [f"model.layers.{layer}.self_attn.{projection}.weight" for projection in projections]
     sources = {name: torch.randn(20 + 3 * i) for i, name in enumerate(names)}
-    filler = BufferFiller(sources.items(), dtype=torch.float32, n_buffers=2, max_bytes=max_bytes)
+    filler = BufferFiller(stacked(sources.items()), dtype=torch.float32, n_buffers=2, max_bytes=max_bytes)
     arrived, last, n_buckets = {}, None, 0
     while (filled := filler.fill()) is not None:
         rows, buffer = filled
@@ -91,7 +115,7 @@ def test_projections_that_a_server_fuses_are_in_one_bucket(max_bytes: int) -> No
 def test_a_slow_engine_reads_what_was_sent_while_the_next_bucket_is_filled() -> None:
     """The feed hands over a bucket once the one before it is loaded, which is when its buffer may be filled again."""
     sources = tensors()
-    filler = BufferFiller(sources.items(), dtype=torch.float32, n_buffers=2, max_bytes=256)
+    filler = BufferFiller(stacked(sources.items()), dtype=torch.float32, n_buffers=2, max_bytes=256)
     feed, arrived, n_filled = Feed(), {}, threading.Semaphore(0)
 
     def load() -> None:
@@ -152,9 +176,9 @@ class RecordingLink:
 def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
     sources, link = tensors(), RecordingLink()
     route = Route("nccl", "bfloat16", checksum=True)
-    sender = WeightSender(sources.items(), route, 0, link, max_bytes=256)
+    sender = WeightSender(stacked(sources.items()), route, 0, link, max_bytes=256)
     outlines = {name: tensor.to("meta") for name, tensor in sources.items()}
-    other = WeightSender(outlines.items(), route, 1, None, max_bytes=256)
+    other = WeightSender(stacked(outlines.items()), route, 1, None, max_bytes=256)
     announced: list[DeviceBucket] = []
     while (bucket := sender.next()) is not None:
         outline = other.next()
@@ -176,7 +200,7 @@ def test_a_copy_is_sent_as_it_was_when_the_weights_have_changed() -> None:
     for version in range(2):
         sources = {name: tensor + version for name, tensor in tensors().items()}
         wanted = {name: tensor.bfloat16() for name, tensor in sources.items()}
-        copy.fill(sources.items(), route)
+        copy.fill(stacked(sources.items()), route)
         for tensor in sources.values():
             tensor.zero_()
         link.sent.clear()
@@ -205,11 +229,11 @@ def test_offsets_of_routers_come_last_and_stay_float32(reads: bool) -> None:
     route, link = Route("nccl", "bfloat16", checksum=False), RecordingLink()
     if reads:
         copy = CopiedWeights(link, max_bytes=256)
-        copy.fill(mixed.items(), route)
+        copy.fill(stacked(mixed.items()), route)
         following = copy.next
     else:
         outlines = {name: tensor.to("meta") for name, tensor in mixed.items()}
-        following = WeightSender(outlines.items(), route, 1, None, max_bytes=256).next
+        following = WeightSender(stacked(outlines.items()), route, 1, None, max_bytes=256).next
     announced = list(iter(following, None))
     assert [name for bucket in announced for name in bucket.names] == [*names, *offsets]
     assert [bucket.dtype for bucket in announced] == [*["bfloat16"] * (len(announced) - 1), "float32"]
@@ -225,4 +249,4 @@ def test_a_failure_of_the_weights_is_the_senders() -> None:
         raise ValueError("a parameter is missing")
 
     with pytest.raises(ValueError, match="a parameter is missing"):
-        WeightSender(weights(), Route("nccl", "float32", checksum=False), 0, None).next()
+        WeightSender(stacked(weights()), Route("nccl", "float32", checksum=False), 0, None).next()
