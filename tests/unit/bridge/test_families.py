@@ -49,12 +49,8 @@ def test_hf_to_megatron_to_hf_is_bit_exact(hf_models: dict[str, Path], tmp_path:
     bridge, parameters = Bridge(load_shape(hf_models[family])), megatron_parameters(hf_models[family])
     with HFWeights(hf_models[family]) as saved:
         bridge.load(parameters, saved, ShardGroups())
-        save_hf(
-            tmp_path / "model",
-            unstacked(bridge.export(parameters, ShardGroups())),
-            hf_models[family],
-            max_shard_bytes=8000,
-        )
+        exported = unstacked(bridge.export(parameters, ShardGroups()))
+        save_hf(tmp_path / "model", exported, hf_models[family], max_shard_bytes=8000)
         with HFWeights(tmp_path / "model") as again:
             assert again.names == saved.names
             assert all(again.read(name).equal(saved.read(name)) for name in saved.names)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fivefold.roles import weight_sending
 from fivefold.roles.actor import Actor
@@ -15,6 +14,7 @@ from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.weight_sending import SendsWeights
 from fivefold.sync.nccl_link import NcclLink
+from fivefold.sync.stacks import Stack, alone
 from fivefold.sync.transport import Route
 
 
@@ -85,8 +85,8 @@ class NotedLink:
 
 
 class Weights:
-    def export_weights(self, readers: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
-        yield "a", torch.ones(2)
+    def export_stacks(self, readers: frozenset[int]) -> Iterator[Stack]:
+        yield alone("a", torch.ones(2))
 
 
 def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
