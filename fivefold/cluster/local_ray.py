@@ -30,7 +30,8 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.private_folder import PrivateFolder, short_folder
 
 MAX_OBJECT_STORE = 8 * 2**30
-"""Most bytes of the object store. Weights and batches pass through it in pieces, and never exceed this at one time."""
+"""Most bytes of the object store. Weights pass through it in pieces, and a step's tokens are some hundred megabytes. A
+teacher's most likely tokens may be more, 8 bytes each: Ray writes what has no room to its folder."""
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
