@@ -32,6 +32,7 @@ class LabelledAnswers:
     recipe: DPORecipe
 
     columns = KTO_COLUMNS
+    unit = "answers"
     measured = ("accuracy", "loss")
     n_appended = 0
 

@@ -28,6 +28,7 @@ class FineTuning:
     recipe: SFTRecipe
 
     columns = SFT_COLUMNS
+    unit = "examples"
     measured = ("nll",)
     n_appended = 0
 

@@ -73,6 +73,10 @@ class Method(Protocol[Item]):
         """Names of what `measure` returns and the summary has."""
 
     @property
+    def unit(self) -> str:
+        """What an example is, in the plural."""
+
+    @property
     def n_appended(self) -> int:
         """Tokens that are appended to every example."""
 
@@ -105,6 +109,7 @@ class PairMethod:
     n_appended: int = 0
 
     columns = PAIR_COLUMNS
+    unit = "pairs"
     measured = ("accuracy", "loss", "margin")
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Pair], Examples[Pair] | None]:
@@ -143,15 +148,15 @@ class Setup(RunSetup[Item]):
     def facts(self) -> Mapping[str, object]:
         """Return what the banner says about this kind of run."""
         left_over = self.sampler.n_dropped
-        unused = f"; {left_over} examples of each epoch fill no step" if left_over else ""
+        unused = f"; {left_over} {self.method.unit} of each epoch fill no step" if left_over else ""
         return {
-            "examples": self.data.usage,
+            self.method.unit: self.data.usage,
             **(
                 {"held out": held_out_usage(self.valid.usage, _tokens(self.valid), _tokens(self.data))}
                 if self.valid
                 else {}
             ),
-            "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} examples{unused}",
+            "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} {self.method.unit}{unused}",
         }
 
     @property
@@ -266,5 +271,5 @@ def _held_out(setup: Setup[Item], models: Models, run: OpenRun, when: str) -> di
     with run.timers.phase("evaluation"):
         measures = setup.method.measure(models, setup.valid.examples)
     n = len(setup.valid)
-    run.screen.note(f"held-out {setup.method.told(measures)} {when}, on {n:,} examples", style="cyan")
+    run.screen.note(f"held-out {setup.method.told(measures)} {when}, on {n:,} {setup.method.unit}", style="cyan")
     return measures

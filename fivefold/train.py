@@ -124,13 +124,6 @@ class TrainSetup(RunSetup[Prompt]):
             "held_out_prompts": len(self.evaluator.data) if self.evaluator else 0,
         }
 
-    def headline(self, state: RunState) -> str:
-        """Return the last line on the screen, with the accuracy before and after training."""
-        before, after = state.evaluation_before, state.evaluation_last
-        if before is None or after is None:
-            return super().headline(state)
-        return f"{super().headline(state)}: held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}"
-
     def reward_model(self, roles: Roles) -> RewardModel | None:
         """Return the reward model among the roles; None if there is none."""
         model = roles.frozen.get("reward")
@@ -405,8 +398,10 @@ def _evaluate(
     with run.timers.phase("evaluation"):
         evaluation = evaluator.run(roles.rollout, setup.reward_model(roles), renew)
     when = f"after step {step}" if step else "before training"
-    result = f"{evaluation.accuracy:.3f} on {evaluation.n_prompts} prompts"
-    run.screen.note(f"held-out accuracy {when}: {result}", style="cyan")
+    result = f"{evaluation.accuracy:.3f}"
+    if (reward := f"{evaluation.reward:.3f}") != result:  # right answers are not worth 1, or others not 0
+        result = f"{result}, reward {reward}"
+    run.screen.note(f"held-out accuracy {when}: {result} on {evaluation.n_prompts} prompts", style="cyan")
     return evaluation.measures
 
 

@@ -158,8 +158,12 @@ class RunConsole:
 
     @property
     def _told_best(self) -> str | None:
-        """The first metric of `BEST_OF` that several steps have, for of one there is no best; None: there is none."""
-        return next((name for name in BEST_OF if self._n_measured[name] > 1), None)
+        """The first metric of `BEST_OF` that several steps have, for of one there is no best; None: there is none.
+
+        An accuracy that has always been 0 gives way to the next one.
+        """
+        several = [name for name in BEST_OF if self._n_measured[name] > 1]
+        return next((name for name in several if self._best[name][0] != 0), several[0] if several else None)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:

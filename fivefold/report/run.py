@@ -12,25 +12,14 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.source import read_mapping
+from fivefold.observe.held_out import LABELS, HeldOut, held_out
 from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
 from fivefold.observe.time_left import TimeLeft, time_left
 from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"
-MEASURED = (("accuracy", "held-out accuracy"), ("nll", "held-out loss"))
-"""Measures of held-out data in a summary, and what they are called: the first that a run has is in its headline."""
-
 BEHIND = ("save", "evaluation", "checkpoint")
 """Phases that come behind what `seconds/step` measures."""
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """A measure of the held-out data before and after training."""
-
-    label: str
-    before: float
-    after: float
 
 
 @dataclass(frozen=True)
@@ -129,11 +118,8 @@ class Run:
     @property
     def held_out(self) -> HeldOut | None:
         """The measure of the held-out data that the headline tells; None until the run has finished."""
-        for name, label in MEASURED:
-            before, after = self.summary.get(f"{name}_before"), self.summary.get(f"{name}_after")
-            if before is not None and after is not None:
-                return HeldOut(label, before, after)
-        return None
+        before, after = ({name: self.summary.get(f"{name}_{when}") for name in LABELS} for when in ("before", "after"))
+        return held_out(before, after)
 
     @property
     def before(self) -> dict[str, float]:
@@ -149,8 +135,8 @@ class Run:
             outcome = f"{self.state} after step {self.step:,}" + (
                 f" of {self.total_steps:,}" if self.total_steps else ""
             )
-        if (held_out := self.held_out) is not None:
-            return f"{outcome}: {held_out.label} {held_out.before:.3f} → {held_out.after:.3f}"
+        if (found := self.held_out) is not None:
+            return f"{outcome}: {found.label} {found.before:.3f} → {found.after:.3f}"
         if (best := self.best) is not None:
             return f"{outcome}: best {best[0]} {best[1]:.3f} at step {best[2]:,}"
         return outcome

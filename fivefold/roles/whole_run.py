@@ -23,6 +23,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PeriodicConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
+from fivefold.observe.held_out import held_out
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.table import Column
 from fivefold.observe.versions import versions
@@ -68,8 +69,10 @@ class RunSetup(ABC, Generic[Item]):
         }
 
     def headline(self, state: RunState) -> str:
-        """Return the last line on the screen."""
-        return f"finished in {state.seconds:.0f} s"
+        """Return the title of the box at the end: the time, and the held-out data before and after training."""
+        took = f"finished in {state.seconds:.0f} s"
+        found = held_out(state.evaluation_before or {}, state.evaluation_last or {})
+        return f"{took}: {found.label} {found.before:.3f} -> {found.after:.3f}" if found else took
 
 
 S = TypeVar("S", bound=RunSetup[Any])

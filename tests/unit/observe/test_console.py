@@ -318,3 +318,13 @@ def test_of_a_metric_that_one_step_has_there_is_no_best() -> None:
     console.step(2, METRICS | {"accuracy": 0.25, "eval/accuracy": 0.0}, SECONDS)
     console.end("done", {})
     assert "best step  1, accuracy 0.750" in out.getvalue()
+
+
+def test_an_accuracy_that_is_always_0_names_no_best_step() -> None:
+    """As with the scores of a reward model, which need not reach 1."""
+    console, out = screen(100, terminal=False)
+    console.start(n_steps=2)
+    for step, reward in ((1, -0.2), (2, 0.4)):
+        console.step(step, METRICS | {"accuracy": 0.0, "reward/mean": reward}, SECONDS)
+    console.end("done", {})
+    assert "best step  2, reward/mean 0.400" in out.getvalue()

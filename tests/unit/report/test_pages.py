@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.cli.size import size
+from fivefold.observe.held_out import HeldOut
 from fivefold.observe.jsonl import write_json
 from fivefold.observe.sample_log import parts_of, read_part
 from fivefold.observe.time_left import TimeLeft
@@ -279,3 +280,15 @@ def test_before_training_is_where_a_curve_of_held_out_data_begins(run: Path) -> 
     tuned = replace(read, summary={"nll_before": 5.0, "nll_after": 2.0, "steps": 12, "seconds": 90.0})
     assert tuned.headline() == "finished 12 steps in 1 min 30 s: held-out loss 5.000 → 2.000"
     assert tuned.before == {"eval/nll": 5.0}
+
+
+def test_where_no_answer_ever_counts_as_right_the_headline_tells_the_reward(run: Path) -> None:
+    rewards = {"reward_before": -0.06, "reward_after": 0.31}
+    never = {"accuracy_before": 0.0, "accuracy_after": 0.0}
+    told = replace(Run.read(run), summary=never | rewards).held_out
+    assert told == HeldOut("held-out reward", -0.06, 0.31)
+    told = replace(Run.read(run), summary=never | {"accuracy_after": 0.5} | rewards).held_out
+    assert told == HeldOut("held-out accuracy", 0.0, 0.5)
+    # Of rewards that are 0 or 1 neither says more.
+    told = replace(Run.read(run), summary=never | {"reward_before": 0.0, "reward_after": 0.0}).held_out
+    assert told == HeldOut("held-out accuracy", 0.0, 0.0)
