@@ -158,7 +158,8 @@ def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
     if theirs != ours:
         raise ValueError(
             f"{checkpoint.path} is a checkpoint of `{theirs}`, from which `{ours}` cannot go on: "
-            "export its model with `fivefold checkpoints`, and name that as actor.path"
+            "choose another trial_name; to train its model further, export it with `fivefold checkpoints` and name "
+            "that as actor.path"
         )
     return RunState.read(checkpoint.path), compare_recipes(saved, recipe)
 
