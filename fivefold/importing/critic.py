@@ -5,15 +5,17 @@ estimator `gae` ──gae──> actor.advantage        critic.optim.lr ──of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from fivefold.importing.draft import Draft, Rule
+from fivefold.importing.draft import Draft, Role, Rule
 from fivefold.importing.values import Convert, number
 
 ADVANTAGE = "actor.advantage"
 WHITENS = "actor.whiten_advantages"
 NOT_NORMALISED = "a critic learns rewards as they are, so they are not normalised; their advantages may be whitened"
 PATH = "critic.path"
+INFER_BUDGET_KEY = "actor.mb_spec.max_tokens_per_infer_mb"
+REFERENCE_BUDGET_KEY = "ref.mb_spec.max_tokens_per_mb"
 NOT_TRAINED = "the run has no critic, because its advantages need none"
 
 
@@ -31,6 +33,18 @@ class ForCritic(Draft):
 def has_critic(draft: Draft) -> bool:
     """Return whether the recipe trains a critic."""
     return draft.recipe.get(ADVANTAGE) == "gae"
+
+
+def infer_budgets(draft: Draft) -> Iterator[tuple[Role, str, Draft]]:
+    """Yield each model that has passes without gradients: its role, the key of their budget, and the draft for both.
+
+    The critic's key is the actor's, as its draft changes it.
+    """
+    yield "actor", INFER_BUDGET_KEY, draft
+    if draft.compares_with_reference:
+        yield "ref", REFERENCE_BUDGET_KEY, draft
+    if has_critic(draft):
+        yield "critic", INFER_BUDGET_KEY, ForCritic(draft)
 
 
 def gae(draft: Draft, key: str, constants: Mapping[str, str]) -> None:

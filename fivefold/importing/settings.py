@@ -32,8 +32,6 @@ OTHER_ADVANTAGES = {
 OF_ONE = ("reinforce_pp", "remax", "raft")
 """Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
-INFER_BUDGET_KEY = "actor.mb_spec.max_tokens_per_infer_mb"
-REFERENCE_BUDGET_KEY = "ref.mb_spec.max_tokens_per_mb"
 
 SCREEN = ("console", "stdout", "none", "")
 """Names that frameworks give to no tracker, or to the screen."""

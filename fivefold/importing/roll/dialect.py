@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fivefold.importing import corrections, megatron, reasons
 from fivefold.importing.checkpoints import note_kept
-from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic
+from fivefold.importing.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold.importing.dialect import Conversion, Dialect, merged
 from fivefold.importing.distillation import NO_REWARD, train_on_teacher_alone
 from fivefold.importing.draft import Draft
@@ -17,9 +17,7 @@ from fivefold.importing.roll.layout import lay_out, lay_out_frozen, router
 from fivefold.importing.roll.rewards import convert_rewards
 from fivefold.importing.roll.rules import CONFIG, CRITIC, INFER, MIXED, PURE, REF, RULES, TRAIN
 from fivefold.importing.settings import (
-    INFER_BUDGET_KEY,
     MEAN_LEVEL,
-    REFERENCE_BUDGET_KEY,
     STD_LEVEL,
     TOKEN_BUDGET_KEY,
     advantages,
@@ -167,12 +165,9 @@ def _micro_batches(draft: Draft) -> None:
 
 def _passes_without_gradients(draft: Draft) -> None:
     """Convert the batches of log-probs and values: those of the actor, of a critic and of a reference."""
-    models = [(TRAIN, INFER_BUDGET_KEY, draft)]
-    if draft.compares_with_reference:
-        models.append((REF, REFERENCE_BUDGET_KEY, draft))
-    if has_critic(draft):
-        models.append((CRITIC, INFER_BUDGET_KEY, ForCritic(draft)))
-    for section, to, own in models:
+    sections = {"actor": TRAIN, "ref": REF, "critic": CRITIC}
+    for role, to, own in infer_budgets(draft):
+        section = sections[role]
         switch, tokens = section + "use_dynamic_batching_in_infer", section + "max_tokens_per_microbatch_in_infer"
         sequences = section + "infer_batch_size"
         if draft.get(switch) is True and draft.get(tokens) is not None:

@@ -10,12 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.importing import megatron, reasons
-from fivefold.importing.critic import ForCritic, gae, has_critic
+from fivefold.importing.critic import ForCritic, gae, has_critic, infer_budgets
 from fivefold.importing.draft import Draft, Role, RolePlan
 from fivefold.importing.rules import under
 from fivefold.importing.settings import (
-    INFER_BUDGET_KEY,
-    REFERENCE_BUDGET_KEY,
     STD_LEVEL,
     advantages,
     min_lr,
@@ -125,15 +123,12 @@ def _micro_batches_of(draft: Draft, section: str, shards: int, length: int | Non
 
 def passes_without_gradients(draft: Draft, at: str, length: int | None) -> None:
     """Convert the micro-batches of log-probs and values: those of the actor, of a reference and of a critic."""
-    models: list[tuple[Role, str, str, Draft]] = [("actor", at + ROLLOUT + "log_prob_", INFER_BUDGET_KEY, draft)]
-    if draft.compares_with_reference:
-        models.append(("ref", at + REF + "log_prob_", REFERENCE_BUDGET_KEY, draft))
-    if has_critic(draft):
-        models.append(("critic", at + CRITIC + "forward_", INFER_BUDGET_KEY, ForCritic(draft)))
+    starts = {"actor": ROLLOUT + "log_prob_", "ref": REF + "log_prob_", "critic": CRITIC + "forward_"}
     actors = draft.get(at + ACTOR + "use_dynamic_bsz")
-    for role, start, to, own in models:
+    for role, to, own in infer_budgets(draft):
         switch, tokens, sequences = (
-            start + name for name in ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+            at + starts[role] + name
+            for name in ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
         )
         if draft.get(switch, actors) is True and draft.get(tokens) is not None:
             shards = draft.plans[role].get("cp")
