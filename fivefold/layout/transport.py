@@ -14,7 +14,9 @@ from fivefold.layout.placement import Placement
 
 Transport = Literal["ipc", "nccl", "folder"]
 
-_MEASURED: frozenset[tuple[str, Transport]] = frozenset({("vllm", "ipc"), ("vllm", "nccl"), ("sglang", "ipc")})
+_MEASURED: frozenset[tuple[str, Transport]] = frozenset(
+    {("vllm", "ipc"), ("vllm", "nccl"), ("sglang", "ipc"), ("sglang", "nccl")}
+)
 """Engines with the transports that have been measured with them on GPUs; `auto` takes no other but `folder`."""
 
 

@@ -36,7 +36,7 @@ def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None
         ("vllm:d1t2|megatron:d1p2", 2, "ipc"),
         ("vllm:d1+megatron:d1", 2, "nccl"),
         ("sglang:d2|megatron:d2", 2, "ipc"),
-        ("sglang:t2+megatron:d2", 4, "folder"),
+        ("sglang:t2+megatron:d2", 4, "nccl"),
         ("transformers:d2|megatron:d2", 2, "folder"),
         ("vllm:d2|megatron:d2", 0, "folder"),
     ],
@@ -50,7 +50,7 @@ def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: st
     [
         ("sglang:d2|megatron:d2", 2, "folder"),
         ("transformers:d2|megatron:d2", 2, "ipc"),
-        ("sglang:t2+megatron:d2", 4, "nccl"),
+        ("sglang:t2+megatron:d2", 4, "folder"),
     ],
 )
 def test_every_engine_gets_the_way_that_is_asked_for(allocation: str, n_gpus: int, transport: str) -> None:
@@ -122,7 +122,7 @@ AHEAD = {"max_head_offpolicyness": 1}
 @pytest.mark.parametrize(
     ("allocation", "rollout", "beside"),
     [
-        ("sglang:d1+megatron:d1", AHEAD, True),
+        ("transformers:d1+megatron:d1", AHEAD, True),
         ("sglang:d1+megatron:d1", {}, False),
         ("sglang:d2|megatron:d2", AHEAD, False),
         ("vllm:d1+megatron:d1", AHEAD | {"weight_transport": "folder"}, True),
