@@ -181,6 +181,7 @@ def test_the_effective_configuration_is_what_differs_from_megatron_cores_default
 
 def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> None:
     arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "--lengths", "mean=300,max=4096")
+    arguments += ("rollout.weight_transport=folder",)
     values = printed_json(*arguments)["look_ahead"]
     assert values["length_max"] == 1024, "gconfig.max_new_tokens cuts them off"
     choices = values["choices"]
