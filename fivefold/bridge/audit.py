@@ -14,7 +14,7 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from fivefold.bridge.decoder import expected_tensors, is_ignored, is_optional
+from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_WEIGHT, expected_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, StoredTensors, WeightMapping
 from fivefold.bridge.weight_files import WeightFiles, survey
@@ -119,7 +119,11 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
         *strays("Hugging Face tensors that are missing", missing, unused),
         *listed("Hugging Face tensors of the wrong shape", len(shapes), shapes),
     ]
-    fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
+    if unused & {VALUE_WEIGHT, *VALUE_ALIASES}:
+        fix = "  this is a reward model or a critic, which has a score in the place of words: it serves as "
+        fix += "reward.model.path or critic.path; name a language model here"
+    else:
+        fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
     return [*lines, fix] if lines else []
 
 

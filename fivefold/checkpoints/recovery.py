@@ -85,7 +85,7 @@ def _without_checkpoint(recipe: Recipe, run: RunDir) -> Start:
         return _finished(run, compare_recipes(run.recipe, recipe))
     if not _kept_checkpoints(run):
         run.check_free(overwrite=False)
-    return Anew(f"anew; the {run.ending()} run before ended before its first checkpoint", overwrite=True)
+    return Anew(f"anew; the run before ({run.ending()}) had saved no checkpoint", overwrite=True)
 
 
 def _in_own_past(recipe: Recipe, run: RunDir, given: Checkpoint, overwrite: bool) -> Start:

@@ -117,6 +117,17 @@ def test_all_problems_are_in_one_error(sharded: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("head", ["score.weight", "v_head.summary.weight"])
+def test_a_reward_model_in_the_place_of_a_language_model_is_told_as_one(whole: Path, head: str) -> None:
+    tensors = load_file(whole / SINGLE_FILE)
+    tensors[head] = torch.zeros(1, 16)
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, whole / SINGLE_FILE)
+    message = problems(whole)
+    assert f"{head} in {SINGLE_FILE}" in message
+    assert message.endswith("it serves as reward.model.path or critic.path; name a language model here")
+
+
 def test_a_link_that_leads_nowhere_is_a_missing_file(whole: Path) -> None:
     (whole / SINGLE_FILE).unlink()
     (whole / SINGLE_FILE).symlink_to("blob")

@@ -95,7 +95,7 @@ def test_a_run_without_a_whole_checkpoint_starts_anew_and_says_so(recipe_file: P
     left = run(loaded)
     CheckpointStore(left.checkpoints).begin(1)
     start = find_start(loaded, overwrite=False)
-    assert start == Anew("anew; the killed run before ended before its first checkpoint", overwrite=True)
+    assert start == Anew("anew; the run before (killed) had saved no checkpoint", overwrite=True)
     assert isinstance(start, Anew)
     assert not start.open_folder(loaded).metrics.exists()
 
