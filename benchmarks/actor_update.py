@@ -40,8 +40,8 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.engines import build_engine
 from fivefold.roles.trainer_roles import engine_config
-from fivefold.sync.device_buckets import checksum
 from fivefold.types import Batch
+from fivefold.weights.device_buckets import checksum
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from fivefold.engine.grouped_mm import add_grouped_product
-from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.engine.kernels.grouped_mm import add_grouped_product
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 
 HEADS, KEY_HEADS, WIDTH = 32, 4, 128
 EXPERTS, TOP_K, HIDDEN, EXPERT_WIDTH = 128, 8, 2048, 768

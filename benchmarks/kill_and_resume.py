@@ -36,7 +36,7 @@ import psutil
 import torch
 
 from fivefold.checkpoints.store import CheckpointStore
-from fivefold.engine.stored_state import StoredState
+from fivefold.engine.state.stored_state import StoredState
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 OVERRIDES = (

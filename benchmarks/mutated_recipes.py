@@ -26,11 +26,11 @@ from fivefold.config.problems import known_keys
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import read_yaml, write_yaml
-from fivefold.importing.recipe import import_recipe
 from fivefold.planning.plan import plan_recipe
+from fivefold_import.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-FIXTURES = ROOT / "tests/unit/importing/fixtures"
+FIXTURES = ROOT / "tests/unit/fivefold_import/fixtures"
 IMPORTED = {
     "areal": "areal_moe_megatron.yaml",
     "roll": "roll_megatron.yaml",

@@ -36,13 +36,13 @@ from fivefold.rollout.hf_weights import file_tensors
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.sync.cuda_ipc import collect
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.folder import NodePlace
-from fivefold.sync.nccl_link import NcclLink
-from fivefold.sync.sender import WeightSender
-from fivefold.sync.stacks import stacked
-from fivefold.sync.transport import Route
+from fivefold.weights.cuda_ipc import collect
+from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.folder import NodePlace
+from fivefold.weights.nccl_link import NcclLink
+from fivefold.weights.sender import WeightSender
+from fivefold.weights.stacks import stacked
+from fivefold.weights.transport import Route
 
 TOKENIZER = "package:tiny-moe"
 PROMPT_TOKENS = 190

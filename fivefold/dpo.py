@@ -15,9 +15,9 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.launch import Models
-from fivefold.roles.preference_update import Comparison, Scoring
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, PairMethod, run_supervised
+from fivefold.update.preferences import Comparison, Scoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ from fivefold.algorithms.preferences import BradleyTerry
 from fivefold.config.schema.preferences import RMRecipe
 from fivefold.data.preferences import score_columns
 from fivefold.observe.screens import ScreenKind
-from fivefold.roles.preference_update import Scoring
 from fivefold.supervised import PairMethod, run_supervised
+from fivefold.update.preferences import Scoring
 
 
 def rm(recipe: RMRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:

@@ -30,18 +30,18 @@ from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.keeping import keep
 from fivefold.roles.launch import Models, launch_models
-from fivefold.roles.opening import OpenRun, lay_groundwork
-from fivefold.roles.preference_update import Comparison, Scoring
-from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.resuming import load_state
-from fivefold.roles.speed import SupervisedSpeed, known_peak
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.roles.updates import SkipGuard, average_updates
-from fivefold.roles.whole_run import RunSetup, run_whole
+from fivefold.run.keeper import keep
+from fivefold.run.profiling import StepProfiler
+from fivefold.run.resume import load_state
+from fivefold.run.setup import OpenRun, lay_groundwork
+from fivefold.run.speed import SupervisedSpeed, known_peak
+from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
+from fivefold.update.preferences import Comparison, Scoring
+from fivefold.update.updates import SkipGuard, average_updates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -43,26 +43,26 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.critic_update import CriticUpdate, critic_update
-from fivefold.roles.imitating import ExpertExamples
-from fivefold.roles.keeping import Keeper, keep
 from fivefold.roles.launch import launch_roles, replica_spec
-from fivefold.roles.opening import OpenRun, lay_groundwork
-from fivefold.roles.policy_update import PolicyUpdate, check_prompts
-from fivefold.roles.profiling import StepProfiler
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.resuming import load_state
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.run_roles import Roles
-from fivefold.roles.speed import StepSpeed, known_peak
-from fivefold.roles.state_owners import state_owners
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.weights_beside import copy_weights, give_weights
-from fivefold.roles.whole_run import RunSetup, run_whole
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.sync.transport import TITLES, Route, choose_route
+from fivefold.run.keeper import Keeper, keep
+from fivefold.run.profiling import StepProfiler
+from fivefold.run.resume import load_state
+from fivefold.run.setup import OpenRun, lay_groundwork
+from fivefold.run.speed import StepSpeed, known_peak
+from fivefold.run.state_owners import state_owners
+from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Prompt, Sample
+from fivefold.update.critic import CriticUpdate, critic_update
+from fivefold.update.expert_examples import ExpertExamples
+from fivefold.update.policy import PolicyUpdate, check_prompts
+from fivefold.weights.transport import TITLES, Route, choose_route
 
 _OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
 """Metrics that say nothing of a step in which the actor is not trained."""

@@ -21,7 +21,7 @@ from fivefold.bridge.value_head import WithValueHead
 from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 from fivefold.observe.progress import counting
-from fivefold.sync.stacks import Stack
+from fivefold.weights.stacks import Stack
 
 LOADING = "loading weights"
 """What progress calls it."""

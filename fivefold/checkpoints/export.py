@@ -18,7 +18,7 @@ from fivefold.checkpoints.store import RECIPE, TRAINER, Checkpoint
 from fivefold.config.load import kind_of
 from fivefold.config.schema.preferences import RMRecipe
 from fivefold.config.source import read_mapping
-from fivefold.engine.stored_state import StoredState
+from fivefold.engine.state.stored_state import StoredState
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.command import reporting_errors
-from fivefold.importing.framework import Framework
+from fivefold_import.framework import Framework
 
 if TYPE_CHECKING:
-    from fivefold.importing.report import Report
+    from fivefold_import.report import Report
 
 Sources = Annotated[
     list[str], typer.Argument(metavar="FILE|KEY=VALUE", help="YAML files, launch scripts, and keys of theirs to set.")
@@ -42,7 +42,7 @@ def import_recipe(
       fivefold import --from verl run_qwen3.sh -o recipe.yaml
     """
     with reporting_errors():
-        from fivefold.importing.recipe import import_recipe, split_arguments
+        from fivefold_import.recipe import import_recipe, split_arguments
 
         paths, overrides = split_arguments(files)
         report = import_recipe(

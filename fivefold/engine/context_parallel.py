@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.engine.kernels.varlen import varlen_attention
 from fivefold.engine.sequences import PackedAttention
-from fivefold.engine.varlen import varlen_attention
 
 
 def packed_attention(

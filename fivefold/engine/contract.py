@@ -14,12 +14,12 @@ import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.sync.stacks import Stack
 from fivefold.types import StepResult
+from fivefold.weights.stacks import Stack
 
 if TYPE_CHECKING:
     from fivefold.engine.moving_weights import MovingWeights
-    from fivefold.engine.state_store import WrittenPart
+    from fivefold.engine.state.state_store import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.kernels import logit_gradient, logit_statistics
+from fivefold.engine.kernels.elementwise import logit_gradient, logit_statistics
 from fivefold.engine.main_grad import add_matmul, main_grad, mark_accumulated
 from fivefold.engine.vocab_shards import gathered, own_rows, rows_of
 

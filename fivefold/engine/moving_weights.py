@@ -19,8 +19,8 @@ from torch import Tensor
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
-from fivefold.engine.stored_state import StoredState
+from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
+from fivefold.engine.state.stored_state import StoredState
 
 KIND = "param"
 """First part of the keys in a checkpoint."""

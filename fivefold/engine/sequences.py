@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.config.schema.engine import FlashAttention
-from fivefold.engine.varlen import AttentionPlan, plan_attention
+from fivefold.engine.kernels.varlen import AttentionPlan, plan_attention
 from fivefold.types import Batch
 
 

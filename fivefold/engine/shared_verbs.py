@@ -21,10 +21,10 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
 from fivefold.engine.heads import Head, HeadOptions, LogprobHead, SquaresScoring, TopKScoring, ValueHead
 from fivefold.engine.passes import Scoring, check_head, no_optimizer
 from fivefold.engine.sharing import Share
-from fivefold.engine.training_state import TrainingState
+from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.shape import ModelShape
-from fivefold.sync.stacks import Stack, unstacked
 from fivefold.types import StepResult
+from fivefold.weights.stacks import Stack, unstacked
 
 
 class Stepping(Protocol):

@@ -31,7 +31,7 @@ from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
-    from fivefold.engine.state_store import WrittenPart
+    from fivefold.engine.state.state_store import WrittenPart
 
 SAMPLED_WITH = (
     "gconfig.greedy",
@@ -163,7 +163,7 @@ class WaitingGroups:
             OSError: a file cannot be written.
         """
         # Imported late: a driver needs torch's checkpoint library only for this.
-        from fivefold.engine.state_store import StateWriter
+        from fivefold.engine.state.state_store import StateWriter
 
         if self._moment is not None:
             tensors = _tensors(self._moment.groups) | _begun_tensors(self._moment.running)

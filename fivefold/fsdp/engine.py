@@ -21,9 +21,8 @@ from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, model_head
-from fivefold.engine.host_copy import Parkable
+from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
@@ -37,7 +36,8 @@ from fivefold.engine.passes import (
 )
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.training_state import TorchGenerators, TrainingState
+from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.check import check_attention, check_layout
 from fivefold.families.fsdp_check import check_fsdp
 from fivefold.families.read import load_shape
@@ -50,7 +50,7 @@ from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.observe.progress import counting
-from fivefold.sync.stacks import Stack
+from fivefold.weights.stacks import Stack
 
 
 class FSDPEngine(SharedVerbs[Optimizer]):

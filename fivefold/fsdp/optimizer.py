@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
-from fivefold.engine.optimizer_state import AdamStep, FixedSlice, OptimizerState, StateFormat, StateKind, StateSlice
-from fivefold.engine.optimizer_state import Shard as StateShard
 from fivefold.engine.schedule import clip_factor, learning_rate
+from fivefold.engine.state.optimizer_state import (
+    AdamStep,
+    FixedSlice,
+    OptimizerState,
+    StateFormat,
+    StateKind,
+    StateSlice,
+)
+from fivefold.engine.state.optimizer_state import Shard as StateShard
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_shared_by_heads

@@ -28,7 +28,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
-from fivefold.sync.stacks import Stack, alone
+from fivefold.weights.stacks import Stack, alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
 from fivefold.engine.context_parallel import packed_attention
-from fivefold.engine.kernels import split_heads
+from fivefold.engine.kernels.elementwise import split_heads
 from fivefold.engine.sequences import PackedAttention
 
 

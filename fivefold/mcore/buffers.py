@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.host_copy import Parkable
+from fivefold.engine.state.host_copy import Parkable
 
 
 def free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.host_copy import HostCopy
-from fivefold.engine.kernels import sum_rows
+from fivefold.engine.kernels.elementwise import sum_rows
+from fivefold.engine.state.host_copy import HostCopy
 
 
 def check_deepep(config: MegatronConfig) -> None:

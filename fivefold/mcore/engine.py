@@ -26,12 +26,11 @@ from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
-from fivefold.engine.flash import flash_kernels
 from fivefold.engine.heads import Head, HeadOptions, model_head
+from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.moving_weights import HeldWeight, MovingWeights
-from fivefold.engine.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.passes import (
     COMPUTING,
     LossStep,
@@ -45,7 +44,8 @@ from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.training_state import TrainingState
+from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
+from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.check import check_attention, check_layout
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
@@ -65,8 +65,8 @@ from fivefold.mcore.specs import check_transformer_engine, spec_provider
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
-from fivefold.sync.stacks import Stack
 from fivefold.types import StepResult
+from fivefold.weights.stacks import Stack
 
 
 class MegatronEngine(SharedVerbs[Optimizer]):

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.engine.grouped_mm import add_grouped_product, grouped_mm
-from fivefold.engine.kernels import swiglu
+from fivefold.engine.kernels.elementwise import swiglu
+from fivefold.engine.kernels.grouped_mm import add_grouped_product, grouped_mm
 from fivefold.engine.main_grad import main_grad, mark_accumulated
 
 

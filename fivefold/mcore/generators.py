@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from fivefold.engine.training_state import TorchGenerators
+from fivefold.engine.state.training_state import TorchGenerators
 
 _PREFIX = "megatron/"
 

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.engine.context_parallel import gathered_keys
-from fivefold.engine.kernels import rotate_halves, rotate_neighbours
-from fivefold.engine.varlen import varlen_attention
+from fivefold.engine.kernels.elementwise import rotate_halves, rotate_neighbours
+from fivefold.engine.kernels.varlen import varlen_attention
 from fivefold.families.shape import LatentAttention
 from fivefold.mcore.attention import PackedSequences
 

@@ -12,8 +12,8 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, g
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.engine.optimizer_state import AdamStep, FixedSlice, OptimizerState, Shard, StateFormat, StateSlice
 from fivefold.engine.schedule import clip_factor, learning_rate
+from fivefold.engine.state.optimizer_state import AdamStep, FixedSlice, OptimizerState, Shard, StateFormat, StateSlice
 from fivefold.types import StepResult
 
 

@@ -17,7 +17,7 @@ from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.engine.optimizer_state import FixedSlice
+from fivefold.engine.state.optimizer_state import FixedSlice
 from fivefold.families.shape import ModelShape
 from fivefold.mcore.optimizer import Optimizer
 

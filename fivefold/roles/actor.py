@@ -16,10 +16,10 @@ from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
-from fivefold.sync.device_buckets import DeviceBucket, merged
-from fivefold.sync.nccl_link import Invitation, Meeting
-from fivefold.sync.offer import WeightOffer
-from fivefold.sync.transport import FOLDER, Route
+from fivefold.weights.device_buckets import DeviceBucket, merged
+from fivefold.weights.nccl_link import Invitation, Meeting
+from fivefold.weights.offer import WeightOffer
+from fivefold.weights.transport import FOLDER, Route
 
 
 class Actor(TrainedRole):

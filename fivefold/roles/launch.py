@@ -39,7 +39,7 @@ from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.sync.transport import FOLDER, Route
+from fivefold.weights.transport import FOLDER, Route
 
 
 def launch_roles(

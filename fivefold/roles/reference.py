@@ -21,7 +21,7 @@ from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 
 if TYPE_CHECKING:
-    from fivefold.engine.state_store import WrittenPart
+    from fivefold.engine.state.state_store import WrittenPart
 
 COLUMN = "ref_logprobs"
 

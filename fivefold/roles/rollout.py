@@ -25,8 +25,8 @@ from fivefold.roles.gate import Gate
 from fivefold.roles.responses import Generated, Group, Responses, generated, groups_of
 from fivefold.roles.rollout_worker import Job, RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests, n_begun
-from fivefold.sync.offer import WeightOffer
 from fivefold.types import Prompt, Sample
+from fivefold.weights.offer import WeightOffer
 
 Finished = Callable[[list[Group]], None]
 """Is told of groups as they finish."""

@@ -19,10 +19,10 @@ from fivefold.rollout.engines import DIALECTS, build_engine, weights_device
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
-from fivefold.sync.buckets import Bucket, unpack
-from fivefold.sync.folder import NodePlace
-from fivefold.sync.nccl_link import Invitation, Meeting
 from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.weights.buckets import Bucket, unpack
+from fivefold.weights.folder import NodePlace
+from fivefold.weights.nccl_link import Invitation, Meeting
 
 if TYPE_CHECKING:
     from fivefold.rollout.servers.engine import ServerEngine

@@ -33,13 +33,13 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
 from fivefold.roles.remote_batch import ShareOrder, assemble
 from fivefold.roles.weight_sending import SendsWeights
-from fivefold.sync.buckets import Bucket, unpack
 from fivefold.types import Batch, Columns
+from fivefold.weights.buckets import Bucket, unpack
 
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
     from fivefold.engine.moving_weights import MovingWeights
-    from fivefold.engine.state_store import WrittenPart
+    from fivefold.engine.state.state_store import WrittenPart
 
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import TrainingEngine
-from fivefold.sync import cuda_ipc
-from fivefold.sync.buckets import Bucket, pack
-from fivefold.sync.copied_weights import CopiedWeights
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.nccl_link import Invitation, Meeting, NcclLink
-from fivefold.sync.sender import WeightSender
-from fivefold.sync.transport import FOLDER, Route
+from fivefold.weights import cuda_ipc
+from fivefold.weights.buckets import Bucket, pack
+from fivefold.weights.copied_weights import CopiedWeights
+from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.nccl_link import Invitation, Meeting, NcclLink
+from fivefold.weights.sender import WeightSender
+from fivefold.weights.transport import FOLDER, Route
 
 
 class SendsWeights:

@@ -12,7 +12,7 @@ from fivefold.layout.transport import Transport
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
-from fivefold.sync.offer import WeightOffer
+from fivefold.weights.offer import WeightOffer
 
 
 def copy_weights(actor: Actor, rollout: Rollout, version: int, timers: PhaseTimers) -> WeightOffer:

@@ -14,7 +14,7 @@ from fivefold.rollout.servers.command import check_command
 from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.vllm_dialect import VLLMDialect
-from fivefold.sync.folder import NodePlace, Save
+from fivefold.weights.folder import NodePlace, Save
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect()}
 """The dialect of each backend that is a server."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
-from fivefold.sync.device_buckets import DeviceBucket
 from fivefold.types import Completion, FinishReason
+from fivefold.weights.device_buckets import DeviceBucket
 
 MONITORED_SHARE = 1 / 8
 """Share of the prompts whose log-probs are asked for where they only tell how far rollout and trainer are apart."""

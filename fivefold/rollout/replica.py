@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fivefold.sync.transport import FOLDER, Route
+from fivefold.weights.transport import FOLDER, Route
 
 
 @dataclass(frozen=True)

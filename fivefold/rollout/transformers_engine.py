@@ -18,9 +18,9 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.sync import cuda_ipc
-from fivefold.sync.device_buckets import CHECKSUMS, Checksum, DeviceBucket, check_arrived
 from fivefold.types import Completion
+from fivefold.weights import cuda_ipc
+from fivefold.weights.device_buckets import CHECKSUMS, Checksum, DeviceBucket, check_arrived
 
 
 class TransformersEngine:

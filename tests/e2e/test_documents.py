@@ -54,10 +54,10 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
 from fivefold.roles.launch import Models
-from fivefold.roles.opening import OpenRun
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.resuming import state_at_start
 from fivefold.roles.trainer_worker import UpdateResult
+from fivefold.run.resume import state_at_start
+from fivefold.run.setup import OpenRun
 from fivefold.sft import FineTuning
 from fivefold.supervised import run_loop, set_up
 from fivefold.types import Batch, Prompt
@@ -98,7 +98,7 @@ FILES = {
 def test_the_commands_of_the_documents_work(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example_recipe: str
 ) -> None:
-    fixtures = ROOT / "tests/unit/importing/fixtures"
+    fixtures = ROOT / "tests/unit/fivefold_import/fixtures"
     for name, fixture in FILES.items():
         (tmp_path / name).write_text((fixtures / fixture).read_text())
     (tmp_path / "recipe.yaml").write_text(example_recipe)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.config.schema.engine import FlashAttention
-from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 HAS_4 = find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None

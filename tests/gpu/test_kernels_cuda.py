@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fivefold.engine import kernels
+from fivefold.engine.kernels import elementwise as kernels
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = torch.device("cuda")
 
-from fivefold.engine import triton_experts, triton_heads, triton_logits  # noqa: E402 (Triton may be absent)
+from fivefold.engine.kernels import triton_experts, triton_heads, triton_logits  # noqa: E402 (Triton may be absent)
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from fivefold.sync import cuda_ipc
-from fivefold.sync.device_buckets import CHECKSUMS, DeviceBucket, checksum
-from fivefold.sync.nccl_communicator import NcclCommunicator
-from fivefold.sync.nccl_link import Invitation, NcclLink
-from fivefold.sync.sender import WeightSender
-from fivefold.sync.stacks import stacked
-from fivefold.sync.transport import Route
+from fivefold.weights import cuda_ipc
+from fivefold.weights.device_buckets import CHECKSUMS, DeviceBucket, checksum
+from fivefold.weights.nccl_communicator import NcclCommunicator
+from fivefold.weights.nccl_link import Invitation, NcclLink
+from fivefold.weights.sender import WeightSender
+from fivefold.weights.stacks import stacked
+from fivefold.weights.transport import Route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

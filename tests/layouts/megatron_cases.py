@@ -21,8 +21,8 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.stage_timers import BUBBLE
-from fivefold.sync.stacks import unstacked
 from fivefold.types import Batch
+from fivefold.weights.stacks import unstacked
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

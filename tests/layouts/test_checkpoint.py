@@ -23,7 +23,7 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import Snapshot
-from fivefold.engine.state_store import finish
+from fivefold.engine.state.state_store import finish
 
 # With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3, gradient_clipping=0.0)
@@ -175,7 +175,7 @@ def save_both_and_go_on(case: Case, model: Path, copied: Path, written: Path) ->
     engine = case.engine(model, OPTIMIZER)
     train(engine, 2)
     commit(engine.snapshot(copied), copied)
-    with patch("fivefold.engine.state_store.CHUNK_ELEMENTS", 500):
+    with patch("fivefold.engine.state.state_store.CHUNK_ELEMENTS", 500):
         commit(engine.snapshot(written, copy=False), written)
     return train(engine, 2)
 

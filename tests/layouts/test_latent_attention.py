@@ -20,10 +20,10 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
-from fivefold.engine import flash as flash_attention
+from fivefold.engine.kernels import flash as flash_attention
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import localize
-from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.attention import PackedSequences

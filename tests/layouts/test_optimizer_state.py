@@ -20,10 +20,10 @@ from worker_pool import Workers
 from fivefold.algorithms.loss import SFTLoss
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine import optimizer_state
+from fivefold.engine.state import optimizer_state
 from fivefold.fsdp import optimizer as fsdp_optimizer
 from fivefold.mcore import compat
-from fivefold.sync.stacks import unstacked
+from fivefold.weights.stacks import unstacked
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}

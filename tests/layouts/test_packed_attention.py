@@ -13,9 +13,9 @@ from ragged import LENGTHS, uneven_batch
 from worker_pool import Workers
 
 from fivefold.config.schema.engine import FlashAttention
-from fivefold.engine.flash import FlashPlan
+from fivefold.engine.kernels.flash import FlashPlan
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
-from fivefold.engine.varlen import plan_attention, varlen_attention
 from fivefold.mcore.attention import PackedCoreAttention
 from fivefold.types import Batch
 

@@ -30,11 +30,11 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.sync import cuda_ipc
-from fivefold.sync.folder import NodePlace
-from fivefold.sync.sender import WeightSender
-from fivefold.sync.transport import Route
 from fivefold.types import Completion
+from fivefold.weights import cuda_ipc
+from fivefold.weights.folder import NodePlace
+from fivefold.weights.sender import WeightSender
+from fivefold.weights.transport import Route
 from tests.unit.rollout.conftest import END, byte_tokenizer
 
 ON_CUDA = torch.cuda.is_available()

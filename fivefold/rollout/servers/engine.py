@@ -24,8 +24,8 @@ from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.updates import UpdatedServer
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.sync.folder import NodePlace, Save, WeightFolder
 from fivefold.types import Completion
+from fivefold.weights.folder import NodePlace, Save, WeightFolder
 
 
 class ServerEngine(UpdatedServer):

@@ -31,7 +31,7 @@ from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.sglang_weights import SGLangWeights, check_held
 from fivefold.rollout.servers.standstill import PAUSE_S
 from fivefold.rollout.servers.weights import WeightLoader
-from fivefold.sync.cuda_ipc import visible_uuids
+from fivefold.weights.cuda_ipc import visible_uuids
 
 BEAT = "/health_generate"
 """SGLang's endpoint that answers once a token was sampled."""

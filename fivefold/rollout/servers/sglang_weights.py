@@ -15,10 +15,10 @@ from fivefold.families.latent_attention import loaded_together
 from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
-from fivefold.sync.cuda_ipc import on_device
-from fivefold.sync.device_buckets import DeviceBucket, Handle
-from fivefold.sync.nccl_link import Invitation, Meeting
-from fivefold.sync.stand_in import pickled
+from fivefold.weights.cuda_ipc import on_device
+from fivefold.weights.device_buckets import DeviceBucket, Handle
+from fivefold.weights.nccl_link import Invitation, Meeting
+from fivefold.weights.stand_in import pickled
 
 _FORMAT = "flattened_bucket"
 

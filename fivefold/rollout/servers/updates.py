@@ -19,10 +19,10 @@ from fivefold.rollout.servers.dialect import Dialect
 from fivefold.rollout.servers.living import LivingServer
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.weights import StagedWeights
-from fivefold.sync.cuda_ipc import release, visible_uuids
-from fivefold.sync.device_buckets import Checksum, DeviceBucket, check_arrived
-from fivefold.sync.folder import WeightFolder
-from fivefold.sync.nccl_link import Invitation, Meeting
+from fivefold.weights.cuda_ipc import release, visible_uuids
+from fivefold.weights.device_buckets import Checksum, DeviceBucket, check_arrived
+from fivefold.weights.folder import WeightFolder
+from fivefold.weights.nccl_link import Invitation, Meeting
 
 
 class UpdatedServer(LivingServer):

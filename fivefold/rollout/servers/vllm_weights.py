@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.weights import check_version
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.nccl_link import Invitation, Meeting
+from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.nccl_link import Invitation, Meeting
 
 PAUSE, RESUME = "/pause?mode=abort", "/resume"
 """Endpoints between which nothing is generated. The first ends all requests, and drops what was cached."""

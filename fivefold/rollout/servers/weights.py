@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fivefold.sync.device_buckets import Checksum, DeviceBucket
-from fivefold.sync.nccl_link import Invitation, Meeting
+from fivefold.weights.device_buckets import Checksum, DeviceBucket
+from fivefold.weights.nccl_link import Invitation, Meeting
 
 READY_S = 60.0
 """Seconds that a server has to prepare for weights."""

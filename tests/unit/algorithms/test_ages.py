@@ -14,7 +14,7 @@ from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.roles.updates import average_updates
+from fivefold.update.updates import average_updates
 
 VERSION = 7
 P = [0.0, 0.5, 0.2, 0.9, 0.3, 0.4]

@@ -21,9 +21,9 @@ from fivefold.data.sft import SFTExample, sft_columns
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
-from fivefold.roles.imitating import RIGHT, ExpertExamples, ExpertTerm, with_imitation
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
 from fivefold.types import Columns
+from fivefold.update.expert_examples import RIGHT, ExpertExamples, ExpertTerm, with_imitation
 from tests.unit.algorithms.random_batches import random_split, sample
 
 

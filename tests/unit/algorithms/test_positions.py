@@ -10,7 +10,7 @@ import torch
 from fivefold.algorithms.positions import N_PARTS, PART, SHARE, entropy_by_part
 from fivefold.algorithms.ragged import Sequences
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.roles.updates import average_updates
+from fivefold.update.updates import average_updates
 
 
 def test_entropies_are_summed_over_the_quarter_of_each_trained_token() -> None:

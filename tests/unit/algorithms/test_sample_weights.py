@@ -11,8 +11,8 @@ import torch
 
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.config.schema.roles import ActorConfig, SampleWeightsConfig
-from fivefold.roles.updates import effective_share
 from fivefold.types import Prompt
+from fivefold.update.updates import effective_share
 
 BY_REWARD: dict[str, Callable[[float, list[float]], float]] = {
     "power": lambda r, every: (r * r) ** 0.75,

@@ -23,8 +23,8 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
-from fivefold.roles.resuming import load_state
 from fivefold.roles.trained import TrainedRole
+from fivefold.run.resume import load_state
 from tests.unit.checkpoints.examples import FINGERPRINTS, manifest_of, run_state, save
 
 MINIMAL = """\

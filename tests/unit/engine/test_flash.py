@@ -15,9 +15,9 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.engine import EngineConfig, FlashAttention
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine import flash
-from fivefold.engine.flash import flash_kernels
-from fivefold.engine.varlen import plan_attention, varlen_attention
+from fivefold.engine.kernels import flash
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.families.check import attention_problems
 from fivefold.families.read import load_shape
 from fivefold.preflight import check_recipe

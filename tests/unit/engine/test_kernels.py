@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fivefold.engine import kernels
+from fivefold.engine.kernels import elementwise as kernels
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -19,10 +19,11 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.peak_memory import PeakMemory
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
-from fivefold.roles import baselines, remote_batch
+from fivefold.roles import remote_batch
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.types import Batch, StepResult
+from fivefold.update import baselines
 
 VOCAB = 11
 RATE = 0.05

@@ -21,7 +21,7 @@ from fivefold.roles.rollout import Rollout
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
-from fivefold.sync.offer import WeightOffer
+from fivefold.weights.offer import WeightOffer
 
 PARAMS, GRADS, OPTIMIZER, BUCKETS, CACHED = 20, 40, 60, 1, 7
 SIZES: dict[Offloadable, int] = {"params": PARAMS, "grads": GRADS, "optimizer": OPTIMIZER}

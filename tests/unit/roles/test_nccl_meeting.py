@@ -13,9 +13,9 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.weight_sending import SendsWeights
-from fivefold.sync.nccl_link import NcclLink
-from fivefold.sync.stacks import Stack, alone
-from fivefold.sync.transport import Route
+from fivefold.weights.nccl_link import NcclLink
+from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.transport import Route
 
 
 class Done:

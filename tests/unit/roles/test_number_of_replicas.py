@@ -23,14 +23,14 @@ from fivefold.data.sft import SFTExample
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
-from fivefold.roles.critic_update import critic_update
 from fivefold.roles.frozen import FrozenModel
-from fivefold.roles.imitating import ExpertExamples
-from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.reference import ReferenceBesideActor
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.types import Columns, Completion, Prompt, Sample, Trajectory
+from fivefold.update.critic import critic_update
+from fivefold.update.expert_examples import ExpertExamples
+from fivefold.update.policy import PolicyUpdate
 from tests.unit.roles.replicas import RATE, VOCAB, Bigrams, trainer, without_object_store
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

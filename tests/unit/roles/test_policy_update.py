@@ -15,13 +15,13 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles import baselines
 from fivefold.roles.actor import Actor
-from fivefold.roles.policy_update import PolicyUpdate
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.roles.updates import average_updates
 from fivefold.types import Batch, Columns, Prompt, Sample
+from fivefold.update import baselines
+from fivefold.update.policy import PolicyUpdate
+from fivefold.update.updates import average_updates
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 ONE_UPDATE = "actor.ppo_n_minibatches=1"

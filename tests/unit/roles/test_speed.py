@@ -17,7 +17,7 @@ from fivefold.families.read import find_shape
 from fivefold.layout.gpus import peak_flops
 from fivefold.layout.placement import place
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.speed import StepSpeed, SupervisedSpeed, device_peak
+from fivefold.run.speed import StepSpeed, SupervisedSpeed, device_peak
 from fivefold.types import Columns
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"

@@ -16,9 +16,9 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.weights_beside import copy_weights, give_weights
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.offer import WeightOffer
-from fivefold.sync.transport import Route
+from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.offer import WeightOffer
+from fivefold.weights.transport import Route
 
 BUCKETS = [DeviceBucket((name,), ((2,),), "bfloat16", {}, None) for name in "abc"]
 

@@ -17,7 +17,7 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.sync.folder import PREFIX, SHARED_MEMORY, NodePlace
+from fivefold.weights.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout.fake_server import LONG, PATIENCE_S, Log
 
 GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}

@@ -10,7 +10,7 @@ import pytest
 from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.transformers_engine import TransformersEngine
-from fivefold.sync.folder import NodePlace
+from fivefold.weights.folder import NodePlace
 from tests.unit.rollout.conftest import spec_of
 
 PLACE = NodePlace("run", 0, 1)

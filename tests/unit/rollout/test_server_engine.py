@@ -20,7 +20,7 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
-from fivefold.sync.transport import Route
+from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python

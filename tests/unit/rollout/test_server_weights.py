@@ -35,12 +35,12 @@ from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.transformers_engine import TransformersEngine
-from fivefold.sync import cuda_ipc
-from fivefold.sync.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
-from fivefold.sync.folder import NodePlace
-from fivefold.sync.nccl_link import Invitation
-from fivefold.sync.stacks import stacked
-from fivefold.sync.transport import Route
+from fivefold.weights import cuda_ipc
+from fivefold.weights.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
+from fivefold.weights.folder import NodePlace
+from fivefold.weights.nccl_link import Invitation
+from fivefold.weights.stacks import stacked
+from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python

@@ -23,8 +23,8 @@ from fivefold.rollout.servers import sglang_dialect
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.follower import FollowerHost
 from fivefold.rollout.servers.process import ServerDied
-from fivefold.sync.device_buckets import DeviceBucket
-from fivefold.sync.transport import Route
+from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_PROMPT, Log, write_python

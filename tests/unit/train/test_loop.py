@@ -26,18 +26,18 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.moved_bytes import MovedBytes
-from fivefold.roles.opening import OpenRun
 from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Generated, Group
-from fivefold.roles.resuming import state_at_start
 from fivefold.roles.rollout import Finished, Rollout, ignore
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.roles.updates import MOST_SKIPPED, SkipGuard
-from fivefold.sync.offer import WeightOffer
+from fivefold.run.resume import state_at_start
+from fivefold.run.setup import OpenRun
 from fivefold.types import Prompt, Sample
+from fivefold.update.updates import MOST_SKIPPED, SkipGuard
+from fivefold.weights.offer import WeightOffer
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 

@@ -60,7 +60,7 @@ def test_what_is_wrong_with_a_recipe_is_told_before_what_differs_from_its_checkp
     def refuse(*_: object, **__: object) -> None:
         raise RecipeChangedError("train_dataset.batch_size differs")
 
-    monkeypatch.setattr("fivefold.roles.whole_run.find_start", refuse)
+    monkeypatch.setattr("fivefold.run.whole_run.find_start", refuse)
     place = f"cluster.fileroot={tmp_path}"
     with pytest.raises(ValueError, match=r"model path './none': there is no such folder"):
         sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", [place, "actor.path=./none"], SFTRecipe))

@@ -1,7 +1,7 @@
 """Runs inside vLLM's workers: loads weights in few steps, and tells a checksum of those that arrive.
 
 It is on vLLM's path and its class is vLLM's `--worker-extension-cls`, so it imports nothing of Fivefold, which need not
-be installed beside vLLM. The checksum is that of `fivefold.sync.device_buckets.checksum`.
+be installed beside vLLM. The checksum is that of `fivefold.weights.device_buckets.checksum`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Kernels that engines share, each with a plain PyTorch form."""

@@ -1,0 +1,1 @@
+"""The training state of an engine: what is stored, copied and loaded."""

@@ -1,0 +1,1 @@
+"""A run's life: folder, setup, checkpoints when they are due, resume, speed."""

@@ -1,0 +1,98 @@
+"""How a run begins where its checkpoint ended: the driver's state, the data's position and the actor's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.start import Anew, Item, Resume
+from fivefold.checkpoints.store import TRAINER
+from fivefold.config.schema.recipe import Recipe
+from fivefold.data.sampler import EpochSampler
+from fivefold.families.check import describe
+from fivefold.observe.versions import versions
+from fivefold.run.setup import Groundwork
+
+
+def state_at_start(
+    recipe: Recipe,
+    start: Anew | Resume,
+    sampler: EpochSampler[Item],
+    ground: Groundwork,
+    total_steps: int,
+    experts: EpochSampler[Any] | None = None,
+) -> tuple[RunState, str | None]:
+    """Return the state of the run before its next step, with `sampler` where it goes on, and a text for the user.
+
+    Args:
+        recipe: the recipe of the run.
+        start: where the run starts.
+        sampler: reads the training data; it is at its beginning.
+        ground: model and layouts of the run.
+        total_steps: the last step.
+        experts: reads an expert's examples; None: there are none.
+
+    Raises:
+        ValueError: the model, the tokenizer or the data are not those of the checkpoint, which was not accepted.
+    """
+    fingerprints = ground.fingerprints(recipe)
+    layout = ground.placement["actor"].layout
+    note = None
+    if isinstance(start, Resume):
+        start.check_contents(recipe, fingerprints)
+        note = start.restore_order(recipe, sampler)
+        if experts is not None and start.state.expert_sampler is not None:
+            note = start.restore_order(recipe, experts, start.state.expert_sampler) or note
+    state = RunState(
+        step=start.step,
+        total_steps=total_steps,
+        sampler=sampler.state_dict(),
+        expert_sampler=None if experts is None else experts.state_dict(),
+        weight_version=start.step,
+        skips_in_a_row=0,
+        seconds=0.0,
+        began=start.began.isoformat(timespec="seconds"),
+        versions=versions(),
+        backend=describe(layout),
+        world_size=layout.world_size,
+        fingerprints=fingerprints,
+        started_from=start.started_from,
+    )
+    if not isinstance(start, Resume):
+        return state, note
+    earlier = start.state
+    kept = replace(
+        state,
+        skips_in_a_row=earlier.skips_in_a_row,
+        algorithm=earlier.algorithm,
+        critic_skips_in_a_row=earlier.critic_skips_in_a_row,
+        seconds=earlier.seconds,
+        evaluation_before=earlier.evaluation_before,
+        evaluation_last=earlier.evaluation_last,
+        kept_metric=earlier.kept_metric,
+    )
+    return kept, note
+
+
+class StateLoader(Protocol):
+    """A role whose state is in a checkpoint."""
+
+    def load_state(self, folder: Path) -> None:
+        """Load the state below `folder`."""
+
+
+def load_state(start: Anew | Resume, folder: str, role: StateLoader) -> None:
+    """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
+
+    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one;
+    and a reference that begins to follow the actor begins with its first weights.
+    """
+    if isinstance(start, Resume) and (folder == TRAINER or (start.checkpoint.path / folder).is_dir()):
+        role.load_state(start.checkpoint.path / folder)
+
+
+def start_facts(start: Anew | Resume, note: str | None) -> dict[str, object]:
+    """Return what the banner says about the start; `note` is the text of `state_at_start`."""
+    return start.facts() | ({"data": note} if note else {})

@@ -1,0 +1,1 @@
+"""What a step trains: advantages, mini-batches, the policy, the critic, preferences."""

@@ -1,0 +1,99 @@
+"""Weights that NCCL sends out of a copy in host memory, while the trainer changes its own.
+
+trainer's memory   tensors ──fill──> bucket, bucket, ...    pinned host memory, kept for the next version
+its device         one buffer  <──────── next ────┘ ──broadcast──> engines        on a stream of its own
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fivefold.config.weight_buckets import DEVICE_BYTES
+from fivefold.weights.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
+from fivefold.weights.sender import Link
+from fivefold.weights.stacks import Stack
+from fivefold.weights.transport import Route
+
+
+class CopiedWeights:
+    """The sending rank's copy of all weights of one version. `fill`, then `next` until nothing is left.
+
+    `next` may run in another thread than the training. Its kernels are on a stream of their own, because those of a
+    broadcast wait until an engine is ready, and would hold up all that is behind them.
+    """
+
+    def __init__(self, link: Link, max_bytes: int = DEVICE_BYTES) -> None:
+        """Begin without a copy.
+
+        Args:
+            link: the connection to the engines.
+            max_bytes: bytes of a bucket, unless a tensor is larger.
+        """
+        self.link = link
+        """The connection over which the next bucket goes; another may take its place between two transfers."""
+        self._max_bytes = max_bytes
+        self._memory: list[Tensor] = []
+        """uint8 each, in host memory: the bytes of one bucket."""
+        self._waiting: deque[tuple[DeviceBucket, Tensor]] = deque()
+        """Buckets that are not announced, with their bytes."""
+        self._announced: Tensor | None = None
+        """The bytes of the bucket that is announced and not sent, on the device."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def fill(self, weights: Iterable[Stack], route: Route) -> None:
+        """Copy all tensors, in the dtype of the route; return once they may change."""
+        filler = BufferFiller(weights, dtype=getattr(torch, route.dtype), n_buffers=1, max_bytes=self._max_bytes)
+        while (filled := filler.fill()) is not None:
+            tensors, buffer = filled
+            bucket = DeviceBucket(
+                names=tuple(name for name, _ in tensors),
+                shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
+                dtype=dtype_of(tensors),
+                handles={},
+                checksum=checksum(tensors) if route.checksum else None,
+            )
+            memory = self._host_memory(len(self._waiting), bucket.n_bytes, pinned=buffer.is_cuda)
+            memory.copy_(buffer[: bucket.n_bytes])
+            self._waiting.append((bucket, memory))
+        if self._waiting:
+            most = max(bucket.n_bytes for bucket, _ in self._waiting)
+            if self._buffer.numel() < most:
+                self._buffer = torch.empty(most, dtype=torch.uint8, device=buffer.device)
+
+    def next(self) -> DeviceBucket | None:
+        """Send the bucket that the last call announced, and announce the next one, as `WeightSender.next`.
+
+        Returns:
+            The announcement of the next bucket; None: there is none, and all are sent.
+        """
+        with self._own_stream():
+            if self._announced is not None:
+                self.link.broadcast(self._announced)
+                self._announced = None
+            if not self._waiting:
+                return None
+            bucket, memory = self._waiting.popleft()
+            self._announced = self._buffer[: bucket.n_bytes]
+            self._announced.copy_(memory, non_blocking=True)
+        return bucket
+
+    def _host_memory(self, index: int, n_bytes: int, *, pinned: bool) -> Tensor:
+        """Return memory for a bucket, which every version of the weights fills alike."""
+        if index == len(self._memory):
+            self._memory.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned))
+        return self._memory[index][:n_bytes]
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Have the kernels of the block on the stream of the broadcasts."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield

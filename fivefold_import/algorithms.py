@@ -1,0 +1,138 @@
+"""Losses: the names that frameworks give them, and what becomes of the keys that depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_import import reasons
+from fivefold_import.draft import Draft, Rule
+from fivefold_import.values import number
+
+LOSS = "actor.loss"
+
+LOSSES: Mapping[str, str] = {
+    "gspo": "gspo",
+    "sequence": "gspo",
+    "seq": "gspo",
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "reinforce",
+    "pg": "reinforce",
+    "topr": "topr",
+    "cpgd": "cpgd",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "kimi15": "kimi",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "rec": "rec",
+    "sppo": "rec",
+    "importance_sampling": "rec",
+    "reinforce": "reinforce",
+    # Their loss is the policy gradient; what is their own is the advantage.
+    "asymre": "reinforce",
+    "opmd": "reinforce",
+    "raft": "reinforce",
+}
+"""Values of `actor.loss`, by the names that frameworks give them."""
+
+NOTES: Mapping[str, str] = {
+    "topr": "its weight is the ratio of the whole response, as in the paper, not of each token",
+    "clip_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
+    "kl_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
+    "cpgd": "its drift term is k3, without a cap",
+    "raft": "completions whose reward is below 1 are not trained on",
+}
+"""How some losses differ from the framework's."""
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "importance_sampling": {"region": "none", "weight": "ratio"},
+    "sppo": {"region": "two_side"},
+}
+"""Options of Fivefold's loss that make it the framework's."""
+
+WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
+"""Values of `actor.loss` that read no clip range."""
+CLIP_RANGE = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
+"""The recipe's keys of the clip range."""
+
+
+def choose_loss(draft: Draft, key: str, name: str) -> None:
+    """Map `key`, which asks for the loss `name`; if it is not offered, the keys of the clip range say so at the end."""
+    word = name.lower().replace("-", "_")
+    if word in LOSSES:
+        for option, value in OPTIONS.get(word, {}).items():
+            draft.recipe[f"{LOSS}_kwargs.{option}"] = value
+        draft.mapped(key, LOSS, LOSSES[word], NOTES.get(word, ""))
+        return
+    draft.unsupported(key, f"the loss {name!r} is not offered; the recipe trains with PPO's clipped loss")
+    draft.other_loss = draft.other_loss or f"{key}={draft.get(key)}"
+
+
+def loss_by_name(*clipped: Any, name: str = "") -> Rule:
+    """Map the key that chooses the loss.
+
+    Args:
+        clipped: values that ask for PPO's clipped loss, which is the default.
+        name: the other loss, where the value does not name it.
+    """
+
+    def rule(draft: Draft, source: str) -> None:
+        value = draft.get(source)
+        if value in clipped:
+            draft.implied(source, reasons.CLIPPED_LOSS)
+        else:
+            choose_loss(draft, source, name or str(value))
+
+    return rule
+
+
+def option_of_loss(option: str, loss: str, switch: str, *values: Any) -> Rule:
+    """Map an option of a loss to `actor.loss_kwargs`, if the source has chosen that loss.
+
+    Args:
+        option: the option's name in Fivefold.
+        loss: the loss that reads it, as `actor.loss` names it.
+        switch: the source's key that chooses the loss.
+        values: values of the switch that choose it.
+    """
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(switch) in values:
+            draft.mapped(source, f"actor.loss_kwargs.{option}", number(draft.get(source)))
+        else:
+            draft.implied(source, f"only the loss {loss} reads this")
+
+    return rule
+
+
+def settle_clip_range(draft: Draft) -> None:
+    """Remove what the chosen loss does not read of the clip range, and what would mean something else."""
+    loss = draft.recipe.get(LOSS, "ppo")
+    if draft.other_loss:
+        for to in CLIP_RANGE:
+            draft.demote(to, f"its meaning depends on {draft.other_loss}: set {to} for {reasons.CLIP}")
+        return
+    if loss not in ("ppo", "dppo_tv", "dppo_kl"):
+        draft.demote("actor.c_clip", "only PPO's loss has a dual clip", "implied")
+    if loss in WITHOUT_CLIP:
+        for to in CLIP_RANGE[:2]:
+            draft.demote(to, f"the loss {loss} clips no ratio", "implied")
+    elif draft.recipe.get("actor.eps_clip", 0) > 1:
+        draft.revise("actor.eps_clip", 1.0, "no ratio is below 0, so 1 is no bound")
+
+
+def settle_staleness(draft: Draft) -> None:
+    """Correct nothing for the age of samples of a truncated distribution, whose log-probs do not compare."""
+    recipe = draft.recipe
+    truncates = (
+        recipe.get("gconfig.top_p", 1) < 1 or recipe.get("gconfig.top_k") or recipe.get("gconfig.min_new_tokens")
+    )
+    if recipe.get("rollout.max_head_offpolicyness") and truncates and "actor.rollout_correction.method" not in recipe:
+        recipe["actor.rollout_correction.method"] = "none"
+        draft.notes.append(
+            "actor.rollout_correction.method=none: with top_p, top_k or min_new_tokens, the log-probs of older samples "
+            "are those of a truncated distribution, with which losses cannot be corrected for the samples' age"
+        )

@@ -1,0 +1,25 @@
+"""The table of frameworks whose configurations can be imported.
+
+A framework is a word in `Framework` and a folder of that name with three modules: `dialect`, which offers a `DIALECT`
+(for each task, the keys that need other keys to be converted, and what tells the task), `rules`, a table for all other
+keys, and `defaults`, a table of the framework's own defaults for the keys that are mapped. What only training on given
+answers has is in a module of its own.
+
+The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fivefold_import.dialect import Dialect
+
+Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
+"""The name of a framework, as `fivefold import --from` takes it."""
+
+
+def dialect_of(framework: Framework) -> Dialect:
+    """Return how a framework says things: the `DIALECT` of its folder."""
+    return import_module(f"fivefold_import.{framework}.dialect").DIALECT

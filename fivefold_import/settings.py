@@ -1,0 +1,191 @@
+"""Settings that most frameworks have under names of their own, and that take more than a lookup to convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fivefold_import import reasons
+from fivefold_import.defaults import own_default
+from fivefold_import.draft import Draft, RolePlan, Rule
+from fivefold_import.values import ROLLOUT_ENGINE, Unfit, number, whole
+
+MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
+ADVANTAGE = "actor.advantage"
+OTHER_ADVANTAGES = {
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforceplusplus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "remax",
+    "opo": "opo",
+    "gdpo": "gdpo",
+    "gpg": "gpg",
+    "grpo_passk": "pass_at_k_best",
+    "asymre": "asymre",
+    "raft": "raft",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+}
+"""Values of `actor.advantage`, by the names that frameworks give them."""
+OF_ONE = ("reinforce_pp", "remax", "raft")
+"""Advantages for which a prompt may have one response."""
+TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
+
+SCREEN = ("console", "stdout", "none", "")
+"""Names that frameworks give to no tracker, or to the screen."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+"""Values of `stats.trackers`."""
+SWITCHED_OFF = ("disabled", "disable", "", None)
+
+
+def ask_as_user(draft: Draft, framework: str) -> None:
+    """Put each prompt of the data into the chat template as a message of a user, as a framework does."""
+    draft.recipe["train_dataset.apply_chat_template"] = True
+    draft.notes.append(f"train_dataset.apply_chat_template=true: {framework} asks each prompt as a user's message")
+
+
+# Rules, for the tables
+
+
+def trackers(draft: Draft, key: str) -> None:
+    """Convert a tracker or a list of trackers; the console always shows metrics."""
+    value = draft.get(key)
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    wanted = [name for name in dict.fromkeys(names) if name not in SCREEN]
+    if others := [name for name in wanted if name not in TRACKERS]:
+        draft.unsupported(key, f"there is no tracker {', '.join(others)}: stats.trackers takes {', '.join(TRACKERS)}")
+    else:
+        draft.mapped(key, "stats.trackers", wanted)
+
+
+def switched_trackers(key: str, names: Sequence[str]) -> Rule:
+    """Map the switches of several trackers, each under `key` with its name in place of `*`; TensorBoard stays on."""
+
+    def rule(draft: Draft, source: str) -> None:
+        if draft.get(source) in SWITCHED_OFF:
+            return draft.implied(source, "it is switched off")
+        on = [name for name in names if draft.get(key.replace("*", name)) not in SWITCHED_OFF]
+        return draft.mapped(source, "stats.trackers", ["tensorboard", *on])
+
+    return rule
+
+
+def one_path(key: str) -> Rule:
+    """Map a file, or a list with one file; the recipe takes one file or one folder, so of several the first is set."""
+
+    def rule(draft: Draft, source: str) -> None:
+        value = draft.get(source)
+        if value is None:  # What the value depends on is not known; the entry says so.
+            return draft.mapped(source, key, value)
+        paths = [path for path in (value if isinstance(value, list) else [value]) if path not in (None, "")]
+        if not paths:
+            if key.startswith("valid_dataset."):
+                return draft.implied(source, "it names no file, so there are no held-out prompts")
+            raise Unfit(f"{value!r} names no file")
+        if "${" in str(paths):
+            raise Unfit(reasons.LEADS_NOWHERE)
+        if len(paths) > 1:
+            draft.recipe.setdefault(key, str(paths[0]))
+            draft.unsupported(
+                source, f"{len(paths)} files: only the first is set; put them into one folder and give that as {key}"
+            )
+        else:
+            draft.mapped(source, key, str(paths[0]))
+        return None
+
+    return rule
+
+
+def betas(draft: Draft, key: str) -> None:
+    """Convert Adam's [beta1, beta2]."""
+    value = draft.get(key)
+    if not isinstance(value, list) or len(value) != 2:
+        raise Unfit(f"{value!r} is not a list of two numbers")
+    beta1, beta2 = map(number, value)
+    if draft.writes(key) or beta2 != own_default("actor.optimizer.beta2"):
+        draft.recipe.setdefault("actor.optimizer.beta2", beta2)
+    draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")
+
+
+# Conversions that a dialect calls
+
+
+def token_budget(draft: Draft, key: str, sequences: Any, length: int | None, to: str = TOKEN_BUDGET_KEY) -> None:
+    """Convert a micro-batch of so many sequences, each of at most `length` tokens, to a number of tokens."""
+    if length is None:
+        draft.unsupported(key, f"the longest sequence is not known, which would turn this into {to}")
+        return
+    try:
+        count = whole(sequences)
+    except Unfit as error:
+        draft.unsupported(key, str(error))
+        return
+    sequences = "1 sequence" if count == 1 else f"{count} sequences"
+    note = f"{sequences} of at most {length} tokens; a micro-batch of shorter sequences holds more of them"
+    draft.mapped(key, to, count * length, note)
+
+
+def warmup(draft: Draft, key: str, total_steps: int | None, *, updates: int = 1) -> None:
+    """Convert warm-up steps: to a share of all steps if their number is known, else to updates of the optimizer.
+
+    Args:
+        draft: receives the entry.
+        key: the source's key of the warm-up.
+        total_steps: steps of the whole run, if known.
+        updates: updates of the optimizer in each of the steps.
+    """
+    steps = draft.read(key, whole)
+    if steps <= 0:
+        draft.implied(key, "it is 0, so nothing is warmed up by a number of steps")
+    elif total_steps is None or total_steps < 1:
+        note = f"{steps} steps of {updates} updates" if updates > 1 else ""
+        draft.mapped(key, "actor.optimizer.warmup_steps", steps * updates, note)
+    else:
+        # The share is not rounded: the trainer turns it back into steps, and has to get the same number.
+        share = min(1.0, steps / total_steps)
+        draft.mapped(key, "actor.optimizer.warmup_steps_proportion", share, f"{steps} of {total_steps} steps")
+
+
+def min_lr(draft: Draft, key: str, lr_key: str) -> None:
+    """Convert the learning rate at the end of the decay to a share of the peak."""
+    peak, least = draft.read(lr_key, number, 1e-6), draft.read(key, number)
+    if peak > 0:
+        # Twelve digits, because 1e-7 / 1e-6 is not 0.1 to the last one.
+        draft.mapped(key, "actor.optimizer.min_lr_ratio", float(f"{least / peak:.12g}"), f"{least:g} of {peak:g}")
+    draft.implied(key, f"{lr_key} is 0")
+
+
+def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, n_samples: int) -> None:
+    """Convert an advantage estimator: GRPO's is a normalisation of rewards, others have names.
+
+    Args:
+        draft: receives the recipe's values and the entry of `key`.
+        key: the source's key of the estimator.
+        estimator: its name.
+        divides_by_std: whether GRPO divides by the standard deviation.
+        n_samples: responses of a prompt.
+    """
+    match estimator:
+        case "grpo" | "grpo_vectorized":
+            draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
+            draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
+        case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):
+            # The key may have named a loss as well, and so have an entry.
+            draft.recipe.setdefault(ADVANTAGE, OTHER_ADVANTAGES[estimator])
+            draft.mapped(key, ADVANTAGE, OTHER_ADVANTAGES[estimator])
+        case _:
+            draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
+
+
+def rollout_engine(draft: Draft, key: str) -> None:
+    """Read the rollout's engine into its plan; an engine that is not offered is replaced by vLLM."""
+    plan = draft.plans.setdefault("rollout", RolePlan())
+    value = draft.get(key)
+    try:
+        plan.backend = ROLLOUT_ENGINE(value)
+        plan.keys[key] = ""
+    except Unfit as error:
+        plan.backend = "vllm"
+        draft.unsupported(key, f"{error}; vllm is laid out in its place")

@@ -1,0 +1,87 @@
+"""verl's trainers whose rollout has devices of its own: one step off the policy, and fully asynchronous.
+
+The fully asynchronous trainer counts no step of so many prompts. It takes `require_batches` mini-batches at a time, and
+after `trigger_parameter_sync_step` times the rollout gets its weights, which is a step of Fivefold's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fivefold_import.draft import Draft, Rule
+from fivefold_import.rules import every_steps, implied, to
+from fivefold_import.values import positive, whole
+from fivefold_import.verl.actor_rules import ACTOR
+
+BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}ppo_mini_batch_size"
+AGE = "rollout.max_head_offpolicyness"
+SECTION = "async_training."
+REQUIRED, UPDATES = f"{SECTION}require_batches", f"{SECTION}trigger_parameter_sync_step"
+DEFAULT_UPDATES = 4
+"""verl's default of `trigger_parameter_sync_step`."""
+TRAINERS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+ROLLOUTS = ("rollout.nnodes", "rollout.n_gpus_per_node")
+MOST_ON_A_NODE = 8
+"""GPUs of a node that verl's trainer and rollout may share, each with some of them."""
+
+ROLLOUT_RULES: Mapping[str, Rule] = {
+    "rollout.n": implied("it follows from actor_rollout_ref.rollout.n"),
+    "rollout.total_epochs": to("total_train_epochs", whole),
+    "rollout.test_freq": every_steps("evaluator.freq_steps"),
+}
+"""Keys of a section that only these trainers have."""
+
+
+def prompts_of_step(draft: Draft) -> object:
+    """Return the prompts of a step, and convert the keys that say it if the source has no steps of so many prompts."""
+    if not _is_streamed(draft):
+        return draft.get(BATCH)
+    mini = draft.read(MINI_BATCH, positive)
+    n_minibatches = draft.read(REQUIRED, positive, 1) * steps_of_step(draft)
+    batch = mini * n_minibatches
+    draft.recipe["train_dataset.batch_size"] = batch
+    note = f"{n_minibatches} mini-batches of {mini} prompts, those between two updates of the rollout's weights"
+    for key in (BATCH, REQUIRED, UPDATES):
+        draft.mapped(key, "train_dataset.batch_size", batch, note)
+    draft.implied("data.gen_batch_size", "prompts begin one by one")
+    if draft.writes(total := "rollout.total_rollout_steps"):
+        steps = max(1, draft.read(total, positive) // batch)
+        draft.mapped(total, "total_train_steps", steps, f"prompts, {batch} of them a step")
+    return batch
+
+
+def steps_of_step(draft: Draft) -> int:
+    """Return the number of verl's steps, after each of which its schedules move on, in a step of Fivefold's."""
+    return int(draft.read(UPDATES, positive, DEFAULT_UPDATES)) if _is_streamed(draft) else 1
+
+
+def _is_streamed(draft: Draft) -> bool:
+    """Return whether the source has no steps of so many prompts."""
+    return bool(draft.keys(f"{SECTION}*")) and not (draft.writes(BATCH) and draft.get(BATCH) != 0)
+
+
+def lay_out_apart(draft: Draft) -> int | None:
+    """Convert the devices of a rollout that has its own; return their number, None if it shares the actor's."""
+    if not all(draft.writes(key) for key in ROLLOUTS):
+        return None
+    nodes, gpus, others, their_gpus = (draft.read(key, positive) for key in (*TRAINERS, *ROLLOUTS))
+    if nodes == others and gpus + their_gpus <= MOST_ON_A_NODE:
+        cluster = (nodes, gpus + their_gpus)
+    elif gpus == their_gpus:
+        cluster = (nodes + others, gpus)
+    else:
+        for key in ROLLOUTS:
+            draft.unsupported(
+                key, f"nodes of {gpus} GPUs that train and of {their_gpus} that generate are no one cluster"
+            )
+        return None
+    for keys in (TRAINERS, ROLLOUTS):
+        for key, to_, value in zip(keys, ("cluster.n_nodes", "cluster.n_gpus_per_node"), cluster, strict=True):
+            draft.recipe[to_] = value
+            draft.mapped(key, to_, value, "trainer and rollout together")
+    draft.is_shared = False
+    draft.implied("actor_rollout_ref.hybrid_engine", "rollout and actor have devices of their own")
+    if not draft.keys(f"{SECTION}*"):
+        draft.recipe.setdefault(AGE, 1)
+        draft.notes.append(f"{AGE}=1: verl's rollout with devices of its own is one step ahead of the trainer")
+    return others * their_gpus

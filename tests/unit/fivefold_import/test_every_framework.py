@@ -1,0 +1,235 @@
+"""What holds for every framework: each key ends in one entry, and the recipe loads and can be laid out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from dialect_conversion import (
+    ENVIRONMENT,
+    FIXTURES,
+    SOURCES,
+    convert_fixture,
+    convert_words,
+    keys_of,
+    leaves,
+)
+
+from fivefold.config.load import load_recipe
+from fivefold.config.problems import known_keys
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.layout.placement import place
+from fivefold_import.framework import Framework
+from fivefold_import.recipe import import_recipe
+from fivefold_import.source import read_document
+
+
+def test_every_key_ends_in_one_entry_that_names_a_key_of_the_recipe_or_a_reason() -> None:
+    assert {framework for framework, _ in SOURCES} == set(get_args(Framework))
+    for framework, fixture in SOURCES:
+        conversion = convert_fixture(framework, fixture)
+        known = set(known_keys(conversion.report.schema))
+        entries = [entry for entry in conversion.report.entries if not entry.is_default]
+        assert sorted(entry.key for entry in entries) == sorted(keys_of(fixture)), fixture
+        for entry in entries:
+            if entry.outcome == "mapped":
+                assert entry.to in known, (fixture, entry)
+                assert conversion.recipe[entry.to] == entry.result, (fixture, entry)
+            else:
+                assert entry.note, (fixture, entry)
+                assert not entry.to, (fixture, entry)
+
+
+def test_the_recipe_loads_and_is_laid_out_on_its_cluster(tmp_path: Path) -> None:
+    for framework, fixture in SOURCES:
+        output = tmp_path / f"{fixture}.yaml"
+        schema = import_recipe(framework, [FIXTURES / fixture], [], output, environment=ENVIRONMENT).schema
+        written = dict(leaves(yaml.safe_load(output.read_text(encoding="utf-8"))))
+        to_give = [key for key, value in written.items() if value == "???"]
+        placement = place(load_recipe(output, [f"{key}=given" for key in to_give], schema))
+        roles = {"actor", "rollout"} if schema is TrainRecipe else {"actor"}
+        assert roles <= {placed.role for placed in placement.roles}, fixture
+        trainers = {placed.layout.backend for placed in placement.roles if placed.role != "rollout"}
+        assert len(trainers) == 1, fixture
+        assert trainers <= {"megatron", "fsdp"}, fixture
+
+
+@pytest.mark.parametrize("framework", get_args(Framework))
+def test_any_value_of_any_key_is_converted_or_refused_by_the_name_of_its_key(
+    framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fixture in (name for owner, name in SOURCES if owner == framework):
+        # Reading the same file again for each of its keys would take most of the time.
+        document = read_document(FIXTURES / fixture, ENVIRONMENT)
+        monkeypatch.setattr("fivefold_import.drafting.read_document", lambda *_, document=document: document)
+        for key in keys_of(fixture):
+            for value in ("abc", "0"):
+                try:
+                    conversion = convert_fixture(framework, fixture, overrides=[f"{key}={value}"])
+                except ValueError as error:
+                    assert f"{key}: " in str(error), (fixture, key, value)  # noqa: PT017 (most keys are converted)
+                else:
+                    assert key in {entry.key for entry in conversion.report.entries}, (fixture, key, value)
+
+
+def test_a_value_of_another_type_that_other_keys_depend_on_ends_the_import(tmp_path: Path) -> None:
+    cases: list[tuple[Framework, str, str]] = [
+        ("verl", "actor_rollout_ref.actor.clip_ratio_low=abc", "a number"),
+        ("verl", "actor_rollout_ref.rollout.n=many", "a whole number"),
+        ("siirl", "actor_rollout_ref.actor.optim.lr_warmup_steps=[1]", "a whole number"),
+        ("verl", "actor_rollout_ref.model.enable_gradient_checkpointing=often", "true nor false"),
+        ("trinity", "algorithm.kl_loss_fn_args.kl_coef=abc", "a number"),
+        ("trinity", "buffer.batch_size=0", "at least 1"),
+        ("roll", "pg_clip=wide", "a number"),
+        ("areal", "actor.kl_ctl=abc", "a number"),
+    ]
+    output = tmp_path / "recipe.yaml"
+    for framework, word, expected in cases:
+        key, _, value = word.partition("=")
+        with pytest.raises(ValueError, match=rf"{key}: .*{re.escape(value)}.* {expected}.*{key}=\.\.\."):
+            import_recipe(framework, [], [word], output, environment={})
+        assert not output.exists(), word
+
+
+def test_degrees_that_hold_by_default_are_mapped() -> None:
+    verl = [
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "data.train_files=a.parquet",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+    trinity = ["model.model_path=Qwen/Qwen3-8B", "cluster.node_num=1", "cluster.gpu_per_node=8"]
+    engine = "explorer.rollout_model."
+    cases: list[tuple[Framework, list[str], str, dict[str, int]]] = [
+        ("verl", verl, "vllm:d4t2", {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}),
+        ("trinity", trinity, "vllm:d1", {engine + "tensor_parallel_size": 1, engine + "engine_num": 1}),
+    ]
+    for framework, words, layout, defaults in cases:
+        conversion = convert_words(framework, *words)
+        assert conversion.recipe["rollout.backend"] == layout
+        for key, degree in defaults.items():
+            entry = conversion[key]
+            assert (entry.value, entry.to, entry.result) == (degree, "rollout.backend", layout), key
+            assert entry in conversion.report.defaults
+
+
+VERL_REF = "actor_rollout_ref.ref.megatron.tensor_model_parallel_size"
+VERL_WITH_REFERENCE = ["actor_rollout_ref.actor.strategy=megatron", f"{VERL_REF}=2"]
+VERL_KL = "actor_rollout_ref.actor.use_kl_loss=True"
+TREE = "trainer.trainer_config."
+TRINITY_WITH_REFERENCE = [
+    f"{TREE}actor_rollout_ref.actor.strategy=megatron",
+    f"{TREE}{VERL_REF}=2",
+    "algorithm.algorithm_type=grpo",
+    "cluster.node_num=2",
+    "cluster.gpu_per_node=8",
+    "explorer.rollout_model.engine_num=8",
+]
+ROLL_REF = "reference.strategy_args.strategy_config.tensor_model_parallel_size"
+ROLL_WITH_REFERENCE = [
+    "actor_train.strategy_args.strategy_name=megatron_train",
+    "reference.strategy_args.strategy_name=megatron_infer",
+    "actor_train.device_mapping=0-7",
+    "reference.device_mapping=8-15",
+    f"{ROLL_REF}=2",
+]
+AREAL_WITH_REFERENCE = [
+    "actor.backend=megatron:d8",
+    "rollout.backend=vllm:d8",
+    "ref.backend=megatron:d4t2",
+    "ref.path=other/model",
+]
+
+
+def test_a_reference_is_written_only_with_a_kl_term() -> None:
+    cases: list[tuple[Framework, list[str], list[str], list[str], list[str]]] = [
+        ("verl", VERL_WITH_REFERENCE, [VERL_REF], [], [VERL_KL]),
+        ("verl", VERL_WITH_REFERENCE, [VERL_REF], [VERL_KL, "actor_rollout_ref.actor.kl_loss_coef=0"], [VERL_KL]),
+        # The recipe refuses a negative weight, and the reference goes with it.
+        ("verl", VERL_WITH_REFERENCE, [VERL_REF], [VERL_KL, "actor_rollout_ref.actor.kl_loss_coef=-0.1"], [VERL_KL]),
+        ("siirl", VERL_WITH_REFERENCE, [VERL_REF], [], [VERL_KL]),
+        (
+            "trinity",
+            TRINITY_WITH_REFERENCE,
+            [TREE + VERL_REF],
+            ["algorithm.kl_loss_fn=none"],
+            ["algorithm.kl_loss_fn=k2"],
+        ),
+        (
+            "roll",
+            ROLL_WITH_REFERENCE,
+            [ROLL_REF, "reference.device_mapping"],
+            [],
+            ["use_kl_loss=true", "kl_loss_coef=0.01"],
+        ),
+        ("areal", AREAL_WITH_REFERENCE, ["ref.backend", "ref.path"], ["actor.kl_ctl=0"], ["actor.kl_ctl=0.1"]),
+    ]
+    for framework, words, keys, without, kl in cases:
+        conversion = convert_words(framework, *words, *without)
+        assert not [key for key in conversion.recipe if key.startswith("ref.")], (framework, without)
+        assert not conversion.recipe.get("actor.kl_ctl"), (framework, without)
+        for key in keys:
+            entry = conversion[key]
+            assert (entry.outcome, "no reference model is loaded" in entry.note) == ("implied", True), (framework, key)
+        assert "ref.backend" in convert_words(framework, *words, *kl).recipe, framework
+
+
+def test_devices_of_a_reference_that_is_not_loaded_take_no_nodes() -> None:
+    assert convert_words("roll", *ROLL_WITH_REFERENCE).recipe["cluster.n_nodes"] == 1
+
+
+VERL_MEMORY = "actor_rollout_ref.rollout.gpu_memory_utilization"
+ROLL_MEMORY = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"
+TRINITY_MEMORY = "explorer.rollout_model.gpu_memory_utilization"
+AREAL_MEMORY = "sglang.mem_fraction_static"
+
+
+def test_a_servers_share_of_the_memory_is_kept_on_devices_of_its_own() -> None:
+    cases: list[tuple[Framework, str, str, list[str], float]] = [
+        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, [], 0.6),
+        ("areal", "areal_grpo_fsdp.yaml", AREAL_MEMORY, [], 0.7),
+        ("areal", "areal_grpo_fsdp.yaml", AREAL_MEMORY, ["allocation_mode=", "rollout.backend=sglang:d4"], 0.7),
+        ("trinity", "trinity_grpo.yaml", TRINITY_MEMORY, [f"{TRINITY_MEMORY}=0.7"], 0.7),
+    ]
+    for framework, fixture, key, overrides, fraction in cases:
+        conversion = convert_fixture(framework, fixture, overrides=overrides)
+        assert conversion[key].to == "rollout.memory_fraction", (fixture, overrides)
+        assert conversion.recipe["rollout.memory_fraction"] == fraction, (fixture, overrides)
+
+
+def test_a_share_of_the_memory_is_implied_on_shared_devices_and_for_the_embedded_engine() -> None:
+    shared, embedded = "memory that roles on the same devices leave", "the embedded engine takes what it needs"
+    cases: list[tuple[Framework, str, str, list[str], str]] = [
+        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, [], shared),
+        ("siirl", "siirl_megatron.sh", VERL_MEMORY, [], shared),
+        ("roll", "roll_grpo_moe.yaml", ROLL_MEMORY, ["actor_infer.device_mapping=list(range(0,16))"], shared),
+        ("verl", "verl_grpo_megatron.sh", VERL_MEMORY, ["actor_rollout_ref.rollout.name=hf"], embedded),
+    ]
+    for framework, fixture, key, overrides, note in cases:
+        conversion = convert_fixture(framework, fixture, overrides=overrides)
+        assert conversion[key].outcome == "implied", (fixture, overrides)
+        assert note in conversion[key].note, (fixture, overrides)
+        assert "rollout.memory_fraction" not in conversion.recipe, (fixture, overrides)
+
+
+@pytest.mark.parametrize(
+    ("framework", "fixture", "override", "expected"),
+    [
+        ("roll", "roll_grpo_moe.yaml", "async_generation_ratio=1.5", 2),
+        ("verl", "verl_trainer.yaml", "async_training.staleness_threshold=0.3", 1),
+        ("trinity", "trinity_grpo.yaml", "synchronizer.sync_offset=1", 1),
+        ("areal", "areal_grpo_fsdp.yaml", "rollout.max_head_offpolicyness=4", 4),
+        ("areal", "areal_grpo_fsdp.yaml", "rollout.max_head_offpolicyness=0", None),
+    ],
+)
+def test_a_rollout_that_is_ahead_stays_ahead(
+    framework: Framework, fixture: str, override: str, expected: int | None
+) -> None:
+    conversion = convert_fixture(framework, fixture, [override])
+    key = override.partition("=")[0]
+    assert conversion[key].outcome == ("implied" if expected is None else "mapped")
+    assert conversion.recipe.get("rollout.max_head_offpolicyness") == expected
+    if expected is None:
+        assert "rollout.max_concurrent_rollouts" not in conversion.recipe

@@ -1,0 +1,147 @@
+"""Teachers and reward models of other frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dialect_conversion import convert_words
+
+from fivefold_import.framework import Framework
+
+VERL = (
+    "distillation.enabled=True",
+    "distillation.nnodes=1",
+    "distillation.teacher_models.math.model_path=big",
+    "distillation.teacher_models.math.inference.tensor_model_parallel_size=2",
+)
+LOSS = "distillation.distillation_loss."
+TRINITY = ("algorithm.algorithm_type=on_policy_distill", "model.model_path=m")
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "expected"),
+    [
+        (
+            "verl",
+            (*VERL, f"{LOSS}loss_mode=forward_kl_topk", f"{LOSS}topk=32", f"{LOSS}use_task_rewards=False"),
+            {"coeff": 1.0, "over": "top_k", "direction": "forward", "top_k": 32, "advantage": "none"},
+        ),
+        (
+            "verl",
+            (*VERL, f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=True", f"{LOSS}distillation_loss_coef=0.2"),
+            {"coeff": 0.2, "over": "sampled"},
+        ),
+        (
+            "roll",
+            ("student_train.model_args.model_name_or_path=m", "teacher.model_args.model_name_or_path=big"),
+            {"coeff": 1.0, "advantage": "none"},
+        ),
+        (
+            "roll",
+            (
+                "use_opd=true",
+                "opd_kl_coef=0.5",
+                "teacher.model_args.model_name_or_path=big",
+                "teacher.device_mapping=0",
+            ),
+            {"coeff": 0.5},
+        ),
+        (
+            "trinity",
+            (*TRINITY, "explorer.auxiliary_models.0.model_path=big", "algorithm.advantage_fn_args.kl_coef=0.3"),
+            {"coeff": 0.3, "advantage": "none", "loss": "reinforce"},
+        ),
+    ],
+)
+def test_a_teacher_on_the_students_samples_is_converted(
+    framework: Framework, words: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    conversion = convert_words(framework, *words)
+    recipe = conversion.recipe
+    assert recipe["teacher.path"] == "big"
+    own = {key: recipe.get(f"actor.{key}", recipe.get(f"actor.distill.{key}")) for key in expected}
+    assert own == {key: value if value != "sampled" else own[key] for key, value in expected.items()}
+    assert recipe.get("actor.distill.over", "sampled") == expected.get("over", "sampled")
+    assert conversion.unsupported() == set()
+    assert "actor.kl_ctl" not in recipe or framework != "trinity"
+
+
+def test_what_a_teacher_cannot_do_is_told() -> None:
+    words = (
+        *VERL,
+        f"{LOSS}loss_mode=k3",
+        f"{LOSS}loss_max_clamp=10.0",
+        "distillation.teacher_models.b.model_path=other",
+    )
+    conversion = convert_words("verl", *words)
+    assert conversion.recipe["teacher.path"] == "big"
+    assert conversion.unsupported() == {
+        f"{LOSS}loss_mode",
+        f"{LOSS}loss_max_clamp",
+        "distillation.teacher_models.b.model_path",
+    }
+    without = convert_words("verl", "distillation.enabled=False", f"{LOSS}topk=3")
+    assert without.unsupported() == set()
+    assert not [key for key in without.recipe if key.startswith(("teacher", "actor.distill"))]
+    assert "teacher.path" in convert_words("trinity", *TRINITY).report.to_give
+
+
+@pytest.mark.parametrize("own", ["reward.", "rewards.liked."])
+def test_a_reward_model_of_roll_becomes_the_reward(own: str) -> None:
+    model = f"{own}model_args."
+    words = [
+        f"{model}model_name_or_path=judge",
+        f"{model}model_type=auto_sequence_classification",
+        f"{model}dtype=bf16",
+    ]
+    conversion = convert_words("roll", *words, f"{own}device_mapping=list(range(0,8))", f"{own}infer_batch_size=4")
+    assert conversion.recipe["reward.fn"] == "model"
+    assert conversion.recipe["reward.model.path"] == "judge"
+    assert conversion.unsupported() == set()
+    # A model without such a head writes its judgement.
+    assert convert_words("roll", words[0], f"{own}device_mapping=0").unsupported() >= {f"{model}model_name_or_path"}
+
+
+def test_a_frozen_model_on_megatron_keeps_its_layout_and_devices() -> None:
+    def placed(role: str, devices: str, strategy: str, **degrees: int) -> list[str]:
+        config = [f"{role}strategy_args.strategy_config.{name}={value}" for name, value in degrees.items()]
+        return [
+            f"{role}device_mapping=list(range({devices}))",
+            f"{role}strategy_args.strategy_name={strategy}",
+            *config,
+        ]
+
+    scored = ["reward.model_args.model_name_or_path=judge", "reward.model_args.model_type=trl"]
+    words = [
+        *placed("actor_train.", "0,4", "megatron_train", tensor_model_parallel_size=2),
+        *placed("actor_infer.", "0,4", "vllm"),
+        *placed("reward.", "4,8", "megatron_infer", tensor_model_parallel_size=4),
+        *placed("teacher.", "0,4", "megatron_infer", pipeline_model_parallel_size=2),
+        *("teacher.model_args.model_name_or_path=m", "use_opd=true"),
+    ]
+    conversion = convert_words("roll", *scored, *words)
+    recipe = conversion.recipe
+    assert (recipe["reward.model.backend"], recipe["reward.model.device_mapping"]) == ("megatron:d1t4", "4-7")
+    assert (recipe["teacher.backend"], recipe["teacher.device_mapping"]) == ("megatron:d2p2", "0-3")
+    assert recipe["actor.device_mapping"] == recipe["rollout.device_mapping"] == "0-3"
+    assert conversion.unsupported() == set()
+    section = "reward_model."
+    verl = [f"{section}enable=true", f"{section}model.path=judge", f"{section}strategy=megatron"]
+    degrees = [f"{section}megatron.tensor_model_parallel_size=4", "actor_rollout_ref.actor.strategy=megatron"]
+    recipe = convert_words("verl", *verl, *degrees).recipe
+    assert (recipe["actor.backend"], recipe["reward.model.backend"]) == ("megatron:d8", "megatron:d2t4")
+
+
+def test_a_reward_model_of_roll_may_be_one_of_several_rewards() -> None:
+    words = [
+        "rewards.liked.model_args.model_name_or_path=judge",
+        "rewards.liked.model_args.model_type=trl",
+        "rewards.liked.tag_included=[chat]",
+        "rewards.math.worker_cls=roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker",
+        "rewards.math.tag_included=[gsm8k]",
+    ]
+    recipe = convert_words("roll", *words).recipe
+    assert (recipe["reward.rewards.liked.fn"], recipe["reward.rewards.math.fn"]) == ("model", "math")
+    assert recipe["reward.rewards.liked.data_sources"] == ["chat"]
+    assert recipe["reward.model.path"] == "judge"

@@ -1,0 +1,191 @@
+"""Sources for other tasks than reinforcement learning: those that a command does are imported, others are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialect_conversion import convert_fixture, convert_text, convert_words
+
+from fivefold_import.framework import Framework
+
+SFT, DPO, RM, RL = "fivefold sft", "fivefold dpo", "fivefold rm", "fivefold train"
+DISTILLATION, EVALUATION = "distillation", "evaluation"
+TOLD: list[tuple[Framework, str, str]] = [
+    ("areal", "actor: {path: m}\ntrain_dataset: {path: d, type: sft}\n", SFT),
+    ("areal", "model: {path: m, backend: fsdp}\ntrain_dataset: {path: d}\n", SFT),
+    ("areal", "python3 examples/math/gsm8k_sft.py --config x actor.path=m", SFT),
+    ("areal", "actor: {path: m}\nbeta: 0.1\ntrain_dataset: {path: d, type: dpo}\n", DPO),
+    ("areal", "actor: {path: m, is_critic: true}\n", RM),
+    ("areal", "actor: {path: m, is_critic: false}\ntrain_dataset: {path: d, type: rl}\n", RL),
+    ("areal", "python3 /sft/examples/gsm8k_grpo.py actor.path=m", RL),
+    ("roll", "pretrain: m\nsft_train: {training_args: {learning_rate: 1e-5}}\n", SFT),
+    ("roll", "pretrain: m\npipeline: sft\n", SFT),
+    ("roll", "pretrain: m\nchosen_key: c\nrejected_key: r\nipo: false\n", DPO),
+    ("roll", "pretrain: m\nactor_train: {model_args: {dtype: bf16}}\n", RL),
+    ("trinity", "algorithm: {algorithm_type: sft}\n", SFT),
+    ("trinity", "algorithm: {algorithm_type: DPO}\n", DPO),
+    ("trinity", "algorithm: {algorithm_type: grpo}\nmode: both\n", RL),
+    ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer data.x=1 # python3", SFT),
+    ("verl", "data: {train_files: a}\nmodel: {partial_pretrain: m}\noptim: {lr: 1e-5}\n", SFT),
+    ("verl", "python3 -m verl.trainer.main_ppo distillation.enabled=False actor_rollout_ref.model.path=sft-model", RL),
+]
+REFUSED: list[tuple[Framework, str, str, str]] = [
+    ("areal", "actor: {path: m, self_distillation: {teacher_update_rate: 0.05}}\n", DISTILLATION, "self_distillation"),
+    ("roll", "student_pretrain: m\nteacher: {model_args: {dtype: bf16}}\n", DISTILLATION, "student_pretrain=m"),
+    ("roll", "pretrain: m\nstudent: {device_mapping: '0-7'}\n", DISTILLATION, "student.device_mapping"),
+    ("trinity", "algorithm: {algorithm_type: jsd}\n", DISTILLATION, "algorithm_type=jsd"),
+    ("trinity", "mode: bench\n", EVALUATION, "mode=bench"),
+    ("verl", "python3 -m verl.trainer.main_generation data.path=x", EVALUATION, "verl.trainer.main_generation"),
+    ("siirl", "data: {prompt_dict_keys: [question]}\n", "supervised fine-tuning", "data.prompt_dict_keys"),
+]
+
+
+def test_the_recipe_is_for_the_command_that_does_the_sources_task(tmp_path: Path) -> None:
+    for framework, text, command in TOLD:
+        assert convert_text(framework, tmp_path, text).report.command == command, text
+
+
+@pytest.mark.parametrize(("framework", "text", "task", "found"), REFUSED)
+def test_a_task_that_no_command_does_is_refused_by_what_tells_it(
+    framework: Framework, text: str, task: str, found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{task}.*{re.escape(found)}.*reinforcement learning.*fivefold (train|eval|sft)"
+    ):
+        convert_text(framework, tmp_path, text)
+
+
+CONVERTED: list[tuple[Framework, str, dict[str, Any], set[str]]] = [
+    (
+        "verl",
+        "verl_sft_megatron.sh",
+        {
+            "actor.backend": "megatron:d2p2t2",
+            "actor.mb_spec.max_tokens_per_mb": 16384,
+            "actor.optimizer.min_lr_ratio": 0.1,
+            "train_dataset.messages_key": "talk",
+            "valid_dataset.messages_key": "talk",
+            "saver.freq_epochs": 1,
+            "recover.freq_epochs": 1,
+        },
+        {"trainer.test_freq"},
+    ),
+    (
+        "verl",
+        "verl_sft_fsdp.yaml",
+        {
+            "actor.backend": "fsdp:d4c2",
+            "actor.mb_spec.max_tokens_per_mb": 8 * 2048,
+            "actor.optimizer.warmup_steps_proportion": 0.1,
+            "train_dataset.response_key": "solution",
+            "train_dataset.apply_chat_template": True,
+            "recover.freq_steps": 100,
+        },
+        {"data.truncation"},
+    ),
+    (
+        "roll",
+        "roll_sft.yaml",
+        {
+            "actor.backend": "megatron:d4t2",
+            "actor.mb_spec.max_tokens_per_mb": 2 * 2048,
+            "actor.optimizer.warmup_steps": 10,
+            "train_dataset.batch_size": 2 * 4 * 4,
+            "train_dataset.shuffle": False,
+            "train_dataset.response_key": "solution",
+            "valid_dataset.path": "data/sums_test.jsonl",
+            "total_train_epochs": 2,
+        },
+        {"system_envs.CUDA_DEVICE_MAX_CONNECTIONS", "eval_steps"},
+    ),
+    (
+        "roll",
+        "roll_dpo.yaml",
+        {
+            "actor.beta": 0.2,
+            "actor.label_smoothing": 0.1,
+            "actor.device_mapping": "0-3",
+            "ref.backend": "megatron:d1t4",
+            "ref.device_mapping": "4-7",
+            "train_dataset.batch_size": 4 * 2 * 2,
+            "train_dataset.prompt_key": "instruction",
+            "train_dataset.chosen_key": "better",
+            "total_train_steps": 300,
+        },
+        {"eval_steps"},
+    ),
+    (
+        "trinity",
+        "trinity_sft.yaml",
+        {
+            "actor.backend": "megatron:(attn:d8t2|ffn:d1t2e8)",
+            "train_dataset.max_length": 4096,
+            "train_dataset.messages_key": "messages",
+            "train_dataset.mask_history": True,
+            "train_dataset.batch_size": 128,
+        },
+        set(),
+    ),
+    (
+        "trinity",
+        "trinity_dpo.yaml",
+        {
+            "actor.beta": 0.2,
+            "actor.label_smoothing": 0.05,
+            "actor.backend": "fsdp:d4c2",
+            "actor.mb_spec.max_tokens_per_mb": 2 * 1536,
+            "actor.optimizer.min_lr_ratio": 0.1,
+            "train_dataset.path": "someone/pairs:english",
+            "train_dataset.rejected_key": "worse",
+        },
+        {"algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args.kl_coef"},
+    ),
+    (
+        "areal",
+        "areal_sft.yaml",
+        {"actor.backend": "fsdp:d*", "actor.fsdp.recompute": "full", "valid_dataset.split": "test"},
+        {"evaluator.freq_epochs"},
+    ),
+    (
+        "areal",
+        "areal_dpo.yaml",
+        {"actor.beta": 0.05, "actor.loss_type": "ipo", "ref.mb_spec.max_tokens_per_mb": 10240},
+        set(),
+    ),
+    ("areal", "areal_rw.yaml", {"actor.backend": "megatron:d4p2t1"}, {"evaluator.freq_epochs"}),
+]
+
+
+def test_what_a_task_has_of_its_own_is_converted() -> None:
+    for framework, fixture, expected, unsupported in CONVERTED:
+        conversion = convert_fixture(framework, fixture)
+        assert {key: conversion.recipe.get(key) for key in expected} == expected, fixture
+        assert conversion.unsupported() == unsupported, fixture
+        assert conversion.report.problems == (), fixture
+
+
+def test_the_model_of_areals_first_releases_is_read_by_its_later_name() -> None:
+    words = [
+        "model.path=Qwen/Qwen3-1.7B",
+        "tokenizer_path=${model.path}",
+        "model.backend=fsdp:d4",
+        "train_dataset.path=d",
+    ]
+    recipe = convert_words("areal", *words).recipe
+    assert (recipe["actor.path"], recipe["actor.backend"]) == ("Qwen/Qwen3-1.7B", "fsdp:d4")
+
+
+def test_torchruns_processes_of_verl_count_before_the_trainers_keys(tmp_path: Path) -> None:
+    keys = "-m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-4B data.train_files=a # python3"
+    for flags, gpus in (("--nnodes=2 --nproc_per_node=4", 4), ("", 8)):
+        recipe = convert_text("verl", tmp_path, f"torchrun {flags} {keys}").recipe
+        assert (recipe["cluster.n_gpus_per_node"], recipe["actor.backend"]) == (gpus, "fsdp:d8"), flags
+
+
+def test_the_rows_of_a_step_that_cannot_be_counted_are_unsupported() -> None:
+    section = "sft_train.training_args."
+    conversion = convert_words("roll", "pretrain=m", f"{section}gradient_accumulation_steps=4")
+    assert "set train_dataset.batch_size" in conversion[f"{section}gradient_accumulation_steps"].note

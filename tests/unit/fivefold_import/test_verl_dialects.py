@@ -1,0 +1,520 @@
+"""verl, and siiRL with verl's key tree: launch scripts and the trainer's YAML."""
+
+from __future__ import annotations
+
+from dialect_conversion import ENVIRONMENT, convert_fixture, convert_words
+
+from fivefold_import.framework import Framework
+
+ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+MODEL = "actor_rollout_ref.model."
+MEGATRON = ACTOR + "megatron."
+OVERRIDE = MEGATRON + "override_transformer_config."
+
+
+def test_a_dense_model_on_megatron() -> None:
+    conversion = convert_fixture("verl", "verl_grpo_megatron.sh")
+    assert conversion.recipe == {
+        "experiment_name": "sums_grpo",
+        "trial_name": "7b-megatron",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 15,
+        "recover.freq_steps": 20,
+        "recover.freq_secs": None,
+        "actor.path": "Qwen/Qwen2-7B-Instruct",
+        "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
+        "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 1024),
+        "actor.mb_spec.max_tokens_per_infer_mb": 4 * (1024 + 1024),
+        "ref.mb_spec.max_tokens_per_mb": 4 * (1024 + 1024),
+        "actor.optimizer.lr": 1e-6,
+        "actor.optimizer.lr_scheduler_type": "cosine",
+        "actor.ppo_n_minibatches": 512 // 128,
+        "actor.c_clip": 3.0,  # verl's default
+        "actor.entropy_coeff": 0.0,
+        "actor.kl_in": "loss",
+        "actor.kl_ctl": 0.001,
+        "actor.kl_estimator": "k3",
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "none",
+        "ref.backend": "megatron:d2t4",
+        "rollout.backend": "sglang:d2t4",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
+        "gconfig.n_samples": 5,
+        "gconfig.max_new_tokens": 1024,
+        "train_dataset.path": "/home/someone/data/sums/train.parquet",
+        "train_dataset.batch_size": 512,
+        "train_dataset.max_length": 1024,
+        "valid_dataset.path": "/home/someone/data/sums/test.parquet",
+        "valid_dataset.max_length": 1024,
+        "evaluator.freq_steps": 5,
+        "evaluator.greedy": False,
+        "evaluator.temperature": 0.6,
+        "stats.trackers": ["wandb"],
+        "evaluator.n_samples": 4,
+    }
+    assert conversion.unsupported() == set()
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in conversion.report.notes)
+
+
+def test_a_mixture_of_experts_on_megatron() -> None:
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh")
+    assert conversion.recipe == {
+        "experiment_name": "verl_examples",
+        "trial_name": "moe",  # `moe-$(date +%m%d)`, where no command is run
+        "cluster.n_nodes": 8,
+        "scheduler.type": "ray",
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 30,
+        "total_train_steps": 100,
+        "actor.path": "Qwen/Qwen3-30B-A3B",
+        # 64 devices in 4 stages of 16. Experts are split as attention is: e2 * t2 leave 4 expert replicas.
+        "actor.backend": "megatron:(attn:d4p4t2c2|ffn:d4t2e2)",
+        "actor.mb_spec.max_tokens_per_mb": 2 * 8192,  # the budget of each of 2 context shards
+        "actor.megatron.router_dtype": "fp32",
+        "actor.megatron.recompute": "selective",
+        "actor.megatron.transformer.recompute_modules": ["core_attn", "moe"],
+        "actor.optimizer.warmup_steps_proportion": 10 / 100,
+        "actor.ppo_n_minibatches": 256 // 64,
+        "actor.eps_clip": 0.2,
+        "actor.eps_clip_higher": 0.28,
+        "actor.c_clip": 10.0,
+        "actor.overlong_reward_penalty": True,
+        "actor.loss_aggregation": "sequence_mean",
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "group",
+        "rollout.backend": "vllm:d16t4",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
+        "gconfig.n_samples": 16,
+        "gconfig.max_new_tokens": 6 * 1024,
+        "train_dataset.path": "/data/train.parquet",
+        "train_dataset.batch_size": 256,
+        "train_dataset.max_length": 2 * 1024,
+    }
+    assert conversion.unsupported() == {"reward_model.reward_manager"}
+
+
+def test_ppo_with_a_critic_runs_on_fsdp() -> None:
+    conversion = convert_fixture("verl", "verl_ppo_fsdp.sh")
+    assert conversion.recipe == {
+        "experiment_name": "verl_examples",
+        "trial_name": "gsm8k",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 15,
+        "stats.trackers": [],
+        "actor.path": "deepseek-ai/deepseek-llm-7b-chat",
+        "actor.backend": "fsdp:d8",
+        "actor.mb_spec.max_tokens_per_mb": 16 * (512 + 512),
+        "actor.fsdp.recompute": "full",  # verl's default
+        "actor.optimizer.lr": 1e-6,
+        "actor.ppo_n_minibatches": 256 // 64,
+        "actor.offload.optimizer": True,
+        "actor.c_clip": 3.0,
+        "actor.kl_in": "reward",
+        "actor.kl_ctl": 0.01,
+        "actor.kl_estimator": "k1",
+        "actor.advantage": "gae",
+        "critic.path": "deepseek-ai/deepseek-llm-7b-chat",
+        "critic.backend": "fsdp:d8",
+        "critic.mb_spec.max_tokens_per_mb": 32 * (512 + 512),
+        "critic.fsdp.recompute": "full",
+        "critic.optimizer.lr": 1e-5,
+        "critic.ppo_n_minibatches": 256 // 64,  # as the actor's, which verl takes too
+        "rollout.backend": "vllm:d2t4",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
+        "gconfig.n_samples": 1,
+        "gconfig.max_new_tokens": 512,
+        "train_dataset.path": "/data/train.parquet",
+        "train_dataset.batch_size": 256,
+        "train_dataset.max_length": 512,
+    }
+    assert conversion.unsupported() == set()
+
+
+def test_a_critic_has_a_layout_and_options_of_its_own() -> None:
+    conversion = convert_words(
+        "verl", "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "algorithm.gamma=0.99", "algorithm.lam=0.95",
+        "critic.strategy=megatron", "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.expert_model_parallel_size=4", "critic.megatron.param_offload=True",
+        "critic.megatron.override_transformer_config.moe_token_dispatcher_type=allgather",
+        "critic.cliprange_value=0.2", "critic.optim.lr=2e-5", "critic.optim.lr_warmup_steps=10",
+        "critic.ppo_mini_batch_size=128", "data.train_batch_size=512", "critic.ppo_epochs=2",
+        "critic.ppo_micro_batch_size_per_gpu=4", "critic.loss_agg_mode=seq-mean-token-mean", "trainer.critic_warmup=5",
+        "trainer.total_training_steps=50", "trainer.n_gpus_per_node=8",
+    )  # fmt: skip
+    critic = {key.removeprefix("critic."): value for key, value in conversion.recipe.items() if "critic." in key}
+    assert critic == {
+        "path": "Qwen/Qwen3-30B-A3B",
+        "backend": "megatron:(attn:d4t2|ffn:d1t2e4)",
+        "eps_clip": 0.2,
+        "loss_aggregation": "sequence_mean",
+        "mb_spec.max_tokens_per_mb": 4 * 1024,
+        "megatron.token_dispatcher": "allgather",
+        "offload.params": True,
+        "optimizer.lr": 2e-5,
+        "optimizer.warmup_steps_proportion": 10 / 50,
+        "ppo_epochs": 2,
+        "ppo_n_minibatches": 4,
+        "warmup_steps": 5,
+    }
+    assert (conversion.recipe["actor.discount"], conversion.recipe["actor.gae_lambda"]) == (0.99, 0.95)
+    grpo = convert_words("verl", "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5", "trainer.critic_warmup=5")
+    assert not [key for key in grpo.recipe if key.startswith("critic.")]
+    assert {grpo[key].outcome for key in ("critic.optim.lr", "trainer.critic_warmup")} == {"implied"}
+
+
+def test_a_critic_has_the_aggregation_of_the_actor_unless_it_has_its_own() -> None:
+    of_actor, own = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "critic.loss_agg_mode=token-mean"
+    for framework in ("verl", "siirl"):
+        assert convert_words(framework, of_actor).recipe["critic.loss_aggregation"] == "sequence_sum"
+        assert convert_words(framework, of_actor, own).recipe["critic.loss_aggregation"] == "token_mean"
+        assert "critic.loss_aggregation" not in convert_words(framework, "critic.cliprange_value=0.2").recipe
+    fixed = convert_words("verl", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm")
+    assert "critic.loss_aggregation" not in fixed.recipe
+    assert any("whose errors have no such aggregation" in note for note in fixed.report.notes)
+
+
+def test_a_trainers_yaml() -> None:
+    conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
+    assert conversion.recipe == {
+        "experiment_name": "trees",
+        "trial_name": "one",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 2,
+        "stats.trackers": ["tensorboard"],
+        "actor.path": "Qwen/Qwen2.5-3B-Instruct",
+        "actor.backend": "fsdp:d4c2",
+        "actor.mb_spec.max_tokens_per_mb": 2 * (512 + 1536),
+        "actor.fsdp.recompute": "full",
+        "actor.optimizer.lr": 1e-6,
+        "actor.optimizer.warmup_steps_proportion": 0.05,
+        "actor.ppo_n_minibatches": 1,
+        "actor.eps_clip": 0.2,
+        "actor.c_clip": 3.0,
+        "actor.advantage": "reinforce_pp",
+        "rollout.backend": "vllm:d8",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # verl's default
+        "gconfig.n_samples": 4,
+        "gconfig.max_new_tokens": 1536,
+        "gconfig.temperature": 0.8,
+        "gconfig.top_k": 0,
+        "train_dataset.path": "/other.parquet",
+        "train_dataset.batch_size": 64,
+        "train_dataset.shuffle": True,
+        "train_dataset.max_length": 512,
+        "train_dataset.prompt_key": "question",
+    }
+    assert conversion.unsupported() == set()
+    assert conversion["critic.strategy"].outcome == "implied"
+
+
+def test_siirls_script_with_escaped_variables_in_an_array() -> None:
+    conversion = convert_fixture("siirl", "siirl_megatron.sh")
+    assert conversion.recipe == {
+        "experiment_name": "siirl_sums_grpo",
+        "trial_name": "small_megatron",
+        "cluster.n_nodes": 1,
+        "cluster.n_gpus_per_node": 8,
+        "cluster.fileroot": "/home/someone/ckpts/small_grpo_sums_1nodes",
+        "total_train_epochs": 5,
+        "stats.trackers": ["tensorboard"],
+        "recover.mode": "auto",
+        "recover.freq_steps": 30,
+        "recover.freq_secs": None,
+        "actor.path": "/home/someone/models/Qwen3-8B",
+        "actor.backend": "megatron:d2p2t2",  # 8 / (t2 * p2)
+        "actor.dtype": "bfloat16",
+        "actor.mb_spec.max_tokens_per_mb": 4 * (1024 + 2048),
+        "actor.optimizer.lr": 2e-6,
+        "actor.optimizer.lr_scheduler_type": "linear",  # siiRL's default on Megatron
+        "actor.offload.params": True,
+        "actor.optimizer.gradient_clipping": 0.5,
+        "actor.ppo_n_minibatches": 96 // 24,
+        "actor.c_clip": 3.0,  # siiRL's default
+        "actor.recompute_logprob": True,  # siiRL's default
+        "actor.reward_norm.mean_level": "group",
+        "actor.reward_norm.std_level": "group",
+        "rollout.backend": "vllm:d4t2",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # siiRL's default
+        "gconfig.n_samples": 6,
+        "gconfig.max_new_tokens": 2048,
+        "train_dataset.path": "/home/someone/data/sums/train.parquet",
+        "train_dataset.batch_size": 96,
+        "train_dataset.max_length": 1024,
+        "valid_dataset.path": "/home/someone/data/sums/test.parquet",
+        "valid_dataset.max_length": 1024,
+    }
+    assert conversion.unsupported() == set()
+
+
+def test_siirls_mixture_of_experts_keeps_experts_whole() -> None:
+    conversion = convert_fixture("siirl", "siirl_moe.sh")
+    assert conversion.recipe == {
+        "experiment_name": "siirl_examples",
+        "trial_name": "gsm8k",
+        "cluster.n_nodes": 2,
+        "scheduler.type": "ray",
+        "cluster.n_gpus_per_node": 8,
+        "total_train_epochs": 30,
+        "actor.path": "Qwen/Qwen3-30B-A3B",
+        "actor.backend": "megatron:d2p2t4e4",
+        "actor.mb_spec.max_tokens_per_mb": 1536 * 6,
+        "actor.optimizer.lr_scheduler_type": "linear",
+        "actor.ppo_n_minibatches": 64 // 16,
+        "actor.recompute_logprob": True,  # siiRL's default
+        "actor.loss": "cpgd",
+        "actor.advantage": "rloo",
+        "rollout.backend": "vllm:d4t4",
+        "rollout.colocate": True,
+        "rollout.max_batch_size": 1024,  # siiRL's default
+        "gconfig.n_samples": 5,
+        "gconfig.max_new_tokens": 1024,
+        "train_dataset.path": "/data/train.parquet",
+        "train_dataset.batch_size": 64,
+        "train_dataset.max_length": 512,
+    }
+    assert conversion.unsupported() == {"dag.workflow_path", "algorithm.workflow_type"}
+
+
+def test_the_environment_and_overrides_scale_a_script() -> None:
+    environment = {**ENVIRONMENT, "PET_NNODES": "3"}
+    recipe = convert_fixture("siirl", "siirl_megatron.sh", environment=environment).recipe
+    assert recipe["train_dataset.batch_size"] == 3 * 96
+    assert recipe["actor.backend"] == "megatron:d6p2t2"
+    recipe = convert_fixture("siirl", "siirl_megatron.sh", overrides=["trainer.n_gpus_per_node=4"]).recipe
+    assert recipe["actor.backend"] == "megatron:d1p2t2"
+
+
+def test_an_expert_tensor_degree_that_is_written_holds() -> None:
+    environment = {**ENVIRONMENT, "ACTOR_ETP": "1"}
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh", environment=environment)
+    assert conversion.recipe["actor.backend"] == "megatron:d4p4t2c2e2"
+    assert conversion[MEGATRON + "expert_tensor_parallel_size"].outcome == "mapped"
+
+
+def test_experts_stay_whole_where_split_ones_do_not_fit() -> None:
+    """16 devices in p4 * c2 leave stages of 4 ranks, where e4 has no room for t2."""
+    environment = {**ENVIRONMENT, "NNODES": "2", "ACTOR_EP": "4"}
+    conversion = convert_fixture("verl", "verl_moe_megatron.sh", environment=environment)
+    assert conversion.recipe["actor.backend"] == "megatron:d1p4t2c2e4"
+    assert any("expert tensor degree" in note for note in conversion.report.notes)
+
+
+def test_fsdp_stays_fsdp() -> None:
+    words = (
+        f"{ACTOR}ulysses_sequence_parallel_size=2 {ACTOR}fsdp_config.wrap_policy.min_num_params=0 "
+        f"{ACTOR}fsdp_config.forward_prefetch=True {ACTOR}fsdp_config.reshard_after_forward=False {ACTOR}fsdp_config.param_offload=True {ACTOR}fsdp_config.fsdp_size=4 "
+        f"{OVERRIDE}moe_z_loss_coeff=0.1 {MODEL}enable_gradient_checkpointing=True trainer.nnodes=2"
+    ).split()
+    for strategy in ("fsdp", "fsdp2"):
+        conversion = convert_words("verl", f"{ACTOR}strategy={strategy}", *words)
+        assert conversion.recipe["actor.backend"] == "fsdp:d8c2"
+        assert conversion[ACTOR + "strategy"].outcome == "mapped"
+        checkpointing = conversion[MODEL + "enable_gradient_checkpointing"]
+        assert (checkpointing.to, checkpointing.result) == ("actor.fsdp.recompute", "full")
+        assert conversion.unsupported() == {ACTOR + "fsdp_config.fsdp_size"}
+        assert conversion.recipe["actor.fsdp.reshard_after_forward"] is False
+        # Megatron-Core's options had no effect there.
+        assert "actor.megatron.transformer.moe_z_loss_coeff" not in conversion.recipe
+
+
+def test_gradient_checkpointing_that_is_off_recomputes_nothing() -> None:
+    switch = MODEL + "enable_gradient_checkpointing"
+    conversion = convert_words("verl", f"{ACTOR}strategy=fsdp", f"{switch}=False")
+    assert conversion[switch].outcome == "implied"
+    assert "actor.fsdp.recompute" not in conversion.recipe
+
+
+def test_pipelines_of_unequal_stages_are_kept() -> None:
+    """94 layers divide over neither 8 nor 12 stages."""
+    pp, override = MEGATRON + "pipeline_model_parallel_size", OVERRIDE + "num_layers_in_"
+    words = [f"{MODEL}path=Qwen/Qwen3-235B-A22B", "trainer.nnodes=32", f"{MEGATRON}tensor_model_parallel_size=4",
+             f"{MEGATRON}expert_tensor_parallel_size=1", f"{pp}=8"]  # fmt: skip
+    ends = [f"+{override}{end}_pipeline_stage=11" for end in ("first", "last")]
+    for options in ([], ends):
+        conversion = convert_words("verl", *words, *options)
+        assert conversion.recipe["actor.backend"] == "megatron:d8p8t4"
+        assert not conversion.unsupported()
+    for end in ("first", "last"):
+        assert conversion.recipe[f"actor.megatron.transformer.num_layers_in_{end}_pipeline_stage"] == 11
+
+
+def test_what_is_recomputed_is_kept() -> None:
+    base = f"{ACTOR}strategy=megatron"
+    layers = convert_words(
+        "verl", base, *(f"+{OVERRIDE}recompute_{name}" for name in ("granularity=full", "method=block", "num_layers=3"))
+    )
+    assert layers.recipe["actor.megatron.transformer.recompute_method"] == "block"
+    assert layers.recipe["actor.megatron.transformer.recompute_num_layers"] == 3
+    modules = convert_words(
+        "verl", base, f"+{OVERRIDE}recompute_granularity=selective", f"+{OVERRIDE}recompute_modules=[core_attn,moe_act]"
+    )
+    assert modules.recipe["actor.megatron.transformer.recompute_modules"] == ["core_attn", "moe_act"]
+
+
+def test_an_option_of_megatrons_optimizer() -> None:
+    option = ACTOR + "optim.override_optimizer_config.decoupled_weight_decay"
+    conversion = convert_words("verl", f"{ACTOR}strategy=megatron", f"+{option}=False")
+    assert conversion.recipe["actor.megatron.optimizer.decoupled_weight_decay"] is False
+
+
+def test_offloading_of_the_actor_is_asked_for_where_it_is_on() -> None:
+    switches = [f"{MEGATRON}{kind}_offload" for kind in ("param", "grad", "optimizer")]
+    on = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"{switch}=True" for switch in switches))
+    assert {key: value for key, value in on.recipe.items() if key.startswith("actor.offload")} == {
+        "actor.offload.params": True,
+        "actor.offload.grads": True,
+        "actor.offload.optimizer": True,
+    }
+    off = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"{switch}=False" for switch in switches))
+    assert not [key for key in off.recipe if key.startswith("actor.offload")]
+    assert not off.unsupported()
+    reference = convert_words("verl", f"{ACTOR}strategy=megatron", "actor_rollout_ref.ref.megatron.param_offload=True")
+    assert reference.unsupported() == {"actor_rollout_ref.ref.megatron.param_offload"}
+
+
+def test_the_place_and_the_precision_of_the_optimizers_state() -> None:
+    options = {"optimizer_cpu_offload": True, "exp_avg_dtype": "bf16", "use_precision_aware_optimizer": True}
+    section = ACTOR + "optim.override_optimizer_config."
+    conversion = convert_words("verl", f"{ACTOR}strategy=megatron", *(f"+{section}{k}={v}" for k, v in options.items()))
+    assert conversion.recipe["actor.megatron.optimizer.state_on"] == "host"
+    assert conversion.recipe["actor.megatron.optimizer.exp_avg_dtype"] == "bfloat16"
+    assert not conversion.unsupported()
+
+
+def test_a_warmup_of_a_run_without_a_number_of_steps_counts_updates() -> None:
+    """verl's schedule advances once a step, after all updates of the step; Fivefold's once an update."""
+    frameworks: list[Framework] = ["verl", "siirl"]
+    for framework in frameworks:
+        conversion = convert_words(
+            framework, "data.train_batch_size=512", f"{ACTOR}ppo_mini_batch_size=128", f"{ACTOR}ppo_epochs=2",
+            f"{ACTOR}optim.lr_warmup_steps=10", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "algorithm.adv_estimator=gae",
+            "critic.optim.lr_warmup_steps=5", "critic.ppo_mini_batch_size=256",
+        )  # fmt: skip
+        assert conversion.recipe["actor.optimizer.warmup_steps"] == 10 * 4 * 2
+        assert conversion.recipe["critic.optimizer.warmup_steps"] == 5 * 2
+        assert "actor.optimizer.warmup_steps_proportion" not in conversion.recipe
+        assert conversion[ACTOR + "optim.lr_warmup_steps"].note == "10 steps of 8 updates"
+
+
+def test_what_cannot_be_converted_says_why() -> None:
+    cases = [
+        (f"data.train_batch_size=100 {ACTOR}ppo_mini_batch_size=30", ACTOR + "ppo_mini_batch_size", "100"),
+        (
+            f"trainer.n_gpus_per_node=6 {ACTOR}strategy=megatron {MEGATRON}tensor_model_parallel_size=4",
+            MEGATRON + "tensor_model_parallel_size",
+            "6 devices",
+        ),
+        ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
+        (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
+        ("data.train_files=[a.parquet,b.parquet]", "data.train_files", "2 files"),
+        (
+            f"data.max_response_length=9 {ROLLOUT}response_length=8",
+            ROLLOUT + "response_length",
+            "response_length sets to 9",
+        ),
+        (f"{MODEL}lora_rank=8", MODEL + "lora_rank", "LoRA"),
+        (f"{ACTOR}policy_loss.loss_mode=dppo", ACTOR + "policy_loss.loss_mode", "clipped"),
+        (f"{ACTOR}clip_ratio=0.3", ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high"),
+    ]
+    frameworks: list[Framework] = ["verl", "siirl"]
+    for framework in frameworks:
+        for words, key, note in cases:
+            conversion = convert_words(framework, *words.split())
+            assert key in conversion.unsupported(), (framework, words)
+            assert note in conversion[key].note, (framework, words)
+    assert "actor.eps_clip" not in convert_words("verl", f"{ACTOR}clip_ratio=0.3").recipe
+
+
+def test_a_served_reward_model_is_unsupported_with_all_its_keys() -> None:
+    section = "reward.reward_model."
+    path = f"{section}model.path=some/judge"
+    assert convert_words("verl", path).unsupported() == set()
+    conversion = convert_words("verl", path, f"{section}enable=True")
+    assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
+
+
+def test_a_reward_model_with_a_score_head_is_a_role() -> None:
+    section = "reward_model."
+    words = (f"{section}model.path=some/scorer", f"{section}micro_batch_size_per_gpu=4")
+    off = convert_words("verl", *words)
+    assert off.unsupported() == set()
+    assert "reward.model.path" not in off.recipe
+    conversion = convert_words(
+        "verl", *words, f"{section}enable=True", f"{section}megatron.param_offload=True",
+        f"{section}megatron.tensor_model_parallel_size=4",
+    )  # fmt: skip
+    assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
+        "reward.fn": "model",
+        "reward.model.path": "some/scorer",
+        "reward.model.offload": True,
+        "reward.model.backend": conversion.recipe["actor.backend"],
+    }
+    assert conversion.unsupported() == {f"{section}megatron.tensor_model_parallel_size"}
+    assert convert_words("verl", f"{section}enable=True").unsupported() == {f"{section}enable"}
+
+
+def test_a_reward_function_of_ones_own_is_named_by_its_file() -> None:
+    for section in ("custom_reward_function.", "reward.custom_reward_function."):
+        words = (f"{section}path=my/score.py", f"{section}reward_kwargs.bonus=0.5")
+        conversion = convert_words("verl", *words, f"{section}name=judge")
+        assert conversion.recipe["reward.fn"] == "my/score.py:judge"
+        assert conversion.recipe["reward.kwargs.bonus"] == 0.5
+        assert conversion.unsupported() == set()
+        assert convert_words("verl", *words).recipe["reward.fn"] == "my/score.py:compute_score"
+        assert convert_words("verl", f"{section}path=pkg://my.score").unsupported() == {f"{section}path"}
+        assert "reward.fn" not in convert_words("verl", f"{section}path=null", f"{section}name=judge").recipe
+
+
+def test_each_side_of_the_clip_range_has_its_own_default() -> None:
+    cases: list[tuple[str, float, float | None]] = [
+        ("clip_ratio=0.2", 0.2, None),
+        ("clip_ratio_high=0.28", 0.2, 0.28),
+        ("clip_ratio_low=0.1", 0.1, 0.2),
+        ("clip_ratio=0.3 clip_ratio_low=0.1 clip_ratio_high=0.4", 0.1, 0.4),
+    ]
+    for words, low, high in cases:
+        conversion = convert_words("verl", *(ACTOR + word for word in words.split()))
+        assert conversion.recipe.get("actor.eps_clip") == low, words
+        assert conversion.recipe.get("actor.eps_clip_higher") == high, words
+        assert conversion.unsupported() == set(), words
+
+
+def test_siirl_reads_another_key_for_the_schedule_on_fsdp() -> None:
+    conversion = convert_words("siirl", f"{ACTOR}strategy=fsdp", f"{ACTOR}optim.warmup_style=cosine")
+    assert conversion.recipe["actor.optimizer.lr_scheduler_type"] == "cosine"
+
+
+def test_the_references_options_do_not_change_the_actor() -> None:
+    reference = "actor_rollout_ref.ref.megatron."
+    words = [f"{reference}override_transformer_config.moe_router_dtype=fp32", f"+{reference}param_dtype=float32"]
+    conversion = convert_words("verl", *words)
+    assert conversion.unsupported() == set()
+    assert "actor.dtype" not in conversion.recipe
+    assert "actor.megatron.router_dtype" not in conversion.recipe
+
+
+def test_a_megatron_core_checkpoint_is_where_actor_and_reference_start() -> None:
+    reference = "actor_rollout_ref.ref.megatron."
+    on = [f"{section}use_dist_checkpointing=true" for section in (MEGATRON, reference)]
+    words = [f"{MODEL}path=Qwen/Qwen3-8B", *on, f"{MEGATRON}dist_checkpointing_path=/data/mcore"]
+    conversion = convert_words("siirl", *words, f"{reference}dist_checkpointing_path=/data/mcore")
+    assert conversion.recipe["actor.path"] == "Qwen/Qwen3-8B"
+    assert conversion.recipe["actor.megatron.use_dist_checkpointing"] is True
+    assert conversion.recipe["actor.megatron.dist_checkpointing_path"] == "/data/mcore"
+    assert conversion[reference + "dist_checkpointing_path"].outcome == "implied"
+    conversion = convert_words("verl", *words, f"{reference}dist_checkpointing_path=/data/other")
+    assert conversion[reference + "dist_checkpointing_path"].outcome == "unsupported"
+    assert "`fivefold convert`" in conversion[reference + "dist_checkpointing_path"].note
+    conversion = convert_words("verl", f"{MODEL}path=m", f"{MEGATRON}dist_checkpointing_path=/data/mcore")
+    assert "actor.megatron.dist_checkpointing_path" not in conversion.recipe
+    assert conversion[MEGATRON + "dist_checkpointing_path"].outcome == "implied"

@@ -1,0 +1,143 @@
+"""Which way weights take follows from the placement; a way that cannot work is refused early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.layout.placement import place
+from fivefold.weights.transport import Route, choose_route
+
+
+def recipe_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None, n_nodes: int = 1) -> TrainRecipe:
+    return TrainRecipe.model_validate(
+        {
+            "experiment_name": "test",
+            "allocation_mode": allocation,
+            "cluster": {"n_nodes": n_nodes, "n_gpus_per_node": n_gpus},
+            "actor": {"path": "model", "dtype": "bfloat16"},
+            "rollout": rollout or {},
+            "train_dataset": {"path": "data"},
+        }
+    )
+
+
+def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None, n_nodes: int = 1) -> Route:
+    recipe = recipe_of(allocation, n_gpus, rollout, n_nodes)
+    return choose_route(recipe, place(recipe))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "n_gpus", "transport"),
+    [
+        ("vllm:d2|megatron:d2", 2, "ipc"),
+        ("vllm:d1t2|megatron:d1p2", 2, "ipc"),
+        ("vllm:d1+megatron:d1", 2, "nccl"),
+        ("sglang:d2|megatron:d2", 2, "ipc"),
+        ("sglang:t2+megatron:d2", 4, "nccl"),
+        ("transformers:d2|megatron:d2", 2, "folder"),
+        ("vllm:d2|megatron:d2", 0, "folder"),
+    ],
+)
+def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: str, n_gpus: int, transport: str) -> None:
+    assert route_of(allocation, n_gpus).transport == transport
+
+
+@pytest.mark.parametrize(
+    ("allocation", "n_gpus", "transport"),
+    [
+        ("sglang:d2|megatron:d2", 2, "folder"),
+        ("transformers:d2|megatron:d2", 2, "ipc"),
+        ("sglang:t2+megatron:d2", 4, "folder"),
+    ],
+)
+def test_every_engine_gets_the_way_that_is_asked_for(allocation: str, n_gpus: int, transport: str) -> None:
+    assert route_of(allocation, n_gpus, {"weight_transport": transport}).transport == transport
+
+
+def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
+    lists = {"device_mapping": [2, 3], "backend": "vllm:d2", "weight_transport": "auto"}
+    recipe = recipe_of("vllm:d2|megatron:d2", 4).model_copy(update={"allocation_mode": None})
+    values = recipe.model_dump(exclude_none=True)
+    values |= {"rollout": lists, "actor": {"path": "m", "backend": "megatron:d4", "device_mapping": [3, 0, 1, 2]}}
+    chosen = TrainRecipe.model_validate(values)
+    assert choose_route(chosen, place(chosen)) == Route("ipc", "bfloat16", False, exporters=frozenset({0, 3}))
+
+
+def test_nccl_counts_the_processes_of_all_engines() -> None:
+    assert route_of("vllm:d2t2+megatron:d4", 8).n_receivers == 4
+    assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32"}, n_nodes=2) == Route(
+        "nccl", "float32", False, n_receivers=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("allocation", "n_gpus", "rollout", "message"),
+    [
+        ("vllm:d1|megatron:d1", 0, {"weight_transport": "ipc"}, "without GPUs there is no CUDA IPC: .* one of folder"),
+        ("vllm:d1+megatron:d1", 2, {"weight_transport": "ipc"}, "1 of the rollout's 1 GPUs hold no rank of the actor"),
+        ("vllm:d2|megatron:d2", 2, {"weight_transport": "nccl"}, "the actor's first GPU is one of the rollout's"),
+        ("transformers:d1+megatron:d1", 2, {"weight_transport": "nccl"}, "transformers has no end for it"),
+        ("sglang:p2|megatron:d2", 2, {"weight_transport": "ipc"}, "SGLang takes weights on GPUs without pipeline"),
+        ("sglang:d2|megatron:d2", 2, {"verify_weights": True}, "which SGLang does not tell"),
+    ],
+)
+def test_a_way_that_cannot_work_is_refused(allocation: str, n_gpus: int, rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route_of(allocation, n_gpus, rollout)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "transport"),
+    [
+        ("vllm:t4p2+megatron:d8", "nccl"),
+        ("sglang:t8+megatron:d8", "nccl"),
+        ("vllm:t4p2|megatron:d8", "ipc"),
+        ("sglang:t8|megatron:d8", "ipc"),
+    ],
+)
+def test_the_files_on_one_node_are_no_way_to_a_replica_on_several(allocation: str, transport: str) -> None:
+    n_nodes = 4 if "+" in allocation else 2
+    assert route_of(allocation, 4, n_nodes=n_nodes).transport == transport
+    with pytest.raises(ValueError, match=rf"folder, but a replica is on 2 nodes, .*: use auto, or one of {transport}"):
+        route_of(allocation, 4, {"weight_transport": "folder"}, n_nodes=n_nodes)
+
+
+def test_a_replica_that_weights_cannot_reach_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"no rollout.weight_transport can bring .*: ipc: SGLang takes .*; nccl: .* one"
+    ):
+        route_of("sglang:t4p2|megatron:d8", 4, n_nodes=2)
+
+
+def test_the_folder_can_be_asked_for_on_shared_gpus() -> None:
+    assert route_of("vllm:d2|megatron:d2", 2, {"weight_transport": "folder"}) == Route("folder", "bfloat16", False)
+
+
+AHEAD = {"max_head_offpolicyness": 1}
+
+
+@pytest.mark.parametrize(
+    ("allocation", "rollout", "beside"),
+    [
+        ("transformers:d1+megatron:d1", AHEAD, True),
+        ("sglang:d1+megatron:d1", {}, False),
+        ("sglang:d2|megatron:d2", AHEAD, False),
+        ("vllm:d1+megatron:d1", AHEAD | {"weight_transport": "folder"}, True),
+        ("vllm:d1+megatron:d1", AHEAD | {"overlap_weight_sync": True}, True),
+    ],
+)
+def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines_need(
+    allocation: str, rollout: dict[str, Any], beside: bool
+) -> None:
+    assert route_of(allocation, 2, rollout).beside_training == beside
+    if not beside:
+        with pytest.raises(ValueError, match=r"overlap_weight_sync=true, but .*: set it to null"):
+            route_of(allocation, 2, rollout | {"overlap_weight_sync": True})
+    assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).beside_training
+
+
+def test_by_nccl_the_trainer_goes_on_only_if_the_recipe_says_so() -> None:
+    assert not route_of("vllm:d1+megatron:d1", 2, AHEAD).beside_training
