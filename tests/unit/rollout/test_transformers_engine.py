@@ -127,9 +127,13 @@ def test_experts_of_any_width_generate_what_transformers_generates(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="batched_mm").eval()
     prompts = ragged_prompts(6, seed=10)
     answers = engine_at(path, dtype=dtype).generate(group_requests(prompts, 1, ()), sampling(greedy=True))
+    # Rounding may break a tie in another way on another processor, so tokens are not compared but what they are worth.
+    tolerance = 1e-4 if dtype == "float32" else 0.1
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)
-        assert [*prompt, *answer.token_ids] == expected[0].tolist()
+        logprobs_TV = teacher_forced(model, prompt, answer.token_ids).float().log_softmax(-1)
+        expected_T = logprobs_TV[torch.arange(len(answer.token_ids)), torch.tensor(answer.token_ids).long()]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected_T, rtol=0, atol=tolerance)
+        torch.testing.assert_close(expected_T, logprobs_TV.amax(-1), rtol=0, atol=tolerance)
 
 
 def test_rows_that_end_early_leave_the_others_as_they_are(model_folder: Folder) -> None:
