@@ -27,6 +27,7 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import read_yaml, write_yaml
 from fivefold.planning.plan import plan_recipe
+from fivefold.report.plan.as_json import plan_as_json
 from fivefold_import.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -320,7 +321,7 @@ def judge(each: Mutant, folder: Path) -> Verdict:
     began = time.process_time()
     try:
         recipe = load_any_recipe(file, each.overrides)
-        plan_recipe(recipe).as_json()
+        plan_as_json(plan_recipe(recipe))
     except ValueError as error:
         verdict = Verdict("refused", str(error))
         if not named(str(error), file):

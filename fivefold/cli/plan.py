@@ -278,8 +278,8 @@ def _refuse_beside_effective(options: dict[str, object]) -> None:
 
 
 def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
-    from fivefold.planning.drawing.page import page
-    from fivefold.planning.drawing.picture import draw
+    from fivefold.report.plan.page import page
+    from fivefold.report.plan.picture import draw
 
     renders: tuple[tuple[str, Path | None, Callable[[Blueprint], str]], ...] = (
         ("--svg", svg, draw),
@@ -297,7 +297,7 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
 
 def _print_effective(recipe: Recipe, *, as_json: bool) -> None:
     """Print what a recipe makes of Megatron-Core's configuration, as YAML or as one JSON object."""
-    from fivefold.planning.effective import effective_configs, effective_text
+    from fivefold.report.plan.effective import effective_configs, effective_text
 
     configs = effective_configs(recipe)
     typer.echo(json.dumps(configs) if as_json else effective_text(configs), nl=as_json)
@@ -306,16 +306,18 @@ def _print_effective(recipe: Recipe, *, as_json: bool) -> None:
 def _print_plan(answer: Plan, ahead: LookAhead | None, *, all_ranks: bool, as_json: bool) -> None:
     """Print tables, or one JSON object."""
     if as_json:
-        simulated = {} if ahead is None else {"look_ahead": ahead.as_json()}
-        typer.echo(json.dumps(answer.as_json() | simulated))
+        from fivefold.report.plan.as_json import look_ahead_as_json, plan_as_json
+
+        simulated = {} if ahead is None else {"look_ahead": look_ahead_as_json(ahead)}
+        typer.echo(json.dumps(plan_as_json(answer) | simulated))
         return
     from rich.console import Console
 
-    from fivefold.planning.tables import print_plan
+    from fivefold.report.plan.tables import print_plan
 
     console = Console(highlight=False)
     print_plan(console, answer, all_ranks=all_ranks)
     if ahead is not None:
-        from fivefold.planning.look_ahead_table import print_look_ahead
+        from fivefold.report.plan.look_ahead import print_look_ahead
 
         print_look_ahead(console, ahead)

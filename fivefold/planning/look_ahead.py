@@ -8,9 +8,8 @@ The memory of a way is that of the longest sequences, as in any plan; its times 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
@@ -74,31 +73,6 @@ class LookAhead:
     """Number of splits that fit, and that were compared."""
     choices: tuple[Choice, ...]
     """The fastest split of each age; empty if no split fits."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it for programs, as values that `json.dumps` takes."""
-        return {
-            "length_mean": self.lengths.mean,
-            "length_max": self.lengths.longest,
-            "splits": self.n_splits,
-            "choices": [_choice(choice) for choice in self.choices],
-        }
-
-
-def _choice(choice: Choice) -> dict[str, Any]:
-    split, outcome = choice.split, asdict(choice.outcome)
-    del outcome["finished"]
-    return {
-        "max_head_offpolicyness": choice.max_age,
-        "actor": str(replace(split.actor, name=None)),
-        "rollout": str(replace(split.rollout, name=None)),
-        "colocate": split.setting.shares_devices,
-        "train_seconds": split.setting.train_seconds,
-        "update_seconds": split.setting.update_seconds,
-        "weights_beside": asdict(beside) if (beside := choice.weights_beside) else None,
-        "gain": choice.gain,
-        **outcome,
-    }
 
 
 def look_ahead(recipe: TrainRecipe, question: Question, lengths: Lengths, ages: Sequence[int] = AGES) -> LookAhead:

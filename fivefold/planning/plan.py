@@ -1,6 +1,6 @@
 """Plans: which rank does what, what it needs and how long a step takes, before a GPU is taken.
 
-    recipe or model ─> Question ─> (search) ─> Blueprint ─> tables, JSON, SVG, HTML
+    recipe or model ─> Question ─> (search) ─> Blueprint ─> fivefold.report.plan: tables, JSON, SVG, HTML
 
 This room does not import torch, so a plan takes well under a second.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fivefold.config.schema.recipe import Recipe
 from fivefold.layout.allocation import Allocation
@@ -17,7 +16,6 @@ from fivefold.layout.parser import parse_role
 from fivefold.layout.stages import NEARLY_EQUAL
 from fivefold.planning.blueprint import Blueprint, draw_up
 from fivefold.planning.defaults import DEFAULT_GPU, DEFAULT_GPUS_PER_NODE
-from fivefold.planning.plan_json import found_as_json, plan_as_json
 from fivefold.planning.question import Question
 from fivefold.planning.question_sources import Changes, question_of_model, question_of_recipe
 from fivefold.planning.search import Cluster, Found, layout_text, search
@@ -37,14 +35,6 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.blueprint is not None and self.blueprint.fits
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan for programs, as values that `json.dumps` takes."""
-        if self.blueprint is None:
-            values = {"fits": False, "notes": list(self.question.notes)}
-        else:
-            values = plan_as_json(self.blueprint)
-        return values if self.found is None else {**values, "search": found_as_json(self.found)}
 
 
 def plan_recipe(

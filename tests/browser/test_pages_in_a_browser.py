@@ -12,9 +12,9 @@ import pytest
 
 from fivefold.observe.jsonl import JsonLines, cut_back
 from fivefold.observe.sample_log import SampleLog, TokenValues
-from fivefold.planning.drawing.page import page as plan_page
 from fivefold.planning.plan import plan_model
 from fivefold.report.page import page as page_about
+from fivefold.report.plan.page import page as plan_page
 from fivefold.report.run import Run
 from tests.browser.conftest import Page
 from tests.unit.report.made_runs import lines_of, make_run
@@ -233,7 +233,7 @@ def test_the_page_of_a_plan_answers_the_pointer_and_sorts_its_layouts(page: Page
     )
     hint = page.text("#tip")
     assert re.match(r"rank 5 of actor: node 0, device 5\nstage \d: layers ", hint)
-    assert "GB at the highest moment (weights " in hint
+    assert "GB at the peak (weights " in hint
     groups = dict(re.findall(r"(\w+) group: (.*)", hint))
     assert groups
     assert all("5" in members.split() for members in groups.values())

@@ -11,6 +11,7 @@ from fivefold.families.read import find_shape
 from fivefold.planning.blueprint import Blueprint
 from fivefold.planning.host_memory import PROCESS_BYTES
 from fivefold.planning.plan import plan_recipe
+from fivefold.report.plan.as_json import plan_as_json
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
 MODEL = ["actor.path=Qwen3-30B-A3B"]
@@ -72,7 +73,7 @@ def test_checkpoints_are_copied_in_float32_where_there_is_room() -> None:
     assert waits not in roomy.notes
     assert any("366.4 GB of copies for checkpoints" in note for note in roomy.notes)
     plan = plan_recipe(load_any_recipe(RECIPE, [*MODEL, "cluster.host_memory_gib=null"]), gpu="h200-141g")
-    [node] = plan.as_json()["host_memory"]
+    [node] = plan_as_json(plan)["host_memory"]
     assert node == {"node": 0, **vars(memory), "total": memory.total}
 
 

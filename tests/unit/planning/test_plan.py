@@ -17,6 +17,7 @@ from fivefold.families.read import find_shape
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
 from fivefold.planning.question_sources import Changes
 from fivefold.planning.role_plans import TrainerPlan
+from fivefold.report.plan.as_json import plan_as_json
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FOLDED = "megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)"
@@ -34,7 +35,7 @@ train_dataset: {path: data.jsonl, batch_size: 32, max_length: 1024}
 
 def read_back(plan: Plan) -> dict[str, Any]:
     """The plan as a program that reads its JSON gets it."""
-    values: dict[str, Any] = json.loads(json.dumps(plan.as_json()))
+    values: dict[str, Any] = json.loads(json.dumps(plan_as_json(plan)))
     return values
 
 

@@ -13,6 +13,7 @@ from fivefold.layout.parser import parse_role
 from fivefold.layout.transport import Transport
 from fivefold.planning.plan import plan_recipe
 from fivefold.planning.sending import sending_bytes
+from fivefold.report.plan.as_json import plan_as_json
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
 MIB = 2**20
@@ -34,7 +35,7 @@ def test_buckets_hold_the_largest_tensor(transport: Transport, buckets: int) -> 
 
 def roles(gpu: str, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return a rank of the actor, the rollout, and the plan's problems."""
-    plan = plan_recipe(load_any_recipe(RECIPE, ["actor.path=Qwen3-30B-A3B", *overrides]), gpu=gpu).as_json()
+    plan = plan_as_json(plan_recipe(load_any_recipe(RECIPE, ["actor.path=Qwen3-30B-A3B", *overrides]), gpu=gpu))
     by_role = {role["role"]: role for role in plan["roles"]}
     return by_role["actor"]["memory"][0], by_role["rollout"], plan["problems"]
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: devices by role, attention beside experts, with memory and time beneath."""
+"""The picture of a plan: devices by role, attention next to experts, with memory and time below."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.drawing.bars import (
+from fivefold.planning.memory import RankMemory
+from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
+from fivefold.planning.stages import Stage, stages
+from fivefold.report.plan.bars import (
     MEMORY_COLOURS,
     TIME_COLOURS,
     Bar,
@@ -17,7 +20,7 @@ from fivefold.planning.drawing.bars import (
     time_parts,
     trainer_parts,
 )
-from fivefold.planning.drawing.devices import (
+from fivefold.report.plan.devices import (
     LABEL_WIDTH,
     View,
     attention_view,
@@ -26,11 +29,8 @@ from fivefold.planning.drawing.devices import (
     row_width,
     widest_row,
 )
-from fivefold.planning.drawing.hints import device_hint
-from fivefold.planning.drawing.svg import FAINT, INK, LINE, Canvas, stage_colour, text_width, tint
-from fivefold.planning.memory import RankMemory
-from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
-from fivefold.planning.stages import Stage, stages
+from fivefold.report.plan.ranks import device_hint
+from fivefold.report.plan.svg import FAINT, INK, LINE, Canvas, stage_colour, text_width, tint
 
 WIDTH, MARGIN = 1360.0, 32.0
 BETWEEN = 36.0
@@ -162,7 +162,7 @@ def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: floa
 
 def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
     gpu = blueprint.question.gpu
-    _heading(canvas, "Memory of a rank", "at the highest moment of a step", y)
+    _heading(canvas, "Memory of a rank", "at the peak of a step", y)
     bars = [bar for trainer in blueprint.trainers for bar in _trainer_bars(trainer)]
     for rollout in blueprint.rollouts:
         memory = rollout.memory
@@ -175,7 +175,7 @@ def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
 
 
 def _trainer_bars(trainer: TrainerPlan) -> list[Bar]:
-    """Return one bar a stage; of many stages, the first, the last, and those that need the most."""
+    """Return one bar per stage; if there are too many, the first, the last and the largest."""
     chosen = list(trainer.memory)
     if len(chosen) > MOST_BARS:
         largest = sorted(chosen[1:-1], key=lambda stage: -stage.total)[: MOST_BARS - 2]

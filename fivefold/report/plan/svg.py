@@ -1,4 +1,4 @@
-"""The few SVG elements that make up the pictures, and their colours."""
+"""The few SVG elements that the pictures use, and their colours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, *, fill: str = "none", stroke: str = "none",
         radius: float = 0, dash: str = "", tooltip: str = "", name: str = "",
     ) -> None:  # fmt: skip
-        """Add a rectangle, with a text that browsers show under the pointer, and a name for scripts."""
+        """Add a rectangle, with a tooltip for browsers and a name for scripts."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         named = f' id="{name}"' if name else ""
         inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
@@ -69,18 +69,18 @@ class Canvas:
 
 
 def text_width(text: str, size: float, *, mono: bool = False) -> float:
-    """Return about the width at which `text` is drawn."""
+    """Return the approximate width of a text in pixels."""
     return len(text) * size * (0.61 if mono else 0.56)
 
 
 def stage_colour(stage: int) -> str:
-    """Return the colour of a pipeline stage; after eight of them they repeat, darker."""
+    """Return the colour of a pipeline stage. The eight colours repeat, darker each time."""
     colour = _STAGES[stage % len(_STAGES)]
     return mix(colour, INK, 0.25 * min(stage // len(_STAGES), 2))
 
 
 def tint(colour: str) -> str:
-    """Return a pale shade of a colour, on which text can be read."""
+    """Return a pale shade of a colour, as a background for text."""
     return mix(colour, PAPER, 0.74)
 
 

@@ -1,22 +1,42 @@
-"""A plan as JSON: the same numbers as in the tables, in bytes, seconds and FLOPs."""
+"""A plan as JSON: the numbers of the tables, in bytes, seconds and FLOPs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
+from fivefold.planning.look_ahead import Choice, LookAhead
+from fivefold.planning.plan import Plan
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan
 from fivefold.planning.search import Candidate, Found, reasons
 from fivefold.planning.stages import Stage, stages
 from fivefold.planning.timing import StepTime
+from fivefold.report.plan.ranks import RANK_COLUMNS, rank_rows
 
 
-def plan_as_json(blueprint: Blueprint) -> dict[str, Any]:
-    """Return a plan as values that `json.dumps` takes."""
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan, with the outcome of its search if there was one, as values that `json.dumps` takes."""
+    if plan.blueprint is None:
+        values = {"fits": False, "notes": list(plan.question.notes)}
+    else:
+        values = _blueprint(plan.blueprint)
+    return values if plan.found is None else {**values, "search": _found(plan.found)}
+
+
+def look_ahead_as_json(result: LookAhead) -> dict[str, Any]:
+    """Return a simulated look-ahead as values that `json.dumps` takes."""
+    return {
+        "length_mean": result.lengths.mean,
+        "length_max": result.lengths.longest,
+        "splits": result.n_splits,
+        "choices": [_choice(choice) for choice in result.choices],
+    }
+
+
+def _blueprint(blueprint: Blueprint) -> dict[str, Any]:
     question = blueprint.question
     shape = question.shape
     return {
@@ -101,8 +121,7 @@ def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
     }
 
 
-def found_as_json(found: Found) -> dict[str, Any]:
-    """Return the outcome of a search, best first."""
+def _found(found: Found) -> dict[str, Any]:
     return {
         "tried": found.n_tried,
         "fitting": found.n_fitting,
@@ -120,4 +139,20 @@ def _candidate(candidate: Candidate, first: Candidate) -> dict[str, Any]:
         "mfu": candidate.time.mfu,
         "tokens_per_second_per_gpu": candidate.time.tokens_per_second,
         "reasons": list(reasons(candidate, first)),
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    split, outcome = choice.split, asdict(choice.outcome)
+    del outcome["finished"]
+    return {
+        "max_head_offpolicyness": choice.max_age,
+        "actor": str(replace(split.actor, name=None)),
+        "rollout": str(replace(split.rollout, name=None)),
+        "colocate": split.setting.shares_devices,
+        "train_seconds": split.setting.train_seconds,
+        "update_seconds": split.setting.update_seconds,
+        "weights_beside": asdict(beside) if (beside := choice.weights_beside) else None,
+        "gain": choice.gain,
+        **outcome,
     }

@@ -1,4 +1,4 @@
-"""What a recipe makes of Megatron-Core's configuration, as far as it differs from Megatron-Core's defaults."""
+"""The values in Megatron-Core's configuration that a recipe changes from their defaults."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Changed = dict[str, dict[str, dict[str, Any]]]
 
 
 def effective_configs(recipe: Recipe) -> Changed:
-    """Return what differs from Megatron-Core's defaults, for each role that is trained on Megatron-Core.
+    """Return the values that differ from Megatron-Core's defaults, for each role trained on Megatron-Core.
 
     Raises:
-        ValueError: layouts that contradict one another, a model whose shape is not known, or no role on Megatron-Core.
+        ValueError: layouts that contradict one another, an unknown model, or no role on Megatron-Core.
     """
     placement = place(recipe)
     actor = find_shape(recipe.actor.path)
@@ -36,7 +36,7 @@ def effective_configs(recipe: Recipe) -> Changed:
         optimizers["critic"] = recipe.critic.optimizer
     layouts = {role: placement[role].layout for role in models}
     if all(layout.backend != "megatron" for layout in layouts.values()):
-        raise ValueError("no role of this recipe is trained on Megatron-Core, whose configuration --effective shows")
+        raise ValueError("no role of this recipe runs on Megatron-Core, and --effective shows its configuration")
     return {
         role: changed_values(config, optimizers[role], layouts[role], shape, on_gpu=not placement.is_cpu)
         for role, (config, shape) in models.items()
@@ -45,7 +45,7 @@ def effective_configs(recipe: Recipe) -> Changed:
 
 
 def effective_text(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return the values as YAML, with Megatron-Core's default of each field in a comment."""
+    """Return the values as YAML, with each field's default in a comment."""
     return "\n".join(_lines(configs)) + "\n"
 
 

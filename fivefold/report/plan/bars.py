@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fivefold.planning.drawing.svg import FAINT, INK, LINE, Canvas, text_width
 from fivefold.planning.memory import RankMemory
 from fivefold.planning.rollout_memory import RolloutMemory
 from fivefold.planning.timing import StepTime
+from fivefold.report.plan.svg import FAINT, INK, LINE, Canvas, text_width
 
 MEMORY_COLOURS = {
     "waiting roles": "#d7dde3",
@@ -39,17 +39,17 @@ TIME_COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar with its label, its parts and a note behind it."""
+    """One bar with its label, its parts and a note after it."""
 
     label: str
     parts: Mapping[str, float]
     note: str
     is_bold: bool = False
-    """Whether it is set off from the others."""
+    """Whether label and note are bold."""
 
 
 def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
-    """Return the kinds of memory that are alive together on a GPU; roles that wait keep `beside` bytes there."""
+    """Return the memory of a rank by kind at its peak. Waiting roles keep `beside` bytes on the same GPU."""
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
@@ -72,7 +72,7 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
 
 
 def rollout_parts(memory: RolloutMemory, beside: int) -> dict[str, float]:
-    """Return the kinds of memory of a rank that generates."""
+    """Return the memory of a generating rank by kind."""
     return {
         "waiting roles": beside,
         "weights": memory.weights,
@@ -100,7 +100,7 @@ def draw_bars(
     canvas: Canvas, bars: Sequence[Bar], colours: Mapping[str, str], *, x: float, y: float, width: float,
     full: float, limit: str = "",
 ) -> float:  # fmt: skip
-    """Draw bars one below another, and return the y below; the scale ends at `full`, where a line is called `limit`."""
+    """Draw bars one below another and return the y below them. A line labelled `limit` marks `full` on the scale."""
     label_width, note_width = 190.0, 190.0
     scale = (width - label_width - note_width) / max(full, *(sum(bar.parts.values()) for bar in bars))
     top = y

@@ -1,4 +1,4 @@
-"""What a page says about a device when it is pointed at: its rank, its memory and the groups that it is in."""
+"""The place of every rank: its device, stage and layers, its index in each dimension, and its groups."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ from collections.abc import Callable, Iterator
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
-from fivefold.layout.grid import RankPosition, group_stride
+from fivefold.layout.grid import RankPosition, group_stride, rank_grid
+from fivefold.layout.placement import RolePlacement
 from fivefold.planning.groups import EXPERT_DIMENSIONS, TRAINING_AXES, shown
 from fivefold.planning.role_plans import TrainerPlan, gb
 from fivefold.planning.stages import stages
 
+RANK_COLUMNS = ("rank", "node", "device", "stage", "layers", "dp", "cp", "tp", "edp", "ep", "etp")
 MOST_RANKS = 16
-"""Ranks of a group that are listed."""
+"""Ranks of a group that a hint lists."""
+
+
+def rank_rows(placed: RolePlacement, shape: ModelShape) -> Iterator[tuple[int | str, ...]]:
+    """Yield one row of `RANK_COLUMNS` for each rank of a training role."""
+    layers = [stage.summary for stage in stages(placed.layout, shape)]
+    for at, device in zip(rank_grid(placed.layout), placed.devices, strict=True):
+        yield (
+            at.rank, device.node, device.local, at.pp, layers[at.pp], at.dp, at.cp, at.tp, at.edp, at.ep, at.etp
+        )  # fmt: skip
 
 
 def device_hint(trainer: TrainerPlan, shape: ModelShape, gpu: Gpu | None) -> Callable[[RankPosition], str]:
-    """Return what gives the text about the device of a rank; `gpu` is None where ranks are processes on CPUs."""
+    """Return a function that writes the hint of a rank's device: its place, its memory and its groups.
+
+    `gpu` is None if ranks are CPU processes.
+    """
     placed = trainer.placed
     parts = stages(placed.layout, shape)
     memory = {stage.stage: stage for stage in trainer.memory}
@@ -24,7 +38,7 @@ def device_hint(trainer: TrainerPlan, shape: ModelShape, gpu: Gpu | None) -> Cal
     def hint(position: RankPosition) -> str:
         device, stage = placed.devices[position.rank], memory[position.pp]
         of = f" of {gb(gpu.memory)} GB" if gpu is not None else " GB"
-        needed = f"{gb(stage.total + trainer.beside)}{of} at the highest moment"
+        needed = f"{gb(stage.total + trainer.beside)}{of} at the peak"
         kinds = ", ".join(f"{name} {gb(size)}" for name, size in _kinds(trainer, position.pp) if size)
         lines = [
             f"rank {position.rank} of {placed.role}: node {device.node}, device {device.local}",

@@ -1,4 +1,4 @@
-"""Tables that show a plan on a terminal."""
+"""The tables of a plan on a terminal."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.drawing.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
 from fivefold.planning.groups import shown
 from fivefold.planning.plan import Plan
-from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.planning.search import Found, reasons
 from fivefold.planning.stages import stages
 from fivefold.planning.timing import StepTime
+from fivefold.report.plan.bars import MEMORY_COLOURS, rollout_parts, time_parts, trainer_parts
+from fivefold.report.plan.ranks import RANK_COLUMNS, rank_rows
 
 BAR_WIDTH = 48
 MOST_RANKS = 16
-"""Number of ranks whose place is listed, unless all are asked for."""
+"""Ranks listed by default; --ranks lists all."""
 MOST_STAGES = 16
-"""Number of stages up to which the memory of each is shown; beyond it, only the first, the last and the fullest."""
+"""Most stages whose memory is shown; with more, only the first, the last and the largest."""
 _GAP = 2
 """Spaces between two columns."""
 LEAST_REASONS = 30
-"""Columns of a terminal that the reasons need beside the ranking; with fewer, they stand below it."""
+"""Least columns for the reasons next to the ranking; with fewer, they go below it."""
 
 Row = tuple[str, dict[str, float]]
 """A rank's label, and its memory by kind."""
 
 
 def print_plan(console: Console, plan: Plan, *, all_ranks: bool) -> None:
-    """Print the ranking of a search, if there was one, and every table of the plan.
+    """Print the ranking of the search, if there was one, and every table of the plan.
 
     Args:
         console: where to print.
         plan: what to print.
-        all_ranks: list the place of every rank, not only of the first ones.
+        all_ranks: list every rank instead of the first `MOST_RANKS`.
     """
     if plan.found is not None:
         _print_search(console, plan.found)
@@ -75,7 +75,7 @@ def _print_blueprint(console: Console, blueprint: Blueprint, *, all_ranks: bool)
 
 
 def _print_verdict(console: Console, blueprint: Blueprint, of: str = "") -> None:
-    """Say whether the plan can run; `of` says which layout is meant, where several are listed."""
+    """Print whether the plan can run. `of` names the layout if several are listed."""
     for line in blueprint.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
     if blueprint.fits and blueprint.question.gpus_per_node > 0:
@@ -88,7 +88,7 @@ def _print_notes(console: Console, notes: Iterable[str]) -> None:
 
 
 def _tightest(blueprint: Blueprint) -> str:
-    """Say which rank of the trainers comes nearest to the limit."""
+    """Return a sentence on the trainer rank with the least room."""
     trainer = max(blueprint.trainers, key=lambda each: each.binding.total + each.beside, default=None)
     if trainer is None:
         return ""
@@ -100,7 +100,7 @@ def _tightest(blueprint: Blueprint) -> str:
 
 
 def _print_search(console: Console, found: Found) -> None:
-    """Print the ranking, with the reason for each place."""
+    """Print the ranking with the reasons for each place."""
     if not found.best:
         console.print(Text(f"None of {found.n_tried} layouts fits.", style="bold red"))
         for line in found.advice:
@@ -118,7 +118,7 @@ def _print_search(console: Console, found: Found) -> None:
 
 
 def _ranking(found: Found, *, with_reasons: bool) -> Table:
-    """Return a row for each layout. Only its reasons may take several lines, so that its backend can be copied."""
+    """Return one row per layout. Only the reasons may wrap, so that a backend can be copied."""
     table = _table()
     for name in ("", "actor.backend", "recompute", "GB", "seconds", "MFU"):
         table.add_column(
@@ -169,7 +169,7 @@ def _title(blueprint: Blueprint) -> RenderableType:
 
 
 def _short(n_parameters: int) -> str:
-    """Return a number of parameters in billions, or in millions if there are fewer than a billion."""
+    """Return a number of parameters in billions, or in millions below a billion."""
     return f"{n_parameters / 1e9:.1f}B" if n_parameters >= 1e9 else f"{n_parameters / 1e6:.1f}M"
 
 
@@ -188,7 +188,7 @@ def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Ta
 
 
 def _virtual_stages(trainer: TrainerPlan, shape: ModelShape) -> Table:
-    """Return the layers of each virtual stage: a row for each stage, with the columns in a micro-batch's order."""
+    """Return the layers of each virtual stage: one row per stage, columns in the order of the forward pass."""
     table = _table()
     table.add_column("layers of stage", justify="right")
     for virtual in range(trainer.placed.layout.vpp):
@@ -199,7 +199,7 @@ def _virtual_stages(trainer: TrainerPlan, shape: ModelShape) -> Table:
 
 
 def _print_groups(console: Console, blueprint: Blueprint) -> None:
-    """Print which groups of ranks stay inside a node."""
+    """Print how many groups of ranks stay inside a node."""
     plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
     rows = [(plan.placed, spread) for plan in plans for spread in plan.spreads]
     if not rows:
@@ -216,7 +216,7 @@ def _print_groups(console: Console, blueprint: Blueprint) -> None:
 
 
 def _print_modes(console: Console, blueprint: Blueprint) -> None:
-    """Print how much memory each recompute mode would need."""
+    """Print the memory of each recompute mode."""
     for trainer in blueprint.trainers:
         modes = [
             f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in trainer.modes.items()
@@ -230,7 +230,7 @@ def _print_memory(console: Console, blueprint: Blueprint) -> None:
     rows = [*_trainer_rows(blueprint), *_rollout_rows(blueprint)]
     full = gpu.memory if on_gpus else max(sum(parts.values()) for _, parts in rows)
     limit = f", of the {gb(gpu.memory)} of a {gpu.name}" if on_gpus else ""
-    _heading(console, f"Memory of a rank at the highest moment of a step, GB{limit}")
+    _heading(console, f"Peak memory of a rank in a step, GB{limit}")
     bars = _table()
     for name, parts in rows:
         bars.add_row(name, _bar(parts, full), Text(gb(sum(parts.values())), style="bold"))
@@ -256,7 +256,7 @@ def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
 
 
 def _print_kinds_down(console: Console, rows: list[Row], kinds: list[str]) -> None:
-    """Print as many tables of `_kinds_down` as a narrow terminal needs to break no word and no amount."""
+    """Print `_kinds_down` in as many tables as a narrow terminal needs without breaking words or amounts."""
     shown: list[Row] = []
     used = widest_kind = max(map(len, kinds))
     for row in rows:
@@ -271,7 +271,7 @@ def _print_kinds_down(console: Console, rows: list[Row], kinds: list[str]) -> No
 
 
 def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
-    """Return the table of `_kinds_across` with rows and columns exchanged; labels take several lines."""
+    """Return the transposed table of `_kinds_across`, whose labels may wrap."""
     table = _table()
     table.add_column("", no_wrap=True)
     for row in rows:
@@ -283,7 +283,7 @@ def _kinds_down(rows: list[Row], kinds: list[str]) -> Table:
 
 
 def _amount_width(row: Row) -> int:
-    """Return the characters of the longest word of a row's label, or of its longest amount."""
+    """Return the length of the longest word of a row's label, or of its longest amount."""
     name, parts = row
     return max(len(text) for text in (*name.split(), *map(_amount, parts.values())))
 
@@ -312,7 +312,7 @@ def _amount(size: float) -> str:
 
 
 def _bar(parts: dict[str, float], full: float) -> Text:
-    """Return a bar of blocks in the colours of the kinds; a bar longer than `full` is cut off with `>`."""
+    """Return a bar of coloured blocks, one colour per kind. A bar longer than `full` ends with `>`."""
     bar = Text()
     drawn, reached = 0, 0.0
     for kind, size in parts.items():

@@ -1,4 +1,4 @@
-"""A page for browsers: the picture of a plan, its problems and notes, and the place of every rank."""
+"""The HTML page of a plan: its picture, problems and notes, and the place of every rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from html import escape
 
 from fivefold.families.shape import ModelShape
 from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.drawing.layouts import layouts_section
-from fivefold.planning.drawing.picture import draw
-from fivefold.planning.rank_table import RANK_COLUMNS, rank_rows
 from fivefold.planning.role_plans import TrainerPlan
 from fivefold.planning.search import Found
+from fivefold.report.plan.layouts import layouts_section
+from fivefold.report.plan.picture import draw
+from fivefold.report.plan.ranks import RANK_COLUMNS, rank_rows
 
 _STYLE = """
 body { font-family: Inter, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif; color: #1f2933; }
@@ -86,7 +86,7 @@ document.querySelectorAll("[id^=dot-]").forEach((dot) => dot.addEventListener("c
 
 
 def page(blueprint: Blueprint, found: Found | None = None) -> str:
-    """Return one HTML document, which loads nothing from elsewhere; `found` is the outcome of a search."""
+    """Return one self-contained HTML document. `found` is the outcome of a search."""
     name = escape(blueprint.question.shape.name)
     sections = [_list("Why it cannot run", blueprint.problems), _list("Notes", blueprint.notes)]
     sections += [_ranks(trainer, blueprint.question.of(trainer.placed.role).shape) for trainer in blueprint.trainers]

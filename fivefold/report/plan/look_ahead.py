@@ -1,4 +1,4 @@
-"""The table of a look-ahead on a terminal."""
+"""The table of a simulated look-ahead on a terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COLUMNS = ("η", "GPUs that train", "that generate", "s a step", "gain", "traine
 
 
 def print_look_ahead(console: Console, result: LookAhead) -> None:
-    """Print how the GPUs should be divided, and what each age gains."""
+    """Print the best division of the GPUs for each age, and its gain."""
     lengths = result.lengths
     console.print()
-    console.print(Text("Asynchronous training, simulated on estimated times", style="bold"))
-    console.print(f"responses of {lengths.mean:,.0f} tokens in the mean, {lengths.longest:,} at most")
+    console.print(Text("Asynchronous training, simulated with estimated times", style="bold"))
+    console.print(f"responses of {lengths.mean:,.0f} tokens on average, {lengths.longest:,} at most")
     if not result.choices:
         console.print(Text("No division of the GPUs between actor and rollout fits.", style="bold red"))
         return
@@ -40,7 +40,7 @@ def print_look_ahead(console: Console, result: LookAhead) -> None:
 
 
 def row(choice: Choice) -> tuple[str, ...]:
-    """Return the cells of one age."""
+    """Return the table cells of one age."""
     split, outcome = choice.split, choice.outcome
     shares = split.setting.shares_devices
     return (
@@ -57,7 +57,7 @@ def row(choice: Choice) -> tuple[str, ...]:
 
 
 def keys(choice: Choice) -> str:
-    """Return the keys of a recipe that choose a split and an age."""
+    """Return the recipe keys for a split and an age."""
     split = choice.split
     return (
         f"rollout.max_head_offpolicyness={choice.max_age} actor.backend='{replace(split.actor, name=None)}' "

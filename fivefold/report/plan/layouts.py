@@ -1,4 +1,4 @@
-"""The layouts that a search found: a table that can be sorted, and a scatter of time against memory."""
+"""The layouts that a search found: a sortable table, and a scatter plot of time against memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from fivefold.planning.drawing.svg import FAINT, INK, Canvas
 from fivefold.planning.role_plans import gb
 from fivefold.planning.search import Candidate, Found, reasons
+from fivefold.report.plan.svg import FAINT, INK, Canvas
 
 WIDTH, HEIGHT = 760.0, 360.0
 LEFT, BOTTOM = 64.0, 40.0
 MOST_TICKS = 6
-"""Most lines of the axis of memory."""
+"""Most grid lines of the memory axis."""
 COLOURS = {"none": "#59a14f", "selective": "#edc948", "full": "#e15759"}
 """Colour of a dot, by recompute mode."""
 OTHER_COLOUR = "#4e79a7"
@@ -22,7 +22,7 @@ COLUMNS = ("layout", "s a step", "GB", "GB spare", "MFU", "bubble", "recomputati
 
 @dataclass(frozen=True)
 class Scale:
-    """Where seconds, on a logarithmic axis, and bytes are drawn."""
+    """Maps seconds (logarithmic) and bytes to pixels."""
 
     shortest: float
     longest: float
@@ -34,7 +34,7 @@ class Scale:
         return LEFT + share * (WIDTH - LEFT - 20), HEIGHT - BOTTOM - size / self.largest * (HEIGHT - BOTTOM - 30)
 
     def times(self) -> list[float]:
-        """Return the seconds that get a line: round numbers, closer to each other where the axis is short."""
+        """Return the seconds of grid lines: round numbers, denser on a short axis."""
         powers = [10.0**power for power in range(-3, 7)]
         for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
             found = [digit * power for power in powers for digit in digits]
@@ -44,22 +44,23 @@ class Scale:
         return [self.shortest, self.longest]
 
     def sizes(self) -> list[float]:
-        """Return the bytes that get a line: multiples of a round number, from 0 on."""
+        """Return the bytes of grid lines: multiples of a round number, starting at 0."""
         steps = (digit * 10.0**power for power in range(6, 14) for digit in (1, 2, 5))
         step = next(step for step in steps if self.largest / step <= MOST_TICKS)
         return [step * number for number in range(int(self.largest / step) + 1)]
 
 
 def layouts_section(found: Found) -> str:
-    """Return the section of a page about the layouts of a search, as HTML."""
+    """Return the HTML section on the layouts of a search."""
     first = found.ranked[0]
     rows = "".join(_row(number, candidate, first) for number, candidate in enumerate(found.ranked))
     header = "".join(f'<th data-sort tabindex="0">{name}</th>' for name in COLUMNS)
-    told = (
-        f"{found.n_tried:,} layouts were tried and {found.n_fitting:,} fit; these differ in more than virtual stages."
+    tried = (
+        f"{found.n_tried:,} layouts were tried and {found.n_fitting:,} fit. Of those that differ only in virtual "
+        "stages, the fastest is listed."
     )
     return (
-        f"<section><h2>Layouts</h2><p>{told} Click a heading to sort, and a dot to find its row.</p>{_scatter(found)}"
+        f"<section><h2>Layouts</h2><p>{tried} Click a heading to sort, and a dot to find its row.</p>{_scatter(found)}"
         f'<div class="scroll"><table id="layouts"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>'
         "</section>"
     )
@@ -82,7 +83,7 @@ def _row(number: int, candidate: Candidate, first: Candidate) -> str:
 
 
 def _scatter(found: Found) -> str:
-    """Return the picture: a dot for each layout, seconds to the right and memory upwards."""
+    """Return the plot as SVG: one dot per layout, seconds on x and memory on y."""
     canvas = Canvas(WIDTH)
     seconds = [candidate.time.total for candidate in found.ranked]
     scale = Scale(min(seconds) * 0.9, max(seconds) * 1.1, max(c.binding.total for c in found.ranked) * 1.1)

@@ -1,4 +1,4 @@
-"""Devices node by node, drawn twice: as attention sees them and as the experts do, so that folding shows.
+"""Devices node by node, drawn twice so that parallel folding shows: once for attention, once for the experts.
 
 node 0  [ d0 [c0 0 1][c1 2 3] ] ...        [ 0 1 2 3 ] ...
           replica, context, tensor           each block holds every expert once
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from fivefold.layout.grid import RankPosition, rank_grid
 from fivefold.layout.placement import RolePlacement
-from fivefold.planning.drawing.svg import FAINT, INK, LINE, Canvas, shard_colour, stage_colour, text_width, tint
+from fivefold.report.plan.svg import FAINT, INK, LINE, Canvas, shard_colour, stage_colour, text_width, tint
 
 LABEL_WIDTH = 58
 MOST_NODES = 64
 GAP_OF_BLOCKS = 9
 CELL_HEIGHT = 44
 ROOMY = 64
-"""Width from which a cell has room for the device's index."""
+"""Least width of a cell with room for the device's index."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A coloured label: the same letter and colour on two devices mean the same piece."""
+    """A coloured label. Two devices with the same letter and colour hold the same piece."""
 
     kind: str
     """Letter of the dimension: t, c, d or e."""
@@ -34,17 +34,17 @@ class Chip:
 
 @dataclass(frozen=True)
 class View:
-    """How one side of the model sees the ranks."""
+    """How one part of the model divides the ranks."""
 
     block: Callable[[RankPosition], tuple[int, ...]]
-    """Gives the frame of a rank; ranks of one frame are neighbours."""
+    """Returns the frame of a rank; ranks in one frame are neighbours."""
     chips: Callable[[RankPosition], list[Chip]]
     tooltip: Callable[[RankPosition], str]
     colour: Callable[[RankPosition], str]
 
 
 def attention_view(placed: RolePlacement) -> View:
-    """Return the view of attention: a frame is one copy of a stage, tp * cp ranks that work on the same sequences."""
+    """Return the view of attention: a frame is one copy of a stage, tp * cp ranks working on the same sequences."""
     layout = placed.layout
 
     def chips(position: RankPosition) -> list[Chip]:
@@ -60,7 +60,7 @@ def attention_view(placed: RolePlacement) -> View:
 
 
 def expert_view(placed: RolePlacement, n_experts: int) -> View:
-    """Return the view of experts: a frame has all experts of a stage once, on ep * etp ranks that exchange tokens."""
+    """Return the view of experts: a frame holds all experts of a stage once, on ep * etp ranks exchanging tokens."""
     layout = placed.layout
     local = n_experts // layout.ep
 
@@ -81,7 +81,7 @@ def expert_view(placed: RolePlacement, n_experts: int) -> View:
 def draw_devices(
     canvas: Canvas, placed: RolePlacement, view: View, *, x: float, y: float, cell: float, labels: bool
 ) -> float:
-    """Draw the role's devices from (x, y) on, one row a node, and return the y below the last row."""
+    """Draw the role's devices at (x, y), one row per node, and return the y below the last row."""
     positions = rank_grid(placed.layout)
     rows: dict[int, list[RankPosition]] = {}
     for position, device in zip(positions, placed.devices, strict=True):
@@ -99,7 +99,7 @@ def draw_devices(
 
 
 def row_width(n_devices: int, n_blocks: int, cell: float) -> float:
-    """Return the width of a row of devices in frames."""
+    """Return the width of a row of framed devices."""
     return n_devices * cell + n_blocks * GAP_OF_BLOCKS
 
 
@@ -131,7 +131,7 @@ def _draw_row(
 def _draw_cell(
     canvas: Canvas, position: RankPosition, device: int, view: View, x: float, y: float, cell: float
 ) -> None:
-    """Draw a device: its rank, its index on the node where there is room for it, and its pieces of the model."""
+    """Draw a device: its rank, its index on the node if there is room, and its pieces of the model."""
     colour = view.colour(position)
     width = cell - 4
     canvas.rectangle(
@@ -144,7 +144,7 @@ def _draw_cell(
 
 
 def _draw_chips(canvas: Canvas, chips: Sequence[Chip], x: float, y: float, width: float) -> None:
-    """Draw chips side by side, each as wide as its text needs."""
+    """Draw chips side by side, in proportion to their texts."""
     wanted = [text_width(chip.text, 10) + 8 for chip in chips]
     for chip, share in zip(chips, wanted, strict=True):
         space = (width - 2 * (len(chips) - 1)) * share / sum(wanted)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from fivefold.config.load import load_any_recipe
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
-from fivefold.planning.tables import print_plan
+from fivefold.report.plan.as_json import plan_as_json
+from fivefold.report.plan.tables import print_plan
 
 
 def text_of(plan: Plan, *, width: int = 160, all_ranks: bool = False) -> str:
@@ -65,7 +66,7 @@ def test_the_title_has_the_size_of_the_model(model: str, size: str) -> None:
 def test_the_memory_of_many_stages_is_whole_in_a_narrow_terminal(width: int) -> None:
     plan = plan_model("Qwen3-235B-A22B", 64, actor="megatron:(attn:d1p16t4|ffn:e4)", rollout="sglang:d8t8")
     text = text_of(plan, width=width)
-    lines = text[text.index("Memory of a rank") : text.index("by recompute mode")].splitlines()
+    lines = text[text.index("Peak memory of a rank") : text.index("by recompute mode")].splitlines()
     amounts = [word for line in lines if line.startswith("gradients") for word in line.split()[1:]]
     assert len(amounts) == 16 + 1
     assert plan.blueprint is not None
@@ -115,7 +116,7 @@ def test_notes_are_printed_with_and_without_a_layout_that_fits(tmp_path: Path) -
 
 def test_backends_of_the_ranking_are_whole_at_any_width() -> None:
     plan = plan_model("DeepSeek-V3", 512, gpu="h200")
-    best = plan.as_json()["search"]["best"]
+    best = plan_as_json(plan)["search"]["best"]
     for width in (40, 80, 200):
         text = text_of(plan, width=width).split("DeepSeek-V3 ")[0]
         assert "…" not in text
