@@ -19,8 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
-from fivefold.algorithms.advantages.registry import build_advantage
-from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.roles import ActorConfig
@@ -69,7 +68,7 @@ def main() -> None:
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="model", ppo_n_minibatches=args.minibatches)
-    loss = PolicyLoss.from_config(config, GenerationConfig())
+    loss = build_policy_loss(config, GenerationConfig())
 
     def send_requests() -> None:
         requests = group_requests([prompt.token_ids for prompt in prompts], GROUP, (1, "train", 1))

@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.presets import PRESETS
+from fivefold.config.algorithms import ALGORITHMS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WRITTEN = ("actor.eps_clip", "actor.eps_clip_higher")
 """Keys that the quickstart writes and an algorithm may set."""
-ALONE = sorted(PRESETS.keys() - {"distill", "chord"})
+ALONE = sorted(ALGORITHMS.keys() - {"distill", "chord"})
 """Algorithms that need neither a teacher nor an expert's data."""
 FITTED: dict[str, dict[str, Any]] = {
     "gspo": {"actor.eps_clip": 1e-2, "actor.eps_clip_higher": 1.3e-2},
@@ -48,7 +48,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", choices=sorted(PRESETS), default=ALONE)
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(ALGORITHMS), default=ALONE)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time; each has three busy processes")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the recipe")
@@ -62,7 +62,7 @@ def train(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
     recipe = RECIPES / ("quickstart-ppo.yaml" if name in ("ppo", "vapo") else "quickstart.yaml")
     keys = {"algorithm": name, "seed": seed, "trial_name": f"{name}-{seed}", "cluster.fileroot": folder}
     keys |= {"recover.mode": "disabled", "stats.trackers": "[]"}
-    keys |= {key: value for key, value in PRESETS[name].items() if key in WRITTEN}
+    keys |= {key: value for key, value in ALGORITHMS[name].keys.items() if key in WRITTEN}
     keys |= FITTED.get(name, {})
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.set]
     began = time.perf_counter()

@@ -16,13 +16,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from fivefold.algorithms.methods import check_methods
+from fivefold.algorithms.build import check_methods
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.config.presets import deviations
+from fivefold.config.algorithms import deviations
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.rows import held_out_usage

@@ -5,56 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fivefold.config.methods import LOSSES, Word
 from fivefold_import import reasons
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.values import number
 
 LOSS = "actor.loss"
 
-LOSSES: Mapping[str, str] = {
-    "gspo": "gspo",
-    "sequence": "gspo",
-    "seq": "gspo",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "gpg": "reinforce",
-    "pg": "reinforce",
-    "topr": "topr",
-    "cpgd": "cpgd",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "kimi15": "kimi",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
-    "rec": "rec",
-    "sppo": "rec",
-    "importance_sampling": "rec",
-    "reinforce": "reinforce",
-    # Their loss is the policy gradient; what is their own is the advantage.
-    "asymre": "reinforce",
-    "opmd": "reinforce",
-    "raft": "reinforce",
+WORDS: Mapping[str, tuple[str, Word]] = {
+    word: (name, how) for name, row in LOSSES.items() for word, how in row.words.items()
 }
-"""Values of `actor.loss`, by the names that frameworks give them."""
-
-NOTES: Mapping[str, str] = {
-    "topr": "its weight is the ratio of the whole response, as in the paper, not of each token",
-    "clip_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
-    "kl_cov": "tokens are chosen over the mini-batch, not over each micro-batch",
-    "cpgd": "its drift term is k3, without a cap",
-    "raft": "completions whose reward is below 1 are not trained on",
-}
-"""How some losses differ from the framework's."""
-
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "importance_sampling": {"region": "none", "weight": "ratio"},
-    "sppo": {"region": "two_side"},
-}
-"""Options of Fivefold's loss that make it the framework's."""
-
-WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
-"""Values of `actor.loss` that read no clip range."""
+"""Values of `actor.loss` by the names that frameworks give them, each with what makes it the framework's."""
 CLIP_RANGE = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 """The recipe's keys of the clip range."""
 
@@ -62,10 +23,11 @@ CLIP_RANGE = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 def choose_loss(draft: Draft, key: str, name: str) -> None:
     """Map `key`, which asks for the loss `name`; if it is not offered, the keys of the clip range say so at the end."""
     word = name.lower().replace("-", "_")
-    if word in LOSSES:
-        for option, value in OPTIONS.get(word, {}).items():
+    if word in WORDS:
+        loss, how = WORDS[word]
+        for option, value in how.options.items():
             draft.recipe[f"{LOSS}_kwargs.{option}"] = value
-        draft.mapped(key, LOSS, LOSSES[word], NOTES.get(word, ""))
+        draft.mapped(key, LOSS, loss, how.note)
         return
     draft.unsupported(key, f"the loss {name!r} is not offered; the recipe trains with PPO's clipped loss")
     draft.other_loss = draft.other_loss or f"{key}={draft.get(key)}"
@@ -115,9 +77,10 @@ def settle_clip_range(draft: Draft) -> None:
         for to in CLIP_RANGE:
             draft.demote(to, f"its meaning depends on {draft.other_loss}: set {to} for {reasons.CLIP}")
         return
-    if loss not in ("ppo", "dppo_tv", "dppo_kl"):
+    reads = LOSSES[loss].reads
+    if "c_clip" not in reads:
         draft.demote("actor.c_clip", "only PPO's loss has a dual clip", "implied")
-    if loss in WITHOUT_CLIP:
+    if "eps_clip" not in reads:
         for to in CLIP_RANGE[:2]:
             draft.demote(to, f"the loss {loss} clips no ratio", "implied")
     elif draft.recipe.get("actor.eps_clip", 0) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fivefold.config.methods import ADVANTAGES
 from fivefold_import import reasons
 from fivefold_import.defaults import own_default
 from fivefold_import.draft import Draft, RolePlan, Rule
@@ -12,25 +13,8 @@ from fivefold_import.values import ROLLOUT_ENGINE, Unfit, number, whole
 
 MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 ADVANTAGE = "actor.advantage"
-OTHER_ADVANTAGES = {
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforceplusplus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "remax": "remax",
-    "opo": "opo",
-    "gdpo": "gdpo",
-    "gpg": "gpg",
-    "grpo_passk": "pass_at_k_best",
-    "asymre": "asymre",
-    "raft": "raft",
-    "optimal_token_baseline": "optimal_token_baseline",
-    "tir_optimal_token_baseline": "optimal_token_baseline",
-}
+WORDS = {word: name for name, row in ADVANTAGES.items() for word in row.words}
 """Values of `actor.advantage`, by the names that frameworks give them."""
-OF_ONE = ("reinforce_pp", "remax", "raft")
-"""Advantages for which a prompt may have one response."""
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
 SCREEN = ("console", "stdout", "none", "")
@@ -171,10 +155,10 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
         case "grpo" | "grpo_vectorized":
             draft.recipe.setdefault(STD_LEVEL, "group" if divides_by_std else "none")
             draft.mapped(key, MEAN_LEVEL, "group", f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
-        case _ if estimator in OTHER_ADVANTAGES and (n_samples > 1 or OTHER_ADVANTAGES[estimator] in OF_ONE):
+        case _ if estimator in WORDS and (n_samples > 1 or not ADVANTAGES[WORDS[estimator]].compares):
             # The key may have named a loss as well, and so have an entry.
-            draft.recipe.setdefault(ADVANTAGE, OTHER_ADVANTAGES[estimator])
-            draft.mapped(key, ADVANTAGE, OTHER_ADVANTAGES[estimator])
+            draft.recipe.setdefault(ADVANTAGE, WORDS[estimator])
+            draft.mapped(key, ADVANTAGE, WORDS[estimator])
         case _:
             draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
 

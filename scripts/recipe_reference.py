@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from fivefold.config.descriptions import description_of
 from fivefold.config.limits import LARGEST
 from fivefold.config.problems import COMMANDS, section_of
-from fivefold.config.schema.fields import Duration
+from fivefold.config.schema.fields import Duration, Named
 from fivefold.config.schema.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
@@ -70,6 +70,10 @@ def _row(key: str, field: FieldInfo, description: str) -> str:
 
 
 def _values(field: FieldInfo) -> str:
+    named = next((each for each in field.metadata if isinstance(each, Named)), None)
+    if named is not None:
+        names = ", ".join(f"`{name}`" for name in named.names)
+        return f"{names}, or your own as `module:{named.own}` or `file.py:{named.own}` (docs/extending.md)"
     kind, rules = _kind(field.annotation)
     bounds = [*_bounds(field.metadata), *rules]
     return f"{kind}, {' and '.join(bounds)}" if bounds else kind

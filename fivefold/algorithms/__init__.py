@@ -1,1 +1,1 @@
-"""Advantages, losses and KL estimators: pure torch functions."""
+"""Advantages, losses, corrections and KL estimators: pure torch functions."""

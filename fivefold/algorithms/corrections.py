@@ -41,7 +41,7 @@ from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Metrics, count, largest
 from fivefold.algorithms.ragged import Sequences
 from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask
-from fivefold.config.presets import CORRECTIONS
+from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.roles import RolloutCorrectionConfig
 
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
@@ -78,7 +78,7 @@ class RolloutCorrection:
     @staticmethod
     def automatic() -> RolloutCorrection:
         """Return what `actor.rollout_correction.method: auto` corrects with once it does: TIS by token."""
-        return RolloutCorrection(**CORRECTIONS["tis"])
+        return RolloutCorrection(**CORRECTIONS["tis"].keys)
 
     @staticmethod
     def of(config: RolloutCorrectionConfig) -> RolloutCorrection | None:

@@ -14,13 +14,10 @@ from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import LossInputs, Metrics, count, largest, zero_unless
-from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
 from fivefold.algorithms.positions import entropy_by_part
 from fivefold.algorithms.ragged import Sequences
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
-from fivefold.config.schema.roles import ActorConfig
-from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Totals
 
 _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"})
@@ -75,30 +72,6 @@ class PolicyLoss:
     """Whether p_old lies between `rollout_logprobs` and p, as the ages say (`fivefold/algorithms/ages.py`)."""
     imitation: Imitation | None = None
     """How the likelihood of given responses is a further term (`fivefold/algorithms/imitation.py`)."""
-
-    @classmethod
-    def from_config(cls, config: ActorConfig, sampling: GenerationConfig) -> PolicyLoss:
-        """Return the loss of a recipe's actor on completions that are sampled with `sampling`.
-
-        Raises:
-            ValueError: a loss that cannot be built; see `build_surrogate`.
-        """
-        return cls(
-            temperature=sampling.temperature,
-            surrogate=build_surrogate(config),
-            aggregation=config.loss_aggregation,
-            length=config.loss_length or sampling.max_new_tokens,
-            entropy_coeff=config.entropy_coeff,
-            kl_coeff=config.kl_ctl if config.kl_in == "loss" else 0.0,
-            kl_estimator=config.kl_estimator,
-            correction=RolloutCorrection.of(config.rollout_correction),
-            old_is_rollout=config.recompute_logprob is False,
-            rollout_is_truncated=sampling.truncates_distribution,
-            distillation=_distillation(config),
-            opsm_delta=config.opsm_delta,
-            kl_unbiased=config.kl_unbiased,
-            old_is_interpolated=config.prox_logp_method == "loglinear",
-        )
 
     @property
     def before(self) -> BatchStep | None:
@@ -211,12 +184,6 @@ class PolicyLoss:
                 f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
             )
         return cost_T, {}
-
-
-def _distillation(config: ActorConfig) -> Distillation | None:
-    """Return how a recipe's actor is distilled; None: it is not."""
-    distill = config.distill
-    return Distillation(distill.coeff, distill.over, distill.direction) if distill.coeff > 0 else None
 
 
 def _ratio_metrics(tokens: PolicyTokens) -> Metrics:

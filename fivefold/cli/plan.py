@@ -243,7 +243,7 @@ def _check_methods(recipe: Recipe) -> None:
     actor = recipe.actor
     is_own = any(":" in name for name in (actor.loss, actor.advantage))
     if is_own or actor.loss_kwargs or actor.advantage_kwargs or actor.prox_logp_method == "loglinear":
-        from fivefold.algorithms.methods import check_methods  # imports torch, which no other plan needs
+        from fivefold.algorithms.build import check_methods  # imports torch, which no other plan needs
 
         check_methods(recipe)
 

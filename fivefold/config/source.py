@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from fivefold.config.algorithms import of_algorithm, of_correction
 from fivefold.config.interpolation import fill_in
-from fivefold.config.presets import of_algorithm, of_correction
 from fivefold.config.problems import RecipeError, section_of, show
 from fivefold.config.text_files import TextError, read_text
 from fivefold.config.yaml_reader import MOST_LEVELS, read_yaml

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from fivefold.config.presets import ADVANTAGES, PRESETS
+from fivefold.config.algorithms import ALGORITHMS
+from fivefold.config.methods import ADVANTAGES, LOSSES, Method
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 
-_WITHOUT_CLIP = ("reinforce", "sapo", "topr", "kl_cov", "kimi")
-"""Values of `actor.loss` that read no clip range."""
 _WIDE = 0.1
 """Distance from 1 that the ratio of a sequence does not reach: its tokens' ratios lie on both sides of 1."""
 _CUT = "top_p, top_k or min_new_tokens cut the distribution"
@@ -42,16 +41,13 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe):
         return
     actor = recipe.actor
-    chosen = PRESETS[recipe.algorithm]
+    chosen = ALGORITHMS[recipe.algorithm].keys
     if actor.kl_ctl == 0:
         # An algorithm may say where a KL term would be, without having one.
         names = [
             name for name in ("kl_in", "kl_estimator") if getattr(actor, name) != chosen.get(f"actor.{name}", ABSENT)
         ]
         yield from _differing("actor", actor, tuple(names), "actor.kl_ctl is 0")
-    if actor.advantage != "gae":
-        names = ["discount", "gae_lambda", "gae_length_alpha"]
-        yield from _differing("actor", actor, tuple(names), f"actor.advantage is {actor.advantage}")
     if (obstacle := _why_not_measured(recipe)) is not None:
         yield from _differing("actor.rollout_correction", actor.rollout_correction, ("auto_threshold",), obstacle)
     if shape.is_moe and actor.rollout_correction.method == "auto" and recipe.gconfig.truncates_distribution:
@@ -69,25 +65,33 @@ def _unused_keys(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if actor.loss_aggregation != "sequence_sum_fixed":
         reason = f"actor.loss_aggregation is {actor.loss_aggregation}"
         yield from _differing("actor", actor, ("loss_length",), reason)
-    if actor.loss in _WITHOUT_CLIP and not chosen.get("actor.eps_clip"):
-        names = ["eps_clip", "eps_clip_higher"]
-        yield from _differing("actor", actor, tuple(names), f"actor.loss={actor.loss} clips no ratio")
     if actor.loss == "gspo" and recipe.algorithm != "gspo" and actor.eps_clip >= _WIDE:
         # An algorithm's own range that a recipe changes is told as such.
-        low, high = (PRESETS["gspo"][f"actor.{name}"] for name in ("eps_clip", "eps_clip_higher"))
+        low, high = (ALGORITHMS["gspo"].keys[f"actor.{name}"] for name in ("eps_clip", "eps_clip_higher"))
         yield (
             f"actor.eps_clip={actor.eps_clip} clips next to nothing: actor.loss=gspo compares it with the mean ratio "
             f"of a whole sequence, for which algorithm=gspo has {low} and {high}"
         )
-    if actor.loss in (*_WITHOUT_CLIP, "gspo", "gmpo", "cispo", "clip_cov", "cpgd", "rec"):
-        yield from _differing("actor", actor, ("c_clip",), f"actor.loss={actor.loss} has no dual clip")
-    if actor.advantage in ADVANTAGES and actor.advantage != "grpo":
-        names = ["mean_level", "std_level", *(["eps"] if actor.advantage != "gdpo" else [])]
-        reason = f"actor.advantage is {actor.advantage}"
-        yield from _differing("actor.reward_norm", actor.reward_norm, tuple(names), reason)
-    elif actor.reward_norm.std_level == "none":
+    for key, rows in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        yield from _unread(recipe, key, rows)
+    if actor.advantage == "grpo" and actor.reward_norm.std_level == "none":
         reason = "actor.reward_norm.std_level is none"
         yield from _differing("actor.reward_norm", actor.reward_norm, ("eps",), reason)
+
+
+def _unread(recipe: TrainRecipe, key: str, rows: Mapping[str, Method]) -> Iterator[str]:
+    """Yield a line for each key that some of the methods read, and the one of `actor.<key>` does not."""
+    name = getattr(recipe.actor, key)
+    if name not in rows:  # a user's own may read any
+        return
+    known = dict.fromkeys(each for row in rows.values() for each in sorted(row.reads))
+    for each in known:
+        if each in rows[name].reads:
+            continue
+        section, _, last = f"actor.{each}".rpartition(".")
+        owner = recipe.actor.reward_norm if section == "actor.reward_norm" else recipe.actor
+        if getattr(owner, last) != ALGORITHMS[recipe.algorithm].keys.get(f"actor.{each}", ABSENT):
+            yield from _differing(section, owner, (last,), f"actor.{key}={name} does not read it")
 
 
 def _why_not_measured(recipe: TrainRecipe) -> str | None:

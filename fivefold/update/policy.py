@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
-from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.batch_steps import InTurn
+from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.imitation import Imitation
@@ -59,7 +59,7 @@ class PolicyUpdate:
         self._timers = timers
         self._temperature = recipe.gconfig.temperature
         self._refresh_steps = recipe.ref.refresh_steps
-        self._base_loss = PolicyLoss.from_config(config, recipe.gconfig)
+        self._base_loss = build_policy_loss(config, recipe.gconfig)
         self._shaping = RewardShaping.of(config, recipe.gconfig)
         self._sample_weights = SampleWeights.of(config)
         self._advantage = build_advantage(config, recipe.gconfig.n_samples)

@@ -24,10 +24,9 @@ import yaml
 from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
-from fivefold.algorithms.advantages.registry import build_advantage
 from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
-from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import Anew
@@ -316,7 +315,7 @@ def shown_recipe(key: str) -> TrainRecipe:
 
 
 def test_the_loss_of_the_documents_is_its_formula_however_it_is_split(methods_recipe: TrainRecipe) -> None:
-    loss = pickle.loads(pickle.dumps(PolicyLoss.from_config(methods_recipe.actor, methods_recipe.gconfig)))
+    loss = pickle.loads(pickle.dumps(build_policy_loss(methods_recipe.actor, methods_recipe.gconfig)))
     logprobs_T = torch.tensor([torch.nan, -1.0, -2.0, -torch.inf, -0.5], requires_grad=True)
     batch = Batch(
         lengths=(3, 2),

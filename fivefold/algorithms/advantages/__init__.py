@@ -1,1 +1,1 @@
-"""Advantages of sampled completions from their rewards: one file a method, each with the equation of its paper."""
+"""Advantages of sampled completions from their rewards, each with the equation of its paper."""

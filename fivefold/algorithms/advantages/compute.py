@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fivefold.algorithms.advantages.registry import check_result
-from fivefold.algorithms.advantages.scores import Each, Scores
+from fivefold.algorithms.advantages.scores import Each, Scores, check_result
 from fivefold.algorithms.reward_shaping import RewardShaping
 
 

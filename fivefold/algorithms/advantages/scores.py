@@ -95,3 +95,20 @@ class Sets:
     def zero_if_constant(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values with exactly 0 in sets that hold no signal, in the place of rounding errors."""
         return torch.where(self.is_constant_N, torch.zeros_like(values_N), values_N)
+
+
+def check_result(key: str, result: object, scores: Scores) -> None:
+    """Refuse a result that is not one finite number for each completion.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    wanted = tuple(scores.rewards_N.shape)
+    if not isinstance(result, torch.Tensor) or tuple(result.shape) != wanted or not result.is_floating_point():
+        found = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise ValueError(f"{key} returned {found}: return a floating-point tensor of shape {wanted}, one a completion")
+    if not result.float().isfinite().all():
+        raise ValueError(
+            f"{key} returned an advantage that is not finite in float32, for finite rewards: their sizes are up to "
+            f"{float(scores.rewards_N.abs().max()):.2g}; if that is too large, set actor.reward_scaling or reward_clip"
+        )

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from fivefold.config.presets import SAMPLERS
-from fivefold.config.schema.fields import ONE_LINE, NonNegative, PathText, Positive, Section
+from fivefold.config.schema.fields import ONE_LINE, Named, NonNegative, PathText, Positive, Section
+
+SAMPLERS = ("epochs", "easy_to_hard", "replay")
+"""Values of `sampler`, besides users' own."""
 
 
 class RowsConfig(Section):
@@ -47,10 +49,9 @@ class DatasetConfig(RowsConfig, BatchesConfig):
     """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
     near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:
     prompts come as often as they are in the data set."""
-    sampler: Annotated[str, Field(pattern=ONE_LINE)] = "epochs"
+    sampler: Annotated[str, Field(pattern=ONE_LINE), Named(SAMPLERS, "Class")] = "epochs"
     """What chooses the prompts of each step: `epochs` (each prompt once before any comes again), `easy_to_hard` (a
-    curriculum by pass rate), `replay` (prompts that were not answered rightly come again), or your own as
-    `module:Class` or `file.py:Class` (docs/extending.md)."""
+    curriculum by pass rate) or `replay` (prompts that were not answered correctly come again)."""
     sampler_kwargs: dict[str, Any] = {}
     """Options of the sampler that have no key of their own, by name (docs/algorithms.md)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -26,6 +27,15 @@ PathText = Annotated[str, Field(pattern=ONE_LINE)]
 DeviceList = str | list[NonNegative]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=MOST_SECONDS)]
 """A time in seconds; a recipe may write it as a text such as `3h55m`."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """Marks a text that is one of some names, or that names a user's own code."""
+
+    names: tuple[str, ...]
+    own: Literal["Class", "function"]
+    """What the user's own code is."""
 
 
 class Section(BaseModel):

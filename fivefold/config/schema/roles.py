@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fivefold.config.presets import ADVANTAGES, LOSSES, Correction
+from fivefold.config.algorithms import CorrectionName
+from fivefold.config.methods import ADVANTAGES, LOSSES
 from fivefold.config.schema.engine import (
     FrozenModelConfig,
     MicroBatchConfig,
@@ -18,6 +19,7 @@ from fivefold.config.schema.fields import (
     DeviceList,
     Dtype,
     Fraction,
+    Named,
     NonNegative,
     Passes,
     PathText,
@@ -74,7 +76,7 @@ class RolloutCorrectionConfig(Section):
     of the update takes the place of p_old.
     """
 
-    method: Correction = "auto"
+    method: CorrectionName = "auto"
     """`auto`: `tis` from the step on after one with a `rollout_mismatch_kl` above `auto_threshold`. `none`: no
     correction. `custom`: what the keys below say. Others set the keys below that the recipe does not write."""
     auto_threshold: Annotated[float, Field(ge=0)] = 1e-3
@@ -185,17 +187,12 @@ class ActorConfig(TrainedModelConfig):
     """The model that is trained, and the algorithm that trains it."""
 
     offload: OffloadConfig = OffloadConfig()
-    loss: Annotated[str, Field(pattern=ONE_LINE)] = "ppo"
-    """Policy loss: `ppo`, `reinforce`, `gspo`, `gmpo`, `cispo`, `sapo`, `topr`, `clip_cov`, `kl_cov`, `kimi`, `cpgd`,
-    `dppo_tv`, `dppo_kl`, `rec` (docs/algorithms.md), or your own as `module:Class` or `file.py:Class`
-    (docs/extending.md)."""
+    loss: Annotated[str, Field(pattern=ONE_LINE), Named(tuple(LOSSES), "Class")] = "ppo"
+    """Policy loss (docs/algorithms.md)."""
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss that have no key of their own, by name."""
-    advantage: Annotated[str, Field(pattern=ONE_LINE)] = "grpo"
-    """How rewards become advantages: `grpo` (as `reward_norm` says), `gdpo` (each of several rewards normalised by
-    itself), `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `gpg`, `pass_at_k`, `pass_at_k_best`,
-    `asymre`, `opmd`, `raft`, `optimal_token_baseline`, `gae`, `none` (0: rewards are not trained on), or your own as
-    `module:function` or `file.py:function`."""
+    advantage: Annotated[str, Field(pattern=ONE_LINE), Named(tuple(ADVANTAGES), "function")] = "grpo"
+    """How rewards become advantages (docs/algorithms.md)."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
     discount: Fraction = 1.0
@@ -297,7 +294,7 @@ class ActorConfig(TrainedModelConfig):
     def whitens(self) -> bool:
         """Whether advantages are brought to mean 0 and standard deviation 1 over the tokens of a step."""
         if self.whiten_advantages is None:
-            return self.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline")
+            return self.advantage in ADVANTAGES and ADVANTAGES[self.advantage].whitens
         return self.whiten_advantages
 
     @model_validator(mode="after")

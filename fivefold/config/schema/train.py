@@ -6,19 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from fivefold.config.presets import Algorithm
+from fivefold.config.algorithms import AlgorithmName
+from fivefold.config.methods import ADVANTAGES
 from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
 from fivefold.config.schema.fields import Sequences
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, DistillConfig, ReferenceConfig, TeacherConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.run import PeriodicConfig, RunConfig
-
-COMPARING = (
-    "gdpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "pass_at_k_best", "opmd",
-    "optimal_token_baseline", "asymre",
-)  # fmt: skip
-"""Advantages that compare the completions of a group."""
 
 
 class EvaluatorConfig(PeriodicConfig):
@@ -48,7 +43,7 @@ class EvaluatorConfig(PeriodicConfig):
 class TrainRecipe(RunConfig):
     """A recipe of `fivefold train`: reinforcement learning."""
 
-    algorithm: Algorithm = "grpo"
+    algorithm: AlgorithmName = "grpo"
     """Published algorithm: it sets the keys of `actor` that its paper sets, unless the recipe writes them
     (docs/algorithms.md)."""
     allocation_mode: str | None = None
@@ -84,7 +79,7 @@ class TrainRecipe(RunConfig):
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
-        if advantage in COMPARING:
+        if advantage in ADVANTAGES and ADVANTAGES[advantage].compares:
             raise ValueError(
                 f"gconfig.n_samples is 1, but actor.advantage={advantage} compares the completions of a group, which "
                 "leaves no signal: raise gconfig.n_samples, or choose another advantage such as reinforce_pp"

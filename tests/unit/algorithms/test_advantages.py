@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold.algorithms.advantages.compute import Advantages, Outcomes, compute_advantages
-from fivefold.algorithms.advantages.registry import build_advantage
+from fivefold.algorithms.build import build_advantage
 from fivefold.algorithms.kl_in_reward import subtract_kl_to_go
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.config.schema.roles import ActorConfig, NormConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -10,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.algorithms.advantages.registry import build_advantage
+from fivefold.algorithms.build import build_advantage, build_policy_loss, build_surrogate, method_at
 from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
-from fivefold.algorithms.losses.registry import build_surrogate
 from fivefold.algorithms.losses.sapo import SAPO
-from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.algorithms.user_method import UserLoss, _tokens
+from fivefold.algorithms.user_loss import UserLoss, _tokens
+from fivefold.config.methods import ADVANTAGES, LOSSES, Method
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Batch
@@ -110,9 +110,9 @@ def test_a_loss_of_ones_own_may_compute_something_over_the_whole_mini_batch_firs
     batch = Batch((2,), torch.zeros(2, dtype=torch.int64), torch.ones(2), fields)
     other = torch.tensor([-8.0, 4.0])  # the sum and the number of tokens of another replica
     assert loss.before(batch, lambda own: [own, other]).fields["mean"].tolist() == [-2.0, -2.0]
-    policy = PolicyLoss.from_config(actor(loss="own.py:Centred"), GenerationConfig())
+    policy = build_policy_loss(actor(loss="own.py:Centred"), GenerationConfig())
     assert policy.before is not None
-    assert PolicyLoss.from_config(actor(loss="own.py:Fine"), GenerationConfig()).before is None
+    assert build_policy_loss(actor(loss="own.py:Fine"), GenerationConfig()).before is None
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,14 @@ def test_a_loss_that_would_fail_or_mislead_is_refused_at_the_start(keys: dict[st
 def test_an_advantage_that_would_fail_is_refused_at_the_start(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s)actor.advantage.*{message}"):
         build_advantage(actor(**keys), 4)
+
+
+@pytest.mark.parametrize("row", [*LOSSES.values(), *ADVANTAGES.values()], ids=[*LOSSES, *ADVANTAGES])
+def test_a_row_names_the_keys_that_only_some_methods_read(row: Method) -> None:
+    parameters = inspect.signature(method_at(row)).parameters.keys() & ActorConfig.model_fields.keys()
+    if row is ADVANTAGES["gae"]:  # its critic reads them: fivefold/update/critic.py
+        parameters = {"discount", "gae_lambda", "gae_length_alpha"}
+    assert {key.partition(".")[0] for key in row.reads} == parameters
 
 
 def test_built_in_losses_get_the_keys_of_the_recipe() -> None:

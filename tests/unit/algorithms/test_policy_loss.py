@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fivefold.algorithms.build import build_policy_loss
 from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
 from fivefold.algorithms.loss import LossInputs, SFTLoss
 from fivefold.algorithms.losses.ppo import PPO
@@ -191,8 +192,8 @@ def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict
     fields = {**batch.fields, "rollout_logprobs": logprobs.detach()}
     inputs = LossInputs({"logprobs": logprobs, "entropy": entropy}, batch.mask_T, batch.lengths, fields)
     actor = ActorConfig(path="m")
-    _, metrics = PolicyLoss.from_config(actor, GenerationConfig())(inputs)
-    _, truncated = PolicyLoss.from_config(actor, GenerationConfig.model_validate(truncation))(inputs)
+    _, metrics = build_policy_loss(actor, GenerationConfig())(inputs)
+    _, truncated = build_policy_loss(actor, GenerationConfig.model_validate(truncation))(inputs)
     assert metrics.keys() - truncated.keys() == {
         "rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse",
         "rollout_mismatch_share", "rollout_ratio", "rollout_ratio_square", "rollout_ratio/max",
@@ -203,7 +204,7 @@ def test_old_log_probs_may_be_the_rollouts() -> None:
     batch, logprobs, entropy = make_batch()
     actor = ActorConfig(path="m", recompute_logprob=False)
     fields = {name: batch.fields[name] for name in ("advantages", "rollout_logprobs")}
-    loss = PolicyLoss.from_config(actor, GenerationConfig())
+    loss = build_policy_loss(actor, GenerationConfig())
     total, metrics = loss(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, fields))
     as_old = {"advantages": fields["advantages"], "old_logprobs": fields["rollout_logprobs"]}
     wanted, _ = replace(loss, old_is_rollout=False)(raw_inputs(logprobs, entropy, batch.mask_T, batch.lengths, as_old))
@@ -227,13 +228,13 @@ def test_from_config_reads_every_option() -> None:
         kl_estimator="k2",
     )
     wanted = PolicyLoss(0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, 0.3, "k2")
-    assert PolicyLoss.from_config(config, sampling) == wanted
-    assert PolicyLoss.from_config(config, GenerationConfig(top_k=5)).rollout_is_truncated
+    assert build_policy_loss(config, sampling) == wanted
+    assert build_policy_loss(config, GenerationConfig(top_k=5)).rollout_is_truncated
     in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28, "loss_length": 7})
-    assert PolicyLoss.from_config(in_reward, sampling) == replace(
+    assert build_policy_loss(in_reward, sampling) == replace(
         wanted, surrogate=PPO(0.1, 0.28, 3.0), kl_coeff=0.0, length=7
     )
-    assert PolicyLoss.from_config(config, sampling).entropy_gradient
+    assert build_policy_loss(config, sampling).entropy_gradient
     assert not BASE.entropy_gradient
 
 

@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
+from fivefold.config.algorithms import ALGORITHMS, CORRECTIONS, AlgorithmName, CorrectionName, deviations
 from fivefold.config.load import load_recipe, resolved_yaml
-from fivefold.config.presets import CORRECTIONS, PRESETS, Algorithm, Correction, deviations
+from fivefold.config.methods import ADVANTAGES, LOSSES
 from fivefold.config.problems import RecipeError, known_keys
 from fivefold.config.schema.train import TrainRecipe
 
@@ -23,27 +24,24 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_every_name_has_its_keys_and_every_key_exists() -> None:
-    assert PRESETS.keys() == set(get_args(Algorithm))
-    assert CORRECTIONS.keys() == set(get_args(Correction))
+    assert ALGORITHMS.keys() == set(get_args(AlgorithmName))
+    assert CORRECTIONS.keys() == set(get_args(CorrectionName))
     known = set(known_keys(TrainRecipe))
-    for keys in PRESETS.values():
-        assert set(keys) <= known
-    for keys in CORRECTIONS.values():
-        assert {f"actor.rollout_correction.{key}" for key in keys} <= known
+    for algorithm in ALGORITHMS.values():
+        assert algorithm.keys.keys() <= known
+        assert algorithm.keys.get("actor.loss", "ppo") in LOSSES
+        assert algorithm.keys.get("actor.advantage", "grpo") in ADVANTAGES
+    for correction in CORRECTIONS.values():
+        assert {f"actor.rollout_correction.{key}" for key in correction.keys} <= known
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_an_algorithm_sets_its_keys_unless_the_recipe_writes_them(name: str, recipe: Path, tmp_path: Path) -> None:
-    others = {
-        "ppo": ["critic.path=m"],
-        "vapo": ["critic.path=m"],
-        "distill": ["teacher.path=m"],
-        "chord": ["expert_dataset.path=d"],
-        "pf_ppo": ["critic.path=m"],
-    }
-    loaded = load_recipe(recipe, [f"algorithm={name}", *others.get(name, [])], TrainRecipe)
+    algorithm = ALGORITHMS[name]
+    section = [] if algorithm.needs is None else [f"{algorithm.needs}.path=m"]
+    loaded = load_recipe(recipe, [f"algorithm={name}", *section], TrainRecipe)
     values = loaded.model_dump()
-    for key, wanted in PRESETS[name].items():
+    for key, wanted in algorithm.keys.items():
         value = values
         for part in key.split("."):
             value = value[part]
@@ -54,7 +52,14 @@ def test_an_algorithm_sets_its_keys_unless_the_recipe_writes_them(name: str, rec
     assert load_recipe(resolved, [], TrainRecipe) == loaded
 
 
-def test_what_a_recipe_writes_comes_first_and_is_told(recipe: Path) -> None:
+def test_an_algorithm_without_the_section_that_it_needs_is_refused(recipe: Path) -> None:
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.needs is not None:
+            with pytest.raises(RecipeError, match=algorithm.needs):
+                load_recipe(recipe, [f"algorithm={name}"], TrainRecipe)
+
+
+def test_what_a_recipe_writes_takes_precedence_and_is_reported(recipe: Path) -> None:
     loaded = load_recipe(recipe, ["algorithm=gspo", "actor.eps_clip=0.2"], TrainRecipe)
     assert (loaded.actor.eps_clip, loaded.actor.eps_clip_higher) == (0.2, 4e-4)
     assert deviations(loaded) == ["actor.eps_clip=0.2 (gspo: 0.0003)"]

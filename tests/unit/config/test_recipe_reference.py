@@ -1,4 +1,4 @@
-"""The page with every key of a recipe, against the schema that it is generated from."""
+"""The pages that scripts generate from the schema and from the rows of the algorithms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 from fivefold.config.problems import COMMANDS, known_keys
 
 ROOT = Path(__file__).resolve().parents[3]
+ALGORITHMS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_current() -> None:
     module = runpy.run_path(str(ROOT / "scripts/recipe_reference.py"))
     assert module["page"]() == PAGE, "run: python scripts/recipe_reference.py"
+
+
+def test_the_tables_of_algorithms_are_current() -> None:
+    module = runpy.run_path(str(ROOT / "scripts/algorithm_tables.py"))
+    assert module["page"](ALGORITHMS) == ALGORITHMS, "run: python scripts/algorithm_tables.py"
 
 
 def test_the_page_has_every_key() -> None:
