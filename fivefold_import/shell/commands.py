@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import takewhile
 
 from fivefold_import.shell.expand import Text
-from fivefold_import.shell.words import OPENERS, Piece, Token, Word
+from fivefold_import.shell.tokens import OPENERS, Token
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LAUNCHER = re.compile(r"([^=]*/)?(python[\d.]*|torchrun|accelerate)|[^=]*\.py")
@@ -19,40 +18,30 @@ DOTTED = re.compile(r"[+~]{1,2}[A-Za-z_][\w./@-]*=|[A-Za-z_][\w/@-]*\.[\w./@-]*=
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 
 
-def arguments(words: Sequence[Text]) -> list[Text]:
-    """Return the arguments of the program that `words` start; nothing if there is none with `key=value` arguments."""
-    programs = [place for place, word in enumerate(words) if LAUNCHER.fullmatch(word.text)]
-    overrides = [place for place, word in enumerate(words) if programs and OVERRIDE.match(word.text)]
-    first = next((place for place in overrides if place > programs[0]), None)
+def launched(texts: Sequence[Text]) -> tuple[str, list[Text]] | None:
+    """Return the program that `texts` start and its arguments; None if no program has `key=value` arguments.
+
+    The program is the module after `-m`, or else the last file before the first `key=value`.
+    """
+    programs = [place for place, word in enumerate(texts) if LAUNCHER.fullmatch(word.text)]
+    overrides = [place for place, word in enumerate(texts) if OVERRIDE.match(word.text)]
+    first = next((place for place in overrides if programs and place > programs[0]), None)
     if first is None:
-        return []
-    return list(words[max(place for place in programs if place < first) + 1 :])
-
-
-def program(words: Sequence[Text]) -> str:
-    """Return the program that `words` start: the module after `-m`, or the last file before the first `key=value`."""
-    texts = list(takewhile(lambda text: not OVERRIDE.match(text), (word.text for word in words)))
-    if "-m" in texts[:-1]:
-        return texts[texts.index("-m") + 1]
-    return [text for text in texts if LAUNCHER.fullmatch(text)][-1]
-
-
-def assignment(word: Word) -> tuple[str, bool, Word] | None:
-    """Return (name, whether it is `+=`, the value's word) if `word` is an assignment; else None."""
-    match = ASSIGNMENT.match(word[0].text) if word and not word[0].quoted else None
-    if match is None:
         return None
-    rest = Piece(word[0].text[match.end() :], quoted=False, expands=True)
-    return match[1], bool(match[2]), (rest, *word[1:])
+    last = max(place for place in programs if place < first)
+    before = [word.text for word in texts[programs[0] : first]]
+    module = before[before.index("-m") + 1] if "-m" in before[:-1] else texts[last].text
+    return module, list(texts[last + 1 :])
 
 
-def plain(word: Word) -> str | None:
-    """Return the text of a word that consists of one piece; None for other words."""
-    return word[0].text if len(word) == 1 else None
+def assignment(word: str) -> tuple[str, bool, str] | None:
+    """Return (name, whether it is `+=`, the value as written) if `word` is an assignment; else None."""
+    match = ASSIGNMENT.match(word)
+    return None if match is None else (match[1], bool(match[2]), word[match.end() :])
 
 
-def effects(tokens: Sequence[Token], functions: frozenset[str]) -> list[str]:
-    """Return what `tokens` would set or start, in words; nothing if they neither set variables nor start a program."""
+def effects(tokens: Sequence[Token], functions: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the variables that `tokens` would set, and of the programs that they would start."""
     names: list[str] = []
     starts: list[str] = []
     begins, declares, started = True, False, ""
@@ -60,10 +49,10 @@ def effects(tokens: Sequence[Token], functions: frozenset[str]) -> list[str]:
         if token.kind == "array":
             names.append(token.text)
         if token.kind != "word":
-            begins, declares, started = token.kind in ("operator", "newline", "array"), False, ""
+            begins, declares, started = True, False, ""
             continue
-        text = token.word[0].text if token.word else ""
-        written = assignment(token.word)
+        text = token.text.strip("\"'")
+        written = assignment(token.text)
         if written is not None and (begins or declares):
             names.append(written[0])
         elif started and OVERRIDE.match(text):
@@ -75,5 +64,4 @@ def effects(tokens: Sequence[Token], functions: frozenset[str]) -> list[str]:
             started = text
         declares = declares or (begins and text in DECLARATIONS)
         begins = begins and (written is not None or text in OPENERS or text == "{")
-    values = [f"the values of {', '.join(dict.fromkeys(names))}"] if names else []
-    return values + [f"the arguments of {name}" for name in dict.fromkeys(starts)]
+    return list(dict.fromkeys(names)), list(dict.fromkeys(starts))

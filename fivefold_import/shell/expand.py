@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fivefold_import.shell.arithmetic import evaluate
-from fivefold_import.shell.words import CONTINUATION, Word
+from fivefold_import.shell.quotes import after_quotes, closing
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 SPECIAL = frozenset("@*#?-$!0123456789")
@@ -28,8 +28,16 @@ REPLACEMENT = re.compile(r"([#%]?)((?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*)
 """`old/new` in `${A/old/new}`; `#old` matches only at the beginning of the value, `%old` only at the end."""
 KEEP = str.maketrans(" \t\n", "\ue001\ue002\ue003")
 """Replaces blanks that quotes protect, as in `${A:-"two words"}`, so that the value is not split at them."""
-RESTORE = {kept: blank for blank, kept in KEEP.items()}
+QUOTED = "\ue004"
+"""Stands where quotes begin, so that a word of empty quotes is one."""
+RESTORE = {**{kept: blank for blank, kept in KEEP.items()}, ord(QUOTED): None}
 """Turns the replacements back into blanks, once words are split."""
+ESCAPED_IN_QUOTES = ('"', "\\", "$", "`", "}", "\n")
+"""The characters before which a backslash between double quotes does not stand for itself."""
+ESCAPES = {"n": "\n", "t": "\t"}
+"""The escapes in `$'...'` that stand for another character than the one after the backslash."""
+TWO_OUTCOMES = re.compile(r"&&\s*echo\s+(\S+)\s*\|\|\s*echo\s+(\S+)\s*\Z")
+"""The end of a command that prints one of two words."""
 CASES: Mapping[str, Callable[[str], str]] = {
     ",,": str.lower,
     "^^": str.upper,
@@ -38,12 +46,21 @@ CASES: Mapping[str, Callable[[str], str]] = {
 }
 
 
+class Unknown(str):
+    """A note on a part of a value that is not known, because commands are not run."""
+
+
 @dataclass(frozen=True)
 class Text:
-    """A value, with notes on what of it is not known."""
+    """A value, with notes on what of it is not known or not set."""
 
     text: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Why the value is not known; empty if it is, as that of a variable that is not set."""
+        return tuple(note for note in self.notes if isinstance(note, Unknown))
 
 
 @dataclass
@@ -76,35 +93,25 @@ class Expander:
     def __init__(self, variables: Variables) -> None:
         self._variables = variables
 
-    def fields(self, word: Word) -> list[Text]:
+    def fields(self, word: str) -> list[Text]:
         """Return the texts that a word becomes: several, if an unquoted value holds blanks or an array is spread."""
-        parts: list[str] = []
         notes: list[str] = []
-        for piece in word:
-            text = self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text
-            # Blanks that are written have split words already; here, only those of a substituted value do.
-            splits = piece.expands and not piece.quoted and "$" in piece.text
-            parts.append(re.sub(r"[ \t\n]+", MARK, text) if splits else text)
-        found = [text for text in "".join(parts).split(MARK) if text]
-        if not found and (not word or any(piece.quoted and not SPREAD.search(piece.text) for piece in word)):
-            found = [""]
+        found = [text for text in self._text(word, notes, _kept_together, splits=True).split(MARK) if text]
         return [Text(text.translate(RESTORE), tuple(dict.fromkeys(notes))) for text in found]
 
-    def text(self, word: Word) -> Text:
+    def text(self, word: str) -> Text:
         """Return the word as one text."""
         notes: list[str] = []
-        parts = [
-            self._text(piece.text, notes, in_quotes=piece.quoted) if piece.expands else piece.text for piece in word
-        ]
-        return Text("".join(parts).replace(MARK, " ").translate(RESTORE), tuple(dict.fromkeys(notes)))
+        text = self._text(word, notes, _kept_together).replace(MARK, " ")
+        return Text(text.translate(RESTORE), tuple(dict.fromkeys(notes)))
 
     def arithmetic(self, expression: str, notes: list[str]) -> str:
         """Return the value of an arithmetic expression; empty, with a note, if it cannot be computed."""
-        filled = self._text(expression, notes)
+        filled = self._text(expression, notes, str, in_quotes=True).translate(RESTORE)
         try:
             return str(evaluate(filled, self._integer))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            notes.append(f"$(({expression.strip()})) cannot be computed, and is left empty")
+            notes.append(Unknown(f"$(({expression.strip()})) cannot be computed, and is left empty"))
             return ""
 
     def _integer(self, name: str) -> int:
@@ -112,54 +119,69 @@ class Expander:
         return int(value.text or "0") if value is not None else 0
 
     def _text(
-        self, source: str, notes: list[str], keep: Callable[[str], str] | None = None, *, in_quotes: bool = False
+        self,
+        source: str,
+        notes: list[str],
+        keep: Callable[[str], str],
+        *,
+        in_quotes: bool = False,
+        splits: bool = False,
     ) -> str:
         """Return `source` with its variables filled in.
 
         Args:
             source: text as the script has it.
             notes: receives notes on what is not known.
-            keep: called with each quoted part of `source`, returns what stands for it; None: quotes are plain text.
-            in_quotes: whether all of `source` stands between double quotes, where `'` is plain text, and so is `\\`
+            keep: called with each quoted part of `source`; returns what stands for it.
+            in_quotes: whether all of `source` is between double quotes, where `'` is plain text, and so is `\\`
                 before most characters.
+            splits: whether blanks of a value that no quotes protect end a word.
         """
         result, at = "", 0
-        quotes = "" if keep is None else '"\\' if in_quotes else "'\"\\"
         while at < len(source):
-            if keep is not None and source[at] in quotes and not (in_quotes and _is_plain_backslash(source, at)):
-                quoted, end = self._quoted(source, at, notes)
-                result += keep(quoted)
-            elif source[at] == "`":
-                end = source.index("`", at + 1) + 1
-                result += self._command(source[at + 1 : end - 1], notes)
-            elif source[at] == "$":
-                filled, end = self._substitution(source, at, notes, in_quotes)
-                result += filled
+            if source[at] == "\\" and not (in_quotes and source[at + 1 : at + 2] not in ESCAPED_IN_QUOTES):
+                part, end = keep(source[at + 1 : at + 2].replace("\n", "")), at + 2
+            elif source[at] == '"' or (source[at] == "'" and not in_quotes):
+                part, end = self._quoted(source, at, notes, keep)
+            elif not in_quotes and source.startswith(("$'", '$"'), at):
+                # `$"..."` is text to be translated, with the quotes of `"..."`; `$'...'` has escapes.
+                part, end = self._quoted(source, at + 1, notes, keep, has_escapes=source[at + 1] == "'")
+            elif source[at] in "$`":
+                part, end = self._substitution(source, at, notes, in_quotes)
+                part = re.sub(r"[ \t\n]+", MARK, part) if splits else part
             else:
-                end = at + 1
-                result += "" if source[at] == CONTINUATION else source[at]
+                part, end = source[at], at + 1
+            result += part
             at = end
         return result
 
-    def _quoted(self, source: str, at: int, notes: list[str]) -> tuple[str, int]:
-        """Return the text in the quotes at `at`, or after the backslash there, and the position after it."""
-        if source[at] == "\\":
-            return source[at + 1 : at + 2], at + 2
-        end = source.find(source[at], at + 1)
-        inner = source[at + 1 : end if end >= 0 else len(source)]
-        text = inner if source[at] == "'" else self._text(inner, notes, in_quotes=True)
-        return text, at + len(inner) + 2
+    def _quoted(
+        self, source: str, at: int, notes: list[str], keep: Callable[[str], str], *, has_escapes: bool = False
+    ) -> tuple[str, int]:
+        """Return what stands for the text in the quotes at `at`, and the position after it."""
+        end = after_quotes(source, at, has_escapes=has_escapes)
+        inner = source[at + 1 : end - 1]
+        if has_escapes:
+            return keep(re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), inner)), end
+        if source[at] == "'":
+            return keep(inner), end
+        text = self._text(inner, notes, str, in_quotes=True)
+        # An array without items leaves no word, even in quotes.
+        return keep(text) if text or not SPREAD.search(inner) else "", end
 
     def _substitution(self, source: str, at: int, notes: list[str], in_quotes: bool) -> tuple[str, int]:
-        """Return the value of the `$...` at `at`, and the position after it."""
+        """Return the value of the `$...` or of the command in backticks at `at`, and the position after it."""
+        if source[at] == "`":
+            end = after_quotes(source, at)
+            return self._command(source[at + 1 : end - 1], notes), end
         if source.startswith("$((", at):
-            end = _closing(source, at + 1)
+            end = closing(source, at + 1)
             return self.arithmetic(source[at + 3 : end - 2], notes), end
         if source.startswith("$(", at):
-            end = _closing(source, at + 1)
+            end = closing(source, at + 1)
             return self._command(source[at + 2 : end - 1], notes), end
         if source.startswith("${", at):
-            end = _closing(source, at + 1)
+            end = closing(source, at + 1)
             return self._parameter(source[at + 2 : end - 1], source[at:end], notes, in_quotes), end
         if name := NAME.match(source, at + 1):
             return self._value(name[0], notes), name.end()
@@ -169,7 +191,9 @@ class Expander:
 
     def _command(self, command: str, notes: list[str]) -> str:
         """Return the empty text, with a note that the command is not run."""
-        notes.append(f"$({' '.join(command.split())}) is not run, and left empty")
+        either = TWO_OUTCOMES.search(command)
+        outcomes = f"; it prints {either[1]} or {either[2]}" if either is not None else ""
+        notes.append(Unknown(f"$({' '.join(command.split())}) is not run, and left empty{outcomes}"))
         return ""
 
     def _special(self, name: str, notes: list[str]) -> str:
@@ -225,7 +249,7 @@ class Expander:
         assert operation is not None, "the caller has matched it"
         sign, argument = operation[0], rest[operation.end() :]
         if sign == ":" and name in "@*":
-            notes.append(f"${{{name}{rest}}} is not followed, and left empty")
+            notes.append(Unknown(f"${{{name}{rest}}} is not followed, and left empty"))
             return ""
         if sign == ":":
             return self._slice(self._value(name, notes), argument, notes)
@@ -268,31 +292,12 @@ class Expander:
         return re.sub(pattern + (r"\Z" if place == "%" else ""), lambda _: new, value, count=0 if sign == "//" else 1)
 
 
-def _is_plain_backslash(source: str, at: int) -> bool:
-    """Return whether `source` has a backslash at `at` that, in double quotes, stands for itself."""
-    return source[at] == "\\" and source[at + 1 : at + 2] not in ('"', "\\", "$", "`", "}")
-
-
 def _kept_together(quoted: str) -> str:
-    return quoted.translate(KEEP)
+    return QUOTED + quoted.translate(KEEP)
 
 
 def _taken_literally(quoted: str) -> str:
     return re.sub("(.)", r"\\\1", quoted, flags=re.DOTALL)
-
-
-def _closing(source: str, at: int) -> int:
-    """Return the position after the bracket that closes the one at `at`; brackets in quotes do not count."""
-    pairs = {"(": ")", "{": "}"}
-    opening, closing, depth = source[at], pairs[source[at]], 0
-    while at < len(source):
-        if source[at] in "'\"":
-            at = max(at, source.find(source[at], at + 1))
-        depth += (source[at] == opening) - (source[at] == closing)
-        at += 2 if source[at] == "\\" else 1
-        if depth == 0:
-            return at
-    return len(source)
 
 
 def _cut(value: str, sign: str, pattern: re.Pattern[str]) -> str:

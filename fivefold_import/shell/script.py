@@ -9,28 +9,20 @@ eval "${CMD[@]}" seed=1                      functions where they are called; lo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from fivefold_import.shell.commands import (
-    DECLARATIONS,
-    DOTTED,
-    OVERRIDE,
-    arguments,
-    assignment,
-    effects,
-    plain,
-    program,
-)
+from fivefold_import.shell.commands import DECLARATIONS, DOTTED, OVERRIDE, assignment, effects, launched
 from fivefold_import.shell.conditions import holds
-from fivefold_import.shell.cursor import Cursor
-from fivefold_import.shell.expand import Expander, Text, Variables
-from fivefold_import.shell.words import REDIRECTIONS, Token, Word, tokenize
+from fivefold_import.shell.expand import Expander, Text, Unknown, Variables
+from fivefold_import.shell.tokens import REDIRECTIONS, Cursor, Token, tokenize
 
 SUCCEEDING = frozenset({"true", ":", "echo", "set", "cd", "mkdir", "unset", "ulimit", "sleep"})
 """Commands that are taken to succeed: where one of them fails, the script could not work."""
-NOT_RUN = "it is not known whether the command before `{}` succeeds, because commands are not run"
+NOT_RUN = "commands are not run"
+NOT_READ, UNCERTAIN = "not read", "uncertain"
 MOST_CALLS = 8
 """Functions are followed this deep, so that one that calls itself ends."""
 MOST_COMMANDS = 10_000
@@ -62,15 +54,15 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
     """Find the commands that a script would run, with variables from the script and from `environment` filled in.
 
     Raises:
-        ValueError: a quote, a bracket or a compound command of the script is not closed, in the line that the message
-            names; or the script runs too many commands, or makes too long a text.
+        ValueError: a quote, a bracket or a compound command of the script is not closed (the message names the line);
+            or the script runs too many commands, or builds too long a text.
     """
     variables = Variables(environment)
     reader = _Reader(variables, Script())
     reader.run(tokenize(text))
     if not reader.script.launches:
         # Manuals print the command as an array and leave out the line that runs it.
-        for items in [items for items in variables.arrays.values() if arguments(items)]:
+        for items in [items for items in variables.arrays.values() if launched(items)]:
             reader.evaluate(items)
     reader.script.exported = [name for name in dict.fromkeys(reader.exported) if name not in variables.read]
     return reader.script
@@ -79,7 +71,7 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
 class _Reader(Cursor):
     """Reads the statements once, in order.
 
-    Statements in branches that are not taken are parsed with `live=False`, so that they have no effect.
+    Statements of branches that are not taken are parsed with `live=False`, so that they have no effect.
     """
 
     def __init__(self, variables: Variables, script: Script) -> None:
@@ -91,6 +83,8 @@ class _Reader(Cursor):
         self._functions: dict[str, tuple[list[Token], int]] = {}
         self._depth = 0
         self._n_commands = 0
+        self._doubt = NOT_RUN
+        """Why the last status that is not known is not."""
 
     def run(self, tokens: list[Token], body: int | None = None) -> Status:
         """Read the statements of `tokens`, or only the command at position `body`."""
@@ -118,7 +112,7 @@ class _Reader(Cursor):
         while True:
             self._skip(";", "&")
             token = self._peek()
-            if token is None or token.bare in until or (token.kind == "operator" and token.text in until):
+            if token is None or (token.kind in ("word", "operator") and token.text in until):
                 return status
             before = self._at
             status = self._and_or(live=live)
@@ -134,7 +128,8 @@ class _Reader(Cursor):
             runs = status is (operator.text == "&&")
             following = self._pipeline(live=live and runs)
             if live and status is None:
-                self._tell_unread(operator, start, NOT_RUN.format(operator.text))
+                doubt = f"it is not known whether the command before `{operator.text}` succeeds, because {self._doubt}"
+                self._report_unread(operator, start, doubt)
             status = following if runs else status
         return status
 
@@ -148,8 +143,8 @@ class _Reader(Cursor):
             self._skip()
             self._command(live=False)
             if live:
-                self._tell_unread(pipe, start, "commands after a `|` are not followed")
-            status = None
+                self._report_unread(pipe, start, "commands after a `|` are not followed")
+            status = self._unknown(NOT_RUN)
         return (not status if status is not None else None) if negates else status
 
     def _command(self, *, live: bool) -> Status:
@@ -169,7 +164,7 @@ class _Reader(Cursor):
             "{": self._group,
             "function": self._function,
             "[[": self._conditional,
-        }.get(token.bare or "")
+        }.get(self._keyword() or "")
         if compound is not None:
             self._at += 1
             status = compound(token, live)
@@ -183,24 +178,28 @@ class _Reader(Cursor):
         return self._simple(live=live)
 
     def _if(self, opened: Token, live: bool) -> Status:
-        keyword, is_done = "if", False
+        keyword, is_done, doubt, start = "if", False, "", self._at
         while keyword != "fi":
             taken = live and not is_done
             if keyword in ("if", "elif"):
                 condition = self._statements(live=taken, until=frozenset({"then"}))
                 self._expect("then", opened=opened)
                 if taken and condition is None:
-                    self._note(opened, f"`{keyword}` asks a command, which is not run; taken as false")
+                    doubt = doubt or f"the condition of `{keyword}` is taken as false, because {self._doubt}"
                 taken = taken and condition is True
             is_done = is_done or taken
             self._statements(live=taken, until=frozenset({"elif", "else", "fi"}))
             keyword = self._expect("elif", "else", "fi", opened=opened)
+        if doubt:
+            self._report_unread(opened, start, doubt, UNCERTAIN)
         return True
 
     def _case(self, opened: Token, live: bool) -> Status:
+        written, start = self._keyword() or "", self._at
         subject = self._word_text()
         self._expect("in", opened=opened)
-        is_done = False
+        doubt = self._why_unknown([written])
+        is_done = bool(doubt)
         while True:
             self._skip(";;")
             if self._keyword() == "esac" or self._peek() is None:
@@ -210,12 +209,14 @@ class _Reader(Cursor):
                 if self._is_operator("|", "("):
                     self._at += 1
                 else:
-                    patterns.append(self._word_text())
+                    patterns.append(self._word_text().text)
             self._at += 1
-            taken = live and not is_done and any(fnmatchcase(subject, pattern) for pattern in patterns)
+            taken = live and not is_done and any(fnmatchcase(subject.text, pattern) for pattern in patterns)
             is_done = is_done or taken
             self._statements(live=taken, until=frozenset({";;", "esac"}))
         self._expect("esac", opened=opened)
+        if live and doubt:
+            self._report_unread(opened, start, f"no branch of `case {written}` is taken, because {doubt}")
         return True
 
     def _loop(self, opened: Token, live: bool) -> Status:
@@ -225,8 +226,8 @@ class _Reader(Cursor):
         self._statements(live=False, until=frozenset({"done"}))
         self._expect("done", opened=opened)
         if live:
-            self._tell_unread(opened, start, "loops are not followed")
-        return None
+            self._report_unread(opened, start, "loops are not followed")
+        return self._unknown(NOT_RUN)
 
     def _group(self, opened: Token, live: bool) -> Status:
         status = self._statements(live=live, until=frozenset({"}"}))
@@ -247,7 +248,7 @@ class _Reader(Cursor):
         if self._keyword() != "]]":
             while self._keyword() != "]]" and self._peek() is not None:
                 self._at += 1  # a kind of test that is not followed
-            status = None
+            status = self._unknown(NOT_RUN)
         self._expect("]]", opened=opened)
         return status
 
@@ -269,9 +270,10 @@ class _Reader(Cursor):
                 self._skip(")")
             else:
                 words: list[str] = []
-                while (token := self._peek()) is not None and token.kind == "word" and token.bare != "]]":
-                    words.append(self._word_text())
-                part = holds(words)
+                while (word := self._keyword()) is not None and word != "]]":
+                    words.append(word)
+                    self._at += 1
+                part = self._test(words, [self._expander.text(word) for word in words])
             status = False if False in (status, part) else None if None in (status, part) else True
             self._skip()
             if not self._is_operator("&&"):
@@ -282,16 +284,15 @@ class _Reader(Cursor):
     def _simple(self, *, live: bool) -> Status:
         first = self._peek()
         assert first is not None, "the caller has seen a token"
-        words: list[Word] = []
+        words: list[str] = []
         while (token := self._peek()) is not None and token.kind in ("word", "array"):
             self._at += 1
-            if token.kind == "array":
-                if live:
-                    self._assign_array(token)
-            else:
-                words.append(token.word)
+            if token.kind == "word":
+                words.append(token.text)
+            elif live:
+                self._assign_array(token)
             self._redirections()
-            if len(words) == 1 and self._is_operator("(") and token.bare is not None:
+            if len(words) == 1 and self._is_operator("(") and token.kind == "word":
                 self._at -= 1
                 return self._function(first, live)
         self._redirections()
@@ -300,15 +301,14 @@ class _Reader(Cursor):
     def _redirections(self) -> None:
         while self._is_operator(*REDIRECTIONS):
             self._at += 1
-            if (token := self._peek()) is not None and token.kind == "word":
-                self._at += 1
+            self._at += self._keyword() is not None
 
-    def _word_text(self) -> str:
+    def _word_text(self) -> Text:
         token = self._peek()
         self._at += 1
-        return "" if token is None else self._expander.text(token.word).text
+        return Text("") if token is None else self._expander.text(token.text)
 
-    def _execute(self, words: list[Word], first: Token) -> Status:
+    def _execute(self, words: list[str], first: Token) -> Status:
         self._n_commands += 1
         if self._n_commands > MOST_COMMANDS:
             raise ValueError(
@@ -317,9 +317,8 @@ class _Reader(Cursor):
         while words and (found := assignment(words[0])) is not None:
             self._assign(*found)
             words = words[1:]
-        name = plain(words[0]) if words else None
-        if name in DECLARATIONS:
-            return self._declare(name, words[1:])
+        if words and words[0] in DECLARATIONS:
+            return self._declare(words)
         texts = [text for word in words for text in self._expander.fields(word)]
         match texts[:1]:
             case [Text(text="eval")]:
@@ -327,23 +326,45 @@ class _Reader(Cursor):
             case [Text(text=command)] if command in self._functions and self._depth < MOST_CALLS:
                 return self._call(command, texts[1:])
             case [Text(text="[" | "test")]:
-                return holds([text.text for text in texts[1:] if text.text != "]"])
+                return self._test(words, [text for text in texts[1:] if text.text != "]"])
             case [Text(text="source" | ".")]:
-                self._note(first, f"`source {' '.join(text.text for text in texts[1:])}` is not followed")
-                return None
+                text = f"`source {' '.join(text.text for text in texts[1:])}` is not followed"
+                self.script.notes.append(f"line {first.line}: {text}")
+                return self._unknown(NOT_RUN)
             case [Text(text="shift")]:
                 del self._variables.positional[:1]
                 return True
             case [Text(text="false")]:
                 return False
             case [Text(text=command)] if DOTTED.match(command):
-                self._tell_stray(texts, first)
+                self._report_stray(texts, first)
         if not texts or texts[0].text in SUCCEEDING:
             return True
-        if launched := arguments(texts):
-            self.script.launches.append(launched)
-            self.script.programs.append(program(texts))
+        if found_launch := launched(texts):
+            self.script.programs.append(found_launch[0])
+            self.script.launches.append(found_launch[1])
+        return self._unknown(NOT_RUN)
+
+    def _test(self, words: Sequence[str], texts: Sequence[Text]) -> Status:
+        """Return whether the test that `words` expand to as `texts` holds."""
+        doubt = self._why_unknown(words)
+        status = None if doubt else holds([text.text for text in texts])
+        return self._unknown(doubt or NOT_RUN) if status is None else status
+
+    def _unknown(self, doubt: str) -> Status:
+        self._doubt = doubt
         return None
+
+    def _why_unknown(self, words: Sequence[str]) -> str:
+        """Return why the values of some of `words` are not known, by the names of variables; empty if all are known."""
+        notes = dict.fromkeys(note for word in words for note in self._expander.text(word).unknown)
+        names = dict.fromkeys(re.findall(r"\$\{?(\w+)", " ".join(words)))
+        unknown = [name for name in names if (value := self._variables.get(name)) is not None and value.unknown]
+        if not unknown:
+            return "; ".join(notes)
+        are = "is" if len(unknown) == 1 else "are"
+        fix = f"set it before the command: {unknown[0]}=... fivefold import"
+        return f"${' and $'.join(unknown)} {are} not known ({'; '.join(notes)}); {fix}"
 
     def _call(self, name: str, arguments: list[Text]) -> Status:
         outer = self._variables.positional
@@ -354,17 +375,17 @@ class _Reader(Cursor):
         self._variables.positional = outer
         return status
 
-    def _declare(self, keyword: str, words: list[Word]) -> Status:
-        for word in words:
+    def _declare(self, words: Sequence[str]) -> Status:
+        for word in words[1:]:
             found = assignment(word)
             if found is not None:
                 self._assign(*found)
-            name = found[0] if found is not None else plain(word)
-            if keyword == "export" and name is not None and not name.startswith("-"):
+            name = found[0] if found is not None else self._expander.text(word).text
+            if words[0] == "export" and not name.startswith("-"):
                 self.exported.append(name)
         return True
 
-    def _assign(self, name: str, appends: bool, word: Word) -> None:
+    def _assign(self, name: str, appends: bool, word: str) -> None:
         value = self._expander.text(word)
         before = self._variables.get(name) if appends else None
         if before is not None:
@@ -378,11 +399,10 @@ class _Reader(Cursor):
         before = self._variables.arrays.get(token.text, []) if token.appends else []
         self._variables.arrays[token.text] = [*before, *items]
 
-    def _note(self, token: Token, text: str) -> None:
-        self.script.notes.append(f"line {token.line}: {text}")
+    # Reports
 
-    def _tell_stray(self, texts: Sequence[Text], first: Token) -> None:
-        """Tell that arguments begin a command, because the line before them does not continue."""
+    def _report_stray(self, texts: Sequence[Text], first: Token) -> None:
+        """Report that arguments begin a command, because the line before them does not continue."""
         keys = sum(bool(OVERRIDE.match(text.text) or text.text.startswith("--")) for text in texts)
         others = f" and the {keys - 1} keys after it" if keys > 2 else " and the key after it" if keys == 2 else ""
         self.script.problems.append(
@@ -390,8 +410,16 @@ class _Reader(Cursor):
             "continues a line only as its last character, with no blank and no comment after it"
         )
 
-    def _tell_unread(self, token: Token, start: int, reason: str) -> None:
-        """Tell what the tokens from `start` on would set or start, if they do."""
-        found = effects(self._tokens[start : self._at], frozenset(self._functions))
-        if found:
-            self.script.problems.append(f"line {token.line}: {reason}, so that {' and '.join(found)} are not read")
+    def _report_unread(self, token: Token, start: int, reason: str, what: str = NOT_READ) -> None:
+        """Report what the tokens from `start` on would set or start; the variables are not known from here on."""
+        names, programs = effects(self._tokens[start : self._at], frozenset(self._functions))
+        found = [f"the values of {', '.join(names)}"] if names else []
+        found += [f"the arguments of {name}" for name in programs]
+        if not found:
+            return
+        self.script.problems.append(f"line {token.line}: {' and '.join(found)} are {what}: {reason}")
+        for name in names:
+            before = self._variables.get(name) or Text("")
+            note = Unknown(f"${name} depends on line {token.line}, which is not followed")
+            if name not in self._variables.arrays:
+                self._variables.texts[name] = Text(before.text, (*before.notes, note))

@@ -120,6 +120,7 @@ def test_the_program_of_a_launch_is_known() -> None:
         "python3 -m verl.trainer.main_ppo a=1": "verl.trainer.main_ppo",
         "torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer a=1": "verl.trainer.sft_trainer",
         "nohup python -u examples/run.py --config x.yaml a=1 &": "examples/run.py",
+        "env VLLM_USE_V1=1 python3 -m verl.trainer.main_ppo a=1": "verl.trainer.main_ppo",
     }.items():
         assert read_script(script, {}).programs == [program], script
 
@@ -181,10 +182,42 @@ def test_a_variable_that_nothing_sets_is_named_with_the_way_to_set_it() -> None:
     assert launch[2].notes == ()
 
 
-def test_an_if_that_depends_on_a_command_is_taken_as_false_with_a_note() -> None:
+def test_an_if_that_depends_on_a_command_is_taken_as_false_and_is_a_problem() -> None:
     script = read_script("A=1\nif nvidia-smi | grep -q H100; then\n A=2\nfi\npython3 -m t a=$A", {})
-    assert [word.text for word in script.launches[0]][-1] == "a=1"
-    assert re.search(r"line 2.*taken as false", script.notes[0])
+    (word,) = [word for word in script.launches[0] if word.text == "a=1"]
+    assert word.notes == ("$A depends on line 2, which is not followed",)
+    assert re.search(r"line 2: the values of A are uncertain: .*taken as false", script.problems[0])
+    assert read_script("if nvidia-smi; then\n echo H100\nfi\npython3 -m t a=1", {}).problems == []
+
+
+def test_a_choice_by_the_output_of_a_command_is_a_problem_that_names_the_variable() -> None:
+    device = 'D=${D:-$(python3 -c "import torch_npu" && echo npu || echo gpu)}\n'
+    launch = "\npython3 -m t a.tp=$TP a.b=1"
+    case = 'case "$D" in gpu) TP=4 ;; npu) TP=8 ;; *) exit 1 ;; esac'
+    either = 'if [ "$D" = npu ]; then TP=8; else TP=4; fi'
+    for text, tp, what in (
+        (case, "", "no branch"),
+        (either, "4", "taken as false"),
+        (either.replace("[ ", "[[ ").replace(" ]", " ]]"), "4", "taken as false"),
+        ("TP=4; [ $D = npu ] && TP=8", "4", "before `&&` succeeds"),
+    ):
+        script = read_script(device + text + launch, {})
+        (problem,) = script.problems
+        assert problem.startswith("line 2: the values of TP are "), text
+        for part in (what, "$D is not known", "it prints npu or gpu", "D=... fivefold import"):
+            assert part in problem, (text, part)
+        (word,) = [word for word in script.launches[0] if word.text.startswith("a.tp=")]
+        assert word.text == f"a.tp={tp}", text
+        assert word.notes == ("$TP depends on line 2, which is not followed",), text
+        known = read_script(device + text + launch, {"D": "npu"})
+        assert known.problems == [], text
+        assert "a.tp=8" in [word.text for word in known.launches[0]], text
+
+
+def test_a_command_that_may_fail_has_two_outcomes() -> None:
+    script = read_script("nvidia-smi && A=1 || A=2\npython3 -m t a.b=$A", {})
+    assert [problem.partition(":")[0] for problem in script.problems] == ["line 1", "line 1"]
+    assert ["the values of A" in problem for problem in script.problems] == [True, True]
 
 
 def test_a_file_that_is_sourced_is_not_followed() -> None:
