@@ -18,7 +18,7 @@ from fivefold.types import StepResult
 from fivefold.weights.stacks import Stack
 
 if TYPE_CHECKING:
-    from fivefold.engine.moving_weights import MovingWeights
+    from fivefold.engine.ema import EMAWeights
     from fivefold.engine.state.state_store import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
@@ -151,5 +151,5 @@ class TrainingEngine(Protocol):
         The names and the elements are the same for every model of one shape on one layout of the same engine.
         """
 
-    def moving_weights(self, decay: float) -> MovingWeights:
-        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
+    def ema_weights(self, decay: float) -> EMAWeights:
+        """Return this model's weights as an EMA, with this decay, of a model that they follow."""

@@ -20,12 +20,12 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.passes import (
     COMPUTING,
     Kept,
@@ -206,8 +206,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self._require("params")
         return self.shards.export(self._dtype, readers)
 
-    def moving_weights(self, decay: float) -> MovingWeights:
-        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
+    def ema_weights(self, decay: float) -> EMAWeights:
+        """Return this model's weights as an EMA, with this decay, of a model that they follow."""
         weights = {
             shard.mapping.parameter: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
         }
@@ -215,7 +215,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             each.mapping.parameter: HeldWeight(each.mapping, each.values_E, is_stored=each.is_stored)
             for each in self.shards.offsets
         }
-        return MovingWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
+        return EMAWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""

@@ -25,12 +25,12 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.moving_weights import HeldWeight, MovingWeights
 from fivefold.engine.passes import (
     COMPUTING,
     LossStep,
@@ -242,14 +242,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._require("params")
         return self._bridge.export(self.weights, self._shards, readers=readers)
 
-    def moving_weights(self, decay: float) -> MovingWeights:
-        """Return this model's weights, which keep the share `decay` of themselves when they follow others."""
+    def ema_weights(self, decay: float) -> EMAWeights:
+        """Return this model's weights as an EMA, with this decay, of a model that they follow."""
         position, held = rank_grid(self.layout)[dist.get_rank()], self.held_weights()
         weights = {}
         for mapping, _ in self._bridge.mapped(self.weights):
             is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
             weights[mapping.parameter] = HeldWeight(mapping, held[mapping.parameter], is_stored=is_first)
-        return MovingWeights(weights, self._bridge.expected_names(), self._shards, decay)
+        return EMAWeights(weights, self._bridge.expected_names(), self._shards, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""

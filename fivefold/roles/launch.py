@@ -25,7 +25,7 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.critic import Critic
 from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
 from fivefold.roles.launch_reference import (
-    moving,
+    ema_decay,
     offloaded_reference,
     reference_alone,
     reference_beside,
@@ -180,7 +180,7 @@ def actor_spec(
         total_steps=total_steps,
         reference=reference,
         offloads_reference=bool(offloaded_reference(recipe)),
-        moving=None if reference is None else moving(recipe),
+        ema_decay=None if reference is None else ema_decay(recipe),
         value_head=isinstance(recipe, RMRecipe),
         value_bias=not isinstance(recipe, RMRecipe),
         copies_state=copies,

@@ -48,7 +48,7 @@ def reference_alone(recipe: Recipe, placement: Placement, model: EngineConfig, *
         layout=placement["ref"].layout,
         seed=recipe.seed,
         timeout_s=recipe.scheduler.timeout_s,
-        moving=moving(recipe),
+        ema_decay=ema_decay(recipe),
         copies_state=copies,
     )
 
@@ -59,8 +59,8 @@ def offloaded_reference(recipe: Recipe) -> tuple[Offloadable, ...]:
     return PARAMS if section is not None and section.offload else ()
 
 
-def moving(recipe: Recipe) -> float | None:
-    """Return what the reference keeps of its weights when it follows the actor; None: it does not follow."""
+def ema_decay(recipe: Recipe) -> float | None:
+    """Return the decay with which the reference follows the actor, 0 for copies; None: it does not follow."""
     section = reference_section(recipe)
     if not isinstance(section, ReferenceConfig) or section.refresh_steps is None:
         return None

@@ -76,15 +76,15 @@ class ReferenceBesideActor:
 
     def snapshot(self, folder: Path) -> None:
         """Copy the weights to host memory, as `Reference` says."""
-        written(self._actors.group, self._actors.group.call(TrainerWorker.snapshot_moving, folder))
+        written(self._actors.group, self._actors.group.call(TrainerWorker.snapshot_ema, folder))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""
-        return written(self._actors.group, self._actors.group.control(TrainerWorker.write_moving))
+        return written(self._actors.group, self._actors.group.control(TrainerWorker.write_ema))
 
     def load_state(self, folder: Path) -> None:
         """Load the weights below `folder`."""
-        self._actors.group.call(TrainerWorker.load_moving, folder)
+        self._actors.group.call(TrainerWorker.load_ema, folder)
 
 
 class ReferenceAlone:
@@ -111,14 +111,14 @@ class ReferenceAlone:
     def snapshot(self, folder: Path) -> None:
         """Copy the weights to host memory, as `Reference` says."""
         with self.model.working() as trainer:
-            written(trainer.group, trainer.group.call(TrainerWorker.snapshot_moving, folder))
+            written(trainer.group, trainer.group.call(TrainerWorker.snapshot_ema, folder))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, as `Reference` says."""
         group = self.model.trainer.group
-        return written(group, group.control(TrainerWorker.write_moving))
+        return written(group, group.control(TrainerWorker.write_ema))
 
     def load_state(self, folder: Path) -> None:
         """Load the weights below `folder`."""
         with self.model.working() as trainer:
-            trainer.group.call(TrainerWorker.load_moving, folder)
+            trainer.group.call(TrainerWorker.load_ema, folder)

@@ -38,7 +38,7 @@ from fivefold.weights.buckets import Bucket, unpack
 
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
-    from fivefold.engine.moving_weights import MovingWeights
+    from fivefold.engine.ema import EMAWeights
     from fivefold.engine.state.state_store import WrittenPart
 
 BatchChange = Callable[[Batch], Batch]
@@ -72,9 +72,9 @@ class TrainerSpec:
     """A second, frozen model in the same processes and the same layout."""
     offloads_reference: bool = False
     """Whether the second model's weights are on the devices only while it works."""
-    moving: float | None = None
-    """What the frozen model's weights keep of themselves when they follow a trained model's (`MovingWeights`); None:
-    they stay as they are. The frozen model is the second one, or the own one if there is no second."""
+    ema_decay: float | None = None
+    """Decay with which the frozen model follows a trained one (`EMAWeights`); None: its weights never change. The
+    frozen model is the reference, or `model` itself without one."""
     value_head: bool = False
     """Whether the model has a value head in place of its output layer."""
     value_bias: bool = True
@@ -145,10 +145,10 @@ class TrainerWorker(SendsWeights):
             else None
         )
         self._offloads_reference = spec.offloads_reference
-        self._moving: MovingWeights | None = None
-        self._moving_snapshot: Snapshot | None = None
-        if spec.moving is not None:
-            self._moving = (self._reference or self._engine).moving_weights(spec.moving)
+        self._ema: EMAWeights | None = None
+        self._ema_snapshot: Snapshot | None = None
+        if spec.ema_decay is not None:
+            self._ema = (self._reference or self._engine).ema_weights(spec.ema_decay)
         if self._reference is not None and spec.offloads_reference:
             self._reference.offload(PARAMS)
 
@@ -238,45 +238,45 @@ class TrainerWorker(SendsWeights):
             engine.offload(PARAMS)
 
     def follow_own(self) -> None:
-        """Let the reference's weights follow those of the trained model beside it.
+        """Let the reference follow the trained model in the same processes.
 
         Raises:
-            ValueError: these processes hold no model that moves.
+            ValueError: no model of these processes follows another.
         """
         with self._working("reference"):
-            self._require_moving().follow(self._engine.held_weights())
+            self._require_ema().follow(self._engine.held_weights())
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Let the own model's weights follow those in `buckets`, which `offer_weights` of a trained model has sent.
+        """Let the model follow the weights in `buckets`, which a trained model's `offer_weights` yields.
 
         Raises:
-            ValueError: these processes hold no model that moves.
+            ValueError: no model of these processes follows another.
         """
-        self._require_moving().follow_whole(unpack(buckets, torch.device("cpu")))
+        self._require_ema().follow_whole(unpack(buckets, torch.device("cpu")))
 
-    def snapshot_moving(self, folder: Path) -> WriteFailed | None:
-        """Copy the moving weights of this rank to host memory, for `write_moving`; see `snapshot`."""
-        moving = self._require_moving()
+    def snapshot_ema(self, folder: Path) -> WriteFailed | None:
+        """Copy this rank's part of the model that follows to host memory, for `write_ema`; see `snapshot`."""
+        ema = self._require_ema()
         with self._working("own" if self._reference is None else "reference"):
-            snapshot = _unless_failed(lambda: moving.snapshot(folder, copy=self._copies_state))
+            snapshot = _unless_failed(lambda: ema.snapshot(folder, copy=self._copies_state))
         if isinstance(snapshot, WriteFailed):
             return snapshot
-        self._moving_snapshot = snapshot
+        self._ema_snapshot = snapshot
         return None
 
-    def write_moving(self) -> WrittenPart | WriteFailed:
-        """Write the files of the last `snapshot_moving`; see `write_snapshot`."""
-        return _written(self._moving_snapshot)
+    def write_ema(self) -> WrittenPart | WriteFailed:
+        """Write the files of the last `snapshot_ema`; see `write_snapshot`."""
+        return _written(self._ema_snapshot)
 
-    def load_moving(self, folder: Path) -> None:
-        """Load the moving weights below `folder`."""
+    def load_ema(self, folder: Path) -> None:
+        """Load the weights of the model that follows from `folder`."""
         with self._working("own" if self._reference is None else "reference"):
-            self._require_moving().load(folder)
+            self._require_ema().load(folder)
 
-    def _require_moving(self) -> MovingWeights:
-        if self._moving is None:
-            raise ValueError("these processes hold no weights that move: their TrainerSpec says so")
-        return self._moving
+    def _require_ema(self) -> EMAWeights:
+        if self._ema is None:
+            raise ValueError("no model of these processes follows another: set ema_decay of their TrainerSpec")
+        return self._ema
 
     def compute_values(self, order: ShareOrder, *columns: Columns) -> tuple[None, Columns]:
         """Compute the values of the states before the share's trained tokens, as the column `values`.

@@ -56,7 +56,7 @@ def loads(folder: Path, batch: Batch) -> Tensors:
 def train(case: Case, folder: Path, state: Path) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     """In a worker: offsets after an update, after a skipped one, and after two more; those of a model that follows."""
     engine = case.engine(folder, OPTIMIZER)
-    follower = Case(case.layout, dtype="bfloat16").engine(folder).moving_weights(0.0)
+    follower = Case(case.layout, dtype="bfloat16").engine(folder).ema_weights(0.0)
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     engine.optim_step()
     after_one = offsets_of(whole(engine.export_weights()))

@@ -1,4 +1,4 @@
-"""A frozen model that follows a trained one: copies and moving averages, on any layout, and in checkpoints."""
+"""A frozen model that follows a trained one: copies and EMAs, on any layout, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def follow(case: Case | FSDPCase, dtype: str, model: Path, decay: float, folder:
     """In a worker: train a model that others follow, and save the state of one of these before they follow again."""
     trained = case.engine(model, OPTIMIZER)
     frozen, other = (case_of(case.layout, dtype).engine(model) for _ in range(2))
-    moving, by_name = frozen.moving_weights(decay), other.moving_weights(decay)
+    ema, by_name = frozen.ema_weights(decay), other.ema_weights(decay)
     history = [whole(trained.export_weights())]
     for _ in range(N_STEPS):
         trained.forward_backward_of(uneven_batch(), SFTLoss())
         trained.optim_step()
-        moving.follow(trained.held_weights())
+        ema.follow(trained.held_weights())
         by_name.follow_whole(trained.export_weights())
         history.append(whole(trained.export_weights()))
     weights = whole(frozen.export_weights())
-    commit(moving.snapshot(folder, copy=True), folder)
-    moving.follow(trained.held_weights())
+    commit(ema.snapshot(folder, copy=True), folder)
+    ema.follow(trained.held_weights())
     return Followed(history, weights, whole(other.export_weights()), whole(frozen.export_weights()))
 
 
 def go_on(case: Case | FSDPCase, model: Path, decay: float, folder: Path, trained: Tensors) -> tuple[Tensors, Tensors]:
     """In a worker: load a frozen model's state, and follow whole tensors. Returns the weights before and after it."""
     engine = case.engine(model)
-    moving = engine.moving_weights(decay)
-    moving.load(folder)
+    ema = engine.ema_weights(decay)
+    ema.load(folder)
     before = whole(engine.export_weights())
-    moving.follow_whole(iter(trained.items()))
+    ema.follow_whole(iter(trained.items()))
     return before, whole(engine.export_weights())
 
 

@@ -1,9 +1,9 @@
-"""Weights of a frozen model that follow those of a trained one: copied from time to time, or as a moving average.
+"""The weights of a frozen model as an exponential moving average (EMA) of a trained model's.
 
-    weights = decay * weights + (1 - decay) * those of the trained model         decay 0: a copy
+    ema = decay * ema + (1 - decay) * trained         decay 0: a copy
 
-An average is kept in float32, because steps of it are smaller than bfloat16 can tell. In a checkpoint the weights are
-tensors `param/<Hugging Face name>` in float32, free of any layout.
+The average stays in float32: its steps are too small for bfloat16. A checkpoint holds it as float32 tensors
+`param/<Hugging Face name>`, whatever the layout.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class HeldWeight:
     values_N: Tensor
     """The elements, flat, as a view of the parameter."""
     begin: int = 0
-    """First of them, in the flattened parameter."""
+    """Index of the first one in the flattened parameter."""
     is_stored: bool = True
-    """Whether this rank stores them in a checkpoint; of replicas, the first one does."""
+    """Whether this rank writes them to checkpoints; among replicas, the first one does."""
 
     def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yield the parts of pieces of the parameter that this rank holds."""
+        """Yield what this rank holds of some pieces of the parameter."""
         for piece in pieces:
             yield from piece.within(self.begin, self.begin + self.values_N.numel())
 
 
-class MovingWeights:
-    """This rank's weights of a frozen model, which follow another model's.
+class EMAWeights:
+    """This rank's weights of a frozen model, an EMA of another model's.
 
     Args:
-        weights: the weights of this rank by name.
+        weights: this rank's weights by name.
         shapes: names and full shapes of the model's Hugging Face tensors.
-        groups: where this rank stands.
-        decay: what the weights keep of themselves when they follow, in [0, 1).
+        groups: this rank's groups.
+        decay: the decay, in [0, 1); 0 copies.
     """
 
     def __init__(
@@ -64,45 +64,45 @@ class MovingWeights:
             for name, weight in weights.items()
             if decay > 0 and weight.values_N.dtype != torch.float32
         }
-        """Averages in host memory, flat, of the weights that are not in float32 themselves."""
+        """Flat float32 averages, in host memory, of weights in other dtypes; a float32 weight is its own average."""
         self._writer: StateWriter | None = None
 
     @torch.no_grad()
     def follow(self, others: Mapping[str, Tensor]) -> None:
-        """Follow the flat weights of a model of the same shape on the same layout, by the same names."""
+        """Average in a model of the same shape and layout: its flat weights, by the same names."""
         for name, other in others.items():
             self._follow_one(name, other)
 
     @torch.no_grad()
     def follow_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Follow whole tensors by Hugging Face name, in the order in which a bridge exports them, of any layout.
+        """Average in a model of any layout: its whole tensors by Hugging Face name, in the order of a bridge's export.
 
         Raises:
-            ValueError: a tensor that a parameter of this rank needs has not come.
+            ValueError: a tensor that a parameter of this rank needs is missing.
         """
         waiting = {name: set(weight.mapping.sources()) for name, weight in self._weights.items()}
         arrived = _Arrived()
         for source, tensor in weights:
             arrived.tensors[source] = tensor
             for name in [name for name, sources in waiting.items() if sources <= arrived.tensors.keys()]:
-                # In float32, so that weights are not rounded to the frozen model's dtype before they are averaged.
+                # In float32: rounding to the frozen model's dtype comes after averaging.
                 values_N = torch.empty_like(self._weights[name].values_N, dtype=torch.float32)
                 self._fill(values_N, self._weights[name], arrived)
                 self._follow_one(name, values_N)
                 del waiting[name]
-            arrived.keep(set().union(*waiting.values()))
+            arrived.keep_only(set().union(*waiting.values()))
         if waiting:
-            raise ValueError(f"the weights that came lack those of {', '.join(sorted(waiting)[:3])}: give all of them")
+            raise ValueError(f"the weights lack what {', '.join(sorted(waiting)[:3])} need: give all of them")
 
     def snapshot(self, folder: Path, *, copy: bool) -> HostSnapshot | WrittenSnapshot:
-        """Copy this rank's part to host memory, to be written to `folder`; or write it there at once.
+        """Copy this rank's part to host memory, to be written to `folder` later; or write it at once.
 
         Args:
             folder: the folder of the weights.
             copy: whether to copy.
 
         Raises:
-            ValueError: the last copy still exists and is not written yet.
+            ValueError: the last copy is not written yet.
             OSError: without a copy, a file cannot be written; the error names it.
         """
         stored = dict(self._stored())
@@ -113,10 +113,10 @@ class MovingWeights:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load what all ranks of this layout or any other have written.
+        """Load what the ranks of any layout have written.
 
         Raises:
-            ValueError: the folder holds no such state, or that of another model.
+            ValueError: the folder holds no such state, or another model's.
         """
         stored = StoredState(folder, KIND)
         stored.check(self._shapes)
@@ -151,7 +151,7 @@ class MovingWeights:
 
 
 class _Arrived:
-    """Whole tensors that have arrived: a `TensorReader`."""
+    """A `TensorReader` of the whole tensors that have arrived."""
 
     folder = Path("weights of the trained model")
 
@@ -171,6 +171,6 @@ class _Arrived:
     def read(self, name: str, *index: slice) -> Tensor:
         return self.tensors[name][index or slice(None)]
 
-    def keep(self, names: set[str]) -> None:
-        """Forget all tensors but those of these names."""
+    def keep_only(self, names: set[str]) -> None:
+        """Drop all tensors but these."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
