@@ -42,6 +42,7 @@ from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import NcclLink
 from fivefold.weights.sender import WeightSender
 from fivefold.weights.stacks import stacked
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
 TOKENIZER = "package:tiny-moe"
@@ -177,8 +178,8 @@ def start(args: argparse.Namespace, folder: str) -> ServerEngine:
 
 
 def route(args: argparse.Namespace) -> Route:
-    exporters = frozenset({0} if args.transport == "ipc" else ())
-    return Route(args.transport, "bfloat16", args.verify, exporters, n_receivers=args.transport == "nccl")
+    transport = TRANSPORTS[args.transport]
+    return Route(transport, "bfloat16", args.verify, n_receivers=int(transport.is_collective))
 
 
 def meta_model(folder: str) -> Any:
@@ -197,7 +198,7 @@ def random_weights(shapes: dict[str, torch.Size], seed: int) -> Weights:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", choices=["ipc", "nccl", "folder"], default="ipc")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="ipc")
     parser.add_argument("--backend", choices=sorted(DIALECTS), default="vllm")
     parser.add_argument("--python", help="Python that has the server")
     parser.add_argument("--model", default="Qwen3-30B-A3B", help="a shape of fivefold/families")

@@ -38,6 +38,7 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import place
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.rewards.static_check import reward_problems
+from fivefold.weights.table import name_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
 
@@ -91,6 +92,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
                 yield f"{role}.megatron.dist_checkpointing_path: {error}"
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)
+        yield from name_problems(recipe.rollout.weight_transport)
 
 
 def _engines(recipe: Recipe) -> Iterator[tuple[RoleAllocation, EngineConfig]]:

@@ -62,7 +62,8 @@ from fivefold.types import Prompt, Sample
 from fivefold.update.critic import CriticUpdate, critic_update
 from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.policy import PolicyUpdate, check_prompts
-from fivefold.weights.transport import TITLES, Route, choose_route
+from fivefold.weights.table import choose_route
+from fivefold.weights.transport import Route
 
 _OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
 """Metrics that say nothing of a step in which the actor is not trained."""
@@ -93,7 +94,7 @@ class TrainSetup(RunSetup[Prompt]):
         prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
         return {
             "devices": devices,
-            "weight sync": TITLES[self.route.transport],
+            "weight sync": self.route.transport.title,
             "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.usage}),
@@ -282,7 +283,7 @@ class _Loop:
         """Give the rollout the actor's weights: beside the next step, or if the route does not allow that, at once."""
         timers = self.run.timers
         self.source.settle()
-        if self.setup.route.beside_training:
+        if self.setup.route.overlaps_training:
             copy = copy_weights(self.roles.actor, self.roles.rollout, version, timers)
             give = partial(give_weights, self.roles.rollout, copy, timers, self.setup.route.transport)
             self.source.weights_follow(version, give)

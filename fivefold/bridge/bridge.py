@@ -18,10 +18,10 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.participants import find_part
 from fivefold.bridge.value_head import WithValueHead
-from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 from fivefold.observe.progress import counting
 from fivefold.weights.stacks import Stack
+from fivefold.weights.transport import GATHER_BYTES
 
 LOADING = "loading weights"
 """What progress calls it."""

@@ -23,12 +23,12 @@ from fivefold.bridge.gather import all_gather
 from fivefold.bridge.hf_saver import Block, blocks
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
 from fivefold.bridge.pieces import Piece
-from fivefold.config.weight_buckets import GATHER_BYTES
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
 from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.transport import GATHER_BYTES
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,10 @@ class Backend:
     """Whether a server's requests may stand still and keep their keys and values while it gets new weights."""
     temperatures: tuple[float, float] | None = None
     """Lowest and highest temperature that it samples with as asked; None: any above 0."""
+    loads_stages: bool = True
+    """Whether each of its pipeline stages takes weights from GPU to GPU."""
+    reports_checksum: bool = True
+    """Whether it reports a checksum of the weights that arrive."""
     distributions: tuple[str, ...] = ()
     """Packages to install, any of which provides it; none: it comes with Fivefold's own requirements."""
     variables: str = ""
@@ -110,6 +114,8 @@ _ROWS = (
         memory_share=0.88,
         workspace_bytes=_SERVER_WORKSPACE,
         asleep_bytes=_SERVER_ASLEEP,
+        loads_stages=False,
+        reports_checksum=False,
         distributions=("sglang",),
         variables="SGLANG_",
     ),

@@ -10,14 +10,14 @@ from fivefold.families.check import layout_problems, replica_problems
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement, RolePlacement
-from fivefold.layout.transport import pick_transport
-from fivefold.planning.copied_weights import bucket_beside_training, copied_weights
+from fivefold.planning.copied_weights import copied_weights, overlapping_bytes
 from fivefold.planning.host_memory import GIB, HostMemory, fullest, host_memory, host_problems
 from fivefold.planning.memory import KINDS, Kind, RankMemory
 from fivefold.planning.question import Question
 from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb, kept_bytes, plan_rollout, plan_trainer
 from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.sending import kept_while_sending, sending_bytes
+from fivefold.weights.table import pick
 
 NAMES: Mapping[Kind, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
 
@@ -161,12 +161,12 @@ def _with_sending(trainer: TrainerPlan, question: Question, placement: Placement
     """Return the actor's plan with the buckets in which its weights go to the rollout."""
     if trainer.placed.role != "actor" or "rollout" not in placement:
         return trainer
-    transport = pick_transport(question.weight_transport, placement)
+    transport = pick(question.weight_transport, placement)
     sending = sending_bytes(trainer.placed.layout, question.shape, transport, element_bytes=question.work.element_bytes)
-    beside = bucket_beside_training(question, placement)
+    overlapping = overlapping_bytes(question, placement)
 
     def sends(stage: RankMemory) -> RankMemory:
-        return replace(stage, sending=sending, buffers=stage.buffers + beside)
+        return replace(stage, sending=sending, buffers=stage.buffers + overlapping)
 
     return replace(
         trainer,

@@ -1,15 +1,15 @@
 """Host memory of weights on their way to a rollout.
 
-Through host memory, servers read files there, whether the trainer waits for that or not. A trainer that trains on sends
-out of a copy.
+Through host memory, servers read files there, whether the trainer waits or not. Training that overlaps the transfer
+needs a copy to send from.
 """
 
 from __future__ import annotations
 
-from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.layout.placement import Placement
-from fivefold.layout.transport import Transport, pick_transport
 from fivefold.planning.question import Question
+from fivefold.weights.table import overlaps, pick
+from fivefold.weights.transport import Transport
 
 
 def copied_weights(question: Question, placement: Placement) -> dict[int, int]:
@@ -19,25 +19,25 @@ def copied_weights(question: Question, placement: Placement) -> dict[int, int]:
     """
     if "rollout" not in placement:
         return {}
-    rollout, beside = placement["rollout"], transport_beside_training(question, placement)
-    nodes = set() if beside is None else {placement["actor"].devices[0].node}
-    if beside == "folder" or (
-        rollout.layout.is_server and pick_transport(question.weight_transport, placement) == "folder"
-    ):
+    rollout, overlapping = placement["rollout"], overlapping_transport(question, placement)
+    nodes = set() if overlapping is None else {placement["actor"].devices[0].node}
+    transport = pick(question.weight_transport, placement) if rollout.layout.is_server else overlapping
+    if transport is not None and transport.carries_weights:
         nodes |= {device.node for device in rollout.devices}
     return dict.fromkeys(sorted(nodes), question.shape.n_parameters * question.rollout_bytes)
 
 
-def bucket_beside_training(question: Question, placement: Placement) -> int:
-    """Return the bytes of the bucket that is on the sending rank's device while it trains; 0: there is none."""
-    if transport_beside_training(question, placement) != "nccl":
+def overlapping_bytes(question: Question, placement: Placement) -> int:
+    """Return the bytes of the buffers on the sending rank's device while it trains."""
+    transport = overlapping_transport(question, placement)
+    if transport is None or transport.carries_weights:
         return 0
-    return max(DEVICE_BYTES, question.rollout_bytes * question.shape.hidden * question.shape.vocab)
+    return transport.device_bytes(question.rollout_bytes * question.shape.hidden * question.shape.vocab)
 
 
-def transport_beside_training(question: Question, placement: Placement) -> Transport | None:
-    """Return how weights travel while the actor trains on; None: it waits."""
+def overlapping_transport(question: Question, placement: Placement) -> Transport | None:
+    """Return the transport that works in parallel with training; None: the actor waits for its transport."""
     if question.overlaps_weight_sync is False or "rollout" not in placement or placement.sharers("rollout"):
         return None
-    transport = pick_transport(question.weight_transport, placement)
-    return transport if transport == "folder" or question.overlaps_weight_sync else None
+    transport = pick(question.weight_transport, placement)
+    return transport if overlaps(transport, asked=question.overlaps_weight_sync) else None

@@ -14,7 +14,7 @@ from math import gcd
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.planning.blueprint import Blueprint, draw_up
-from fivefold.planning.copied_weights import transport_beside_training
+from fivefold.planning.copied_weights import overlapping_transport
 from fivefold.planning.generation_time import LOGPROB_SECONDS, reading_seconds, sending_seconds, token_seconds
 from fivefold.planning.lengths import Lengths
 from fivefold.planning.question import Question
@@ -230,12 +230,12 @@ def _weights_beside(recipe: TrainRecipe, blueprint: Blueprint) -> WeightsBeside 
     Through host memory, they add up to the seconds for which a trainer waits. By NCCL, the copy is an extra one.
     """
     question = replace(blueprint.question, overlaps_weight_sync=recipe.rollout.overlap_weight_sync)
-    transport = transport_beside_training(question, blueprint.placement)
+    transport = overlapping_transport(question, blueprint.placement)
     if transport is None:
         return None
     whole = sending_seconds(question.shape, question.rollout_bytes)
     on_link = question.shape.n_parameters * question.rollout_bytes / HOST_LINK
-    if transport == "nccl":
+    if not transport.carries_weights:
         return WeightsBeside(copy_seconds=on_link, staging_seconds=0.0, swap_seconds=whole)
     return WeightsBeside(copy_seconds=on_link, staging_seconds=whole - 2 * on_link, swap_seconds=on_link)
 

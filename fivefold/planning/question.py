@@ -11,7 +11,6 @@ from fivefold.layout.allocation import Allocation
 from fivefold.layout.devices import device_text
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.placement import Placement, place_allocation, place_by_list
-from fivefold.layout.transport import Transport
 from fivefold.planning.memory import KINDS, Kind
 from fivefold.planning.offload_choice import KEEP_ALL, OffloadChoice
 from fivefold.planning.workload import Workload
@@ -90,7 +89,7 @@ class Question:
     """What the actor may move off GPUs that a rollout shares with it."""
     host_memory_gib: int | None = None
     """Host memory of a node in GiB; None if it is not known."""
-    weight_transport: Transport | Literal["auto"] = "auto"
+    weight_transport: str = "auto"
     """How weights go from the actor to the rollout."""
     overlaps_weight_sync: bool | None = False
     """Whether the actor trains on while a rollout on devices of its own takes a copy of its weights; None: if they go

@@ -12,7 +12,6 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import GPUS, Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Device, RolePlacement
-from fivefold.layout.transport import Transport, pick_transport
 from fivefold.planning.blueprint import HEADROOM, plan_alone
 from fivefold.planning.groups import ranks_together
 from fivefold.planning.memory import Kind, RankMemory
@@ -30,6 +29,8 @@ from fivefold.planning.rollout_memory import asleep_bytes
 from fivefold.planning.sending import kept_while_sending, sending_bytes
 from fivefold.planning.timing import StepTime, step_time
 from fivefold.planning.workload import Recompute, Workload
+from fivefold.weights.table import pick
+from fivefold.weights.transport import Transport
 
 VIRTUAL_STAGES = (1, 2, 4, 8)
 SHORTEST_SHARD = 512
@@ -83,8 +84,8 @@ class Cluster:
     """Engines that generate on the same GPUs."""
     offloadable: tuple[Kind, ...] = ()
     """What the trainer may move off its GPUs while they generate."""
-    transport: Transport = "folder"
-    """How its weights go to them."""
+    transport: Transport | None = None
+    """How its weights go to them; None: there are none."""
     backend: str = "megatron"
     """The trainer's engine, all layouts of which are tried."""
     reference_share: float = 1.0
@@ -116,7 +117,7 @@ class Cluster:
         )
         actor = placement["actor"]
         offloadable, backend = question.offload.possible, actor.layout.backend
-        transport: Transport = pick_transport(question.weight_transport, placement) if engines else "folder"
+        transport = pick(question.weight_transport, placement) if engines else None
         reserved += sum(kept.values())
         share = (question.reference_bytes or question.work.element_bytes) / question.work.element_bytes
         share = 0.0 if question.reference_is_offloaded else share
@@ -165,7 +166,7 @@ class Cluster:
         """Return the memory of each pipeline stage of a trainer, the buckets for the engines on its GPUs included."""
         stages = trainer_memory(layout, shape, work, reference)
         stages = tuple(replace(stage, reference=int(stage.reference * self.reference_share)) for stage in stages)
-        if not self.engines:
+        if not self.engines or self.transport is None:
             return stages
         element_bytes = work.element_bytes
         sending = sending_bytes(layout, shape, self.transport, element_bytes=element_bytes)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fivefold.config.weight_buckets import DEVICE_BYTES, GATHER_BYTES, HOST_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.transport import Transport
 from fivefold.planning.memory import Kind, RankMemory
+from fivefold.weights.transport import GATHER_BYTES, Transport
 
 
 def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transport, *, element_bytes: int) -> int:
@@ -21,13 +20,8 @@ def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transpor
         element_bytes: bytes of an element of the actor's weights.
     """
     largest = element_bytes * shape.hidden * max(shape.vocab, shape.ffn_hidden if not all(shape.moe_layers) else 0)
-    buffers: dict[Transport, int] = {
-        "ipc": IPC_BUFFERS * max(DEVICE_BYTES, largest),
-        "nccl": NCCL_BUFFERS * max(DEVICE_BYTES, largest),
-        "folder": HOST_BYTES,
-    }
     is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
-    return buffers[transport] + (max(GATHER_BYTES, largest) if is_cut else 0)
+    return transport.device_bytes(largest) + (max(GATHER_BYTES, largest) if is_cut else 0)
 
 
 def kept_while_sending(stage: RankMemory, offloaded: Collection[Kind]) -> int:

@@ -17,15 +17,16 @@ from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
 from fivefold.weights.device_buckets import DeviceBucket, merged
+from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.nccl_link import Invitation, Meeting
 from fivefold.weights.offer import WeightOffer
-from fivefold.weights.transport import FOLDER, Route
+from fivefold.weights.transport import Route
 
 
 class Actor(TrainedRole):
     """The actor's methods, each of which runs in all of its processes."""
 
-    def __init__(self, trainer: Trainer, route: Route = FOLDER) -> None:
+    def __init__(self, trainer: Trainer, route: Route = THROUGH_HOST) -> None:
         """Take the trainer's handle, and the way of its weights to the rollout."""
         super().__init__(trainer)
         self._route = route
@@ -35,7 +36,7 @@ class Actor(TrainedRole):
     @property
     def sends_by_nccl(self) -> bool:
         """Whether weights go to the rollout over an NCCL group."""
-        return self._route.transport == "nccl"
+        return self._route.transport.is_collective
 
     def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
@@ -67,7 +68,7 @@ class Actor(TrainedRole):
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
         group = self.trainer.group
-        if self._route.transport == "folder":
+        if self._route.transport.carries_weights:
             return WeightOffer(version, self.host_buckets())
         buckets = _announced(lambda: group.call(TrainerWorker.next_bucket, self._route))
         return WeightOffer(version, buckets, close=lambda: _free(group))
@@ -75,7 +76,7 @@ class Actor(TrainedRole):
     def copy_weights(self, version: int) -> WeightOffer:
         """Return a copy of the current weights in host memory, which the actor may then change."""
         group = self.trainer.group
-        if self._route.transport == "folder":
+        if self._route.transport.carries_weights:
             # Each bucket is forgotten when it is taken, and its memory is then free.
             buckets = deque(self.host_buckets())
             return WeightOffer(version, (buckets.popleft() for _ in range(len(buckets))))

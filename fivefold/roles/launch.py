@@ -39,7 +39,8 @@ from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.weights.transport import FOLDER, Route
+from fivefold.weights.host_memory import THROUGH_HOST
+from fivefold.weights.transport import Route
 
 
 def launch_roles(
@@ -238,7 +239,7 @@ def replica_spec(
     path: str,
     *,
     load_weights: bool,
-    route: Route = FOLDER,
+    route: Route = THROUGH_HOST,
     reserved: int = 0,
 ) -> ReplicaSpec:
     """Return the spec of the rollout's replicas over the model at `path`.

@@ -185,7 +185,7 @@ class RolloutWorker:
         `DeviceBucket`s.
         """
         self._reported_at = None
-        if self._route.transport == "folder":
+        if self._route.transport.carries_weights:
             self._engine.update_weights(unpack(buckets, self._device), version)
         else:
             self._engine.load_buckets(buckets, version)

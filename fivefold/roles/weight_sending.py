@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from fivefold.config.weight_buckets import HOST_BYTES
 from fivefold.engine.contract import TrainingEngine
 from fivefold.weights import cuda_ipc
 from fivefold.weights.buckets import Bucket, pack
 from fivefold.weights.copied_weights import CopiedWeights
 from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.host_memory import HOST_BYTES, THROUGH_HOST
 from fivefold.weights.nccl_link import Invitation, Meeting, NcclLink
 from fivefold.weights.sender import WeightSender
-from fivefold.weights.transport import FOLDER, Route
+from fivefold.weights.transport import Route
 
 
 class SendsWeights:
@@ -34,8 +34,8 @@ class SendsWeights:
 
     def offer_weights(self, with_checksum: bool) -> Iterator[Bucket]:
         """Yield all weights under their Hugging Face names, on rank 0; other ranks take part and yield nothing."""
-        weights = self._engine.export_weights(FOLDER.readers)
-        if dist.get_rank() in FOLDER.readers:
+        weights = self._engine.export_weights(THROUGH_HOST.readers)
+        if dist.get_rank() in THROUGH_HOST.readers:
             yield from pack(weights, HOST_BYTES, with_checksum=with_checksum)
         else:
             for _ in weights:

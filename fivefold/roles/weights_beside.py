@@ -8,11 +8,11 @@ replicas                            └──stage──> where the engine loads
 
 from __future__ import annotations
 
-from fivefold.layout.transport import Transport
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
 from fivefold.weights.offer import WeightOffer
+from fivefold.weights.transport import Transport
 
 
 def copy_weights(actor: Actor, rollout: Rollout, version: int, timers: PhaseTimers) -> WeightOffer:
@@ -36,7 +36,7 @@ def give_weights(rollout: Rollout, copy: WeightOffer, timers: PhaseTimers, trans
     Raises:
         WorkerError: a replica refused the weights, or a worker died; all workers have been ended.
     """
-    if transport == "nccl":
+    if not transport.carries_weights:
         with timers.phase("weight swap"):
             rollout.take_weights(copy)
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fivefold.weights.transport import FOLDER, Route
+from fivefold.weights.host_memory import THROUGH_HOST
+from fivefold.weights.transport import Route
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class ReplicaSpec:
     """Most tokens of a stream's completion that a server is asked for at one time; None: all."""
     keeps_cache: bool = False
     """Whether running completions go on with the keys and values that they have when weights change."""
-    route: Route = FOLDER
+    route: Route = THROUGH_HOST
     """How weights reach the engine."""
     deterministic: bool = False
     """Whether the embedded engine allows only kernels that give the same bits every time."""

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.weights.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
 from fivefold.weights.sender import Link
 from fivefold.weights.stacks import Stack
-from fivefold.weights.transport import Route
+from fivefold.weights.transport import DEVICE_BYTES, Route
 
 
 class CopiedWeights:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.config.weight_buckets import DEVICE_BYTES
 from fivefold.families.latent_attention import loaded_together
 from fivefold.families.sigmoid_experts import is_router_offset
 from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.transport import DEVICE_BYTES
 
 CHECKSUMS = 2**61
 """Checksums are compared modulo this."""

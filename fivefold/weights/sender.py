@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.config.weight_buckets import DEVICE_BYTES, IPC_BUFFERS, NCCL_BUFFERS
 from fivefold.weights import cuda_ipc
 from fivefold.weights.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
+from fivefold.weights.ipc import N_BUFFERS
 from fivefold.weights.stacks import Stack
-from fivefold.weights.transport import Route
+from fivefold.weights.transport import DEVICE_BYTES, Route
 
 
 class Link(Protocol):
@@ -48,9 +48,9 @@ class WeightSender:
         """
         self._route = route
         self._reads = rank in route.readers
-        self._exports = rank in route.exporters
+        self._exports = self._reads and route.transport.passes_handles
         self._link = link
-        n_buffers = IPC_BUFFERS if route.transport == "ipc" else NCCL_BUFFERS
+        n_buffers = N_BUFFERS if route.transport.passes_handles else 1
         dtype = getattr(torch, route.dtype)
         self._filler = BufferFiller(weights, dtype=dtype, n_buffers=n_buffers, max_bytes=max_bytes)
         self._announced: Tensor | None = None

@@ -1,20 +1,58 @@
-"""The route of a run's weights from the trainer to the rollout."""
+"""What every transport of weights states about itself, and the route of a run's weights. It needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
-from fivefold.config.schema.train import TrainRecipe
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.placement import Placement
-from fivefold.layout.transport import Transport, pick_transport
 
-TITLES: Mapping[Transport, str] = {
-    "ipc": "on the GPU, by CUDA IPC",
-    "nccl": "from GPU to GPU, by NCCL",
-    "folder": "through host memory",
-}
-"""What a run's banner says of each transport."""
+GATHER_BYTES = 256 * 2**20
+"""Bytes of full tensors that a trainer gathers at one time, unless one is larger."""
+DEVICE_BYTES = 512 * 2**20
+"""Bytes of a buffer that an engine reads on the trainer's device, unless a tensor is larger. Loaders take long for a
+tensor, not for a bucket."""
+
+
+@dataclass(frozen=True)
+class Transport(ABC):
+    """A way of weights from the ranks of a trainer to the engines of a rollout; a row of `table.TRANSPORTS`."""
+
+    name: ClassVar[str]
+    """Its name in `rollout.weight_transport`."""
+    title: ClassVar[str]
+    """What a run's banner says."""
+    measured_with: ClassVar[frozenset[str] | None] = None
+    """Engines with which it was measured on GPUs, the only ones for which `auto` picks it; None: any engine."""
+    carries_weights: ClassVar[bool] = False
+    """Whether its items are the weights, in host memory: then they are a copy, which engines stage while they generate.
+    Otherwise an item announces a buffer on the trainer's devices."""
+    passes_handles: ClassVar[bool] = False
+    """Whether its items are handles with which an engine opens the trainer's memory."""
+    is_collective: ClassVar[bool] = False
+    """Whether the trainer and all engines move each item together: if one of them dies, none can finish."""
+
+    @abstractmethod
+    def obstacle(self, placement: Placement) -> str | None:
+        """Return why it cannot reach the rollout of a placement; None: it can."""
+
+    @abstractmethod
+    def device_bytes(self, largest: int) -> int:
+        """Return the bytes of its buffers on a rank that sends.
+
+        Args:
+            largest: bytes of the largest tensor.
+        """
+
+    def readers(self, placement: Placement) -> frozenset[int]:
+        """Return the trainer's ranks that send, each of which needs all weights in full."""
+        return frozenset({0})
+
+    def suits(self, engine: str) -> bool:
+        """Return whether `auto` may pick it for an engine."""
+        return self.measured_with is None or engine in self.measured_with
 
 
 @dataclass(frozen=True)
@@ -26,55 +64,18 @@ class Route:
     """Dtype in which they travel, as in `torch.<dtype>`; the offsets of routers are float32."""
     checksum: bool
     """Whether what arrives is compared with what was sent."""
-    exporters: frozenset[int] = frozenset()
-    """With `ipc`, the trainer's ranks whose devices an engine is on."""
+    readers: frozenset[int] = frozenset({0})
+    """The trainer's ranks that send."""
     n_receivers: int = 0
-    """With `nccl`, the processes of all engines."""
-    beside_training: bool = False
-    """Whether the trainer goes on with its next step as soon as a copy of the weights is in host memory, from which the
-    engines take them."""
-
-    @property
-    def readers(self) -> frozenset[int]:
-        """The trainer's ranks that send weights, and so need all of them in full."""
-        return self.exporters if self.transport == "ipc" else frozenset({0})
+    """Processes of all engines, if the transport is collective."""
+    overlaps_training: bool = False
+    """Whether the trainer starts its next step once its weights are copied to host memory, while engines take them."""
 
 
-FOLDER = Route("folder", "float32", checksum=False)
-"""The route of an actor whose weights nobody reads."""
-
-
-def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
-    """Return the route of a recipe's weights: the one it names, or the fastest that its engine and placement allow.
-
-    Raises:
-        ValueError: `rollout.weight_transport` names one that cannot work, nothing can check what arrives, or the
-            trainer is to go on where it cannot.
-    """
-    transport = pick_transport(recipe.rollout.weight_transport, placement)
-    if recipe.rollout.verify_weights and placement["rollout"].layout.backend == "sglang":
-        raise ValueError(
-            "rollout.verify_weights=true compares what arrived, which SGLang does not tell: drop it, or use vllm"
-        )
-    rollout, actor = placement["rollout"].devices, placement["actor"].devices
-    asked, obstacle = recipe.rollout.overlap_weight_sync, _obstacle_to_overlap(recipe, placement)
-    if asked and obstacle is not None:
-        raise ValueError(f"rollout.overlap_weight_sync=true, but {obstacle}: set it to null")
-    return Route(
-        transport,
-        recipe.rollout.dtype or recipe.actor.dtype,
-        recipe.rollout.verify_weights,
-        exporters=frozenset(rank for rank, device in enumerate(actor) if device in rollout and transport == "ipc"),
-        n_receivers=len(rollout) if transport == "nccl" else 0,
-        # By NCCL, the copy is an extra one, and the broadcast beside the training has not been measured on GPUs.
-        beside_training=obstacle is None and (transport == "folder" if asked is None else asked),
-    )
-
-
-def _obstacle_to_overlap(recipe: TrainRecipe, placement: Placement) -> str | None:
-    """Return why the trainer waits until the engines have its weights; None: it need not."""
-    if recipe.rollout.max_head_offpolicyness == 0:
-        return "with max_head_offpolicyness=0 the next step begins with samples of these weights"
-    if placement.sharers("rollout"):
-        return "the rollout shares devices with other roles, which work in turn"
-    return None
+def stages_obstacle(placement: Placement) -> str | None:
+    """Return why an engine with pipeline stages cannot take weights on GPUs; None: it can."""
+    layout = placement["rollout"].layout
+    engine = BACKENDS[layout.backend]
+    if layout.pp == 1 or engine.loads_stages:
+        return None
+    return f"{engine.title} takes weights on GPUs without pipeline stages, and the rollout has p{layout.pp}"

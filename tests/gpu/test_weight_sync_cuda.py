@@ -23,6 +23,7 @@ from fivefold.weights.nccl_communicator import NcclCommunicator
 from fivefold.weights.nccl_link import Invitation, NcclLink
 from fivefold.weights.sender import WeightSender
 from fivefold.weights.stacks import stacked
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,7 +54,7 @@ def test_another_process_reads_every_bucket_and_the_memory_comes_back() -> None:
     announced, arrived = context.Queue(), context.Queue()
     reader = context.Process(target=open_buckets, args=(announced, arrived), daemon=True)
     reader.start()
-    route = Route("ipc", "bfloat16", checksum=True, exporters=frozenset({0}))
+    route = Route(TRANSPORTS["ipc"], "bfloat16", checksum=True)
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
     for seed in range(3):
@@ -137,7 +138,7 @@ def test_another_gpu_gets_every_bucket(meeting: Any, dies: bool) -> None:
     receiver = context.Process(target=receive, args=arguments, daemon=True)
     receiver.start()
     link.enter()
-    route = Route("nccl", "bfloat16", checksum=True, n_receivers=1)
+    route = Route(TRANSPORTS["nccl"], "bfloat16", checksum=True, n_receivers=1)
     sender = WeightSender(stacked(weights(0)), route, 0, link, max_bytes=BUCKET)
     sent: list[DeviceBucket] = []
     while (bucket := sender.next()) is not None:  # sends the bucket before

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
@@ -34,6 +33,7 @@ from fivefold.types import Completion
 from fivefold.weights import cuda_ipc
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.sender import WeightSender
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout.conftest import END, byte_tokenizer
 
@@ -74,7 +74,7 @@ def save_model(family: str, seed: int, folder: Path) -> Path:
     return folder
 
 
-def start(backend: str, python: str, model: Path, transport: Transport) -> ServerEngine:
+def start(backend: str, python: str, model: Path, transport: str) -> ServerEngine:
     further = f"{ARGUMENTS[backend]} {os.environ.get(f'{backend.upper()}_ARGS', '')}"
     spec = ReplicaSpec(
         backend=backend,
@@ -99,10 +99,9 @@ def start(backend: str, python: str, model: Path, transport: Transport) -> Serve
     return ServerEngine(DIALECTS[backend], spec, NodePlace(spec.run, 0, 1), save)
 
 
-def route_of(backend: str, transport: Transport) -> Route:
+def route_of(backend: str, transport: str) -> Route:
     """Return a route with checksums where the server tells them."""
-    exporters = frozenset({0} if transport == "ipc" else ())
-    return Route(transport, str(DTYPE).removeprefix("torch."), checksum=backend == "vllm", exporters=exporters)
+    return Route(TRANSPORTS[transport], str(DTYPE).removeprefix("torch."), checksum=backend == "vllm")
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Served:
     engine: ServerEngine
     folders: tuple[Path, Path]
     free_before: int
-    transport: Transport = "folder"
+    transport: str = "folder"
 
     def use(self, which: int, version: int = 0) -> PreTrainedModel:
         """Send a set of weights to the server; return transformers' model of them."""

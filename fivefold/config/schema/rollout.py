@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from fivefold.config.limits import MOST_SECONDS
 from fivefold.config.schema.fields import (
+    ONE_LINE,
     DeviceList,
     Dtype,
     NonNegative,
@@ -102,7 +103,7 @@ class RolloutConfig(Section):
     """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it up to
     40% of its speed. `rollout_mismatch` is measured over this share. null: all where the loss reads them, which it does
     too once `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""
-    weight_transport: Literal["auto", "ipc", "nccl", "folder"] = "auto"
+    weight_transport: Annotated[str, Field(pattern=ONE_LINE)] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
     the engine (docs/rollout.md)."""

@@ -58,7 +58,7 @@ class ServerEngine(UpdatedServer):
         self._tokenizer = load_tokenizer(tokenizer_path)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         folder = None
-        if spec.route.transport == "folder" and not spec.followers:  # files are on one node
+        if spec.route.transport.carries_weights and not spec.followers:  # files are on one node
             sizes = (math.prod(tensor.view().shape) for tensor in tensors.values())
             folder = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
         super().__init__(dialect, spec, tensors, folder)

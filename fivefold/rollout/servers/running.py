@@ -79,7 +79,7 @@ class RunningServer:
         with counting("starting the server"):
             while not self._has_become_ready():
                 self.start()
-        if self._spec.route.transport != "folder":
+        if not self._spec.route.transport.carries_weights:
             devices = [uuid for follower in self._spec.followers for uuid in follower.devices]
             self._loader = self._dialect.loader(self.http, self._spec, [*self._dialect.devices(self._spec), *devices])
         self._is_ready = True
@@ -157,7 +157,7 @@ class RunningServer:
         try:
             yield
         except ServerHangs as hang:
-            if self._spec.route.transport != "nccl":
+            if not self._spec.route.transport.is_collective:
                 raise
             # By these words, the run takes the server for one that waits for the cause.
             waits = ", though it is well: perhaps it has timed out because another server or the trainer hangs"

@@ -109,7 +109,7 @@ class SGLangDialect:
         environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(PAUSE_S))
         # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        if spec.route.transport == "nccl":
+        if spec.route.transport.is_collective:
             # NCCL must share memory in the same way at both ends of a group, else its first broadcast fails with
             # "invalid argument". Unless this is set, SGLang forbids the way that NCCL takes where it can (-2).
             environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "-2")
@@ -170,7 +170,7 @@ class SGLangDialect:
         check_held(http, version)
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
-        return visible_uuids() if spec.route.transport == "ipc" else []
+        return visible_uuids() if spec.route.transport.passes_handles else []
 
     def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
         return SGLangWeights(http, devices)

@@ -102,13 +102,13 @@ class UpdatedServer(LivingServer):
                 yield bucket
 
         with self._replacing(version):
-            if self._spec.route.transport == "nccl" and not self._server.is_linked:
+            if self._spec.route.transport.is_collective and not self._server.is_linked:
                 raise ServerDied("the server died when its weights were about to come by NCCL")
             with self._checked(lambda: sum(bucket.checksum or 0 for bucket in sent)), self._server.transferring():
                 self._server.loader.load(noted(), version, is_paused=self._standstill.is_on)
             for _ in audited(self._tensors, (outline for bucket in sent for outline in bucket.outlines())):
                 pass
-        if not self._state.has_weights and self._spec.route.transport == "ipc":
+        if not self._state.has_weights and self._spec.route.transport.passes_handles:
             self._release([*sent, *buckets])
 
     def _release(self, buckets: Sequence[DeviceBucket]) -> None:
@@ -130,7 +130,7 @@ class UpdatedServer(LivingServer):
             with self._server.served():
                 yield
         except ServerDied as death:
-            if self._spec.route.transport == "nccl":
+            if self._spec.route.transport.is_collective:
                 raise
             self._restart(death)
             return

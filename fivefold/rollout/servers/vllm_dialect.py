@@ -40,7 +40,7 @@ BYTES = 4
 
 
 def _transfer(spec: ReplicaSpec) -> str:
-    return json.dumps({"backend": spec.route.transport})
+    return json.dumps({"backend": spec.route.transport.name})
 
 
 def _second_runner() -> str:
@@ -119,7 +119,7 @@ class VLLMDialect:
             *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
-            *([] if spec.route.transport == "folder" else ["--weight-transfer-config", _transfer(spec)]),
+            *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
@@ -136,7 +136,7 @@ class VLLMDialect:
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.
-            **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.route.transport == "ipc" else {}),
+            **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.route.transport.passes_handles else {}),
             # The processes of other nodes connect to this address.
             **({"VLLM_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {}),
         }
@@ -207,7 +207,7 @@ class VLLMDialect:
         return []
 
     def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
-        return VLLMWeights(http, by_ipc=spec.route.transport == "ipc")
+        return VLLMWeights(http, by_ipc=spec.route.transport.passes_handles)
 
     def watch_weights(self, http: HttpClient) -> None:
         self._on_workers(http, "fivefold_watch_weights", {})

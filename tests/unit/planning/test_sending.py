@@ -10,10 +10,10 @@ import pytest
 from fivefold.config.load import load_any_recipe
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
-from fivefold.layout.transport import Transport
 from fivefold.planning.plan import plan_recipe
 from fivefold.planning.sending import sending_bytes
 from fivefold.report.plan.as_json import plan_as_json
+from fivefold.weights.table import TRANSPORTS
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
 MIB = 2**20
@@ -22,10 +22,10 @@ EMBEDDING = 2 * 151_936 * 2048
 
 
 @pytest.mark.parametrize(("transport", "buckets"), [("ipc", 2 * EMBEDDING), ("nccl", EMBEDDING), ("folder", 128 * MIB)])
-def test_buckets_hold_the_largest_tensor(transport: Transport, buckets: int) -> None:
+def test_buckets_hold_the_largest_tensor(transport: str, buckets: int) -> None:
     shape = find_shape("Qwen3-30B-A3B")
     whole, cut = (
-        sending_bytes(layout, shape, transport, element_bytes=2)
+        sending_bytes(layout, shape, TRANSPORTS[transport], element_bytes=2)
         for layout in (parse_role(text).resolve(2) for text in ("megatron:d2", "megatron:d2e2"))
     )
     assert whole == buckets

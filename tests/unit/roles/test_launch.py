@@ -16,7 +16,7 @@ from fivefold.planning.beside_rollout import beside_rollout
 from fivefold.roles.launch import launch_roles
 from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_worker import TrainerSpec
-from fivefold.weights.transport import choose_route
+from fivefold.weights.table import choose_route
 
 
 class Group:

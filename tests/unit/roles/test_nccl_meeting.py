@@ -15,6 +15,7 @@ from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.weight_sending import SendsWeights
 from fivefold.weights.nccl_link import NcclLink
 from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
 
@@ -42,7 +43,7 @@ class Replicas:
 
 class InvitingActor(Actor):
     def __init__(self, *, sends_by_nccl: bool) -> None:
-        self._route = Route("nccl" if sends_by_nccl else "folder", "bfloat16", checksum=False)
+        self._route = Route(TRANSPORTS["nccl" if sends_by_nccl else "folder"], "bfloat16", checksum=False)
         self.n_entered = 0
 
     def open_link(self, meeting: str) -> Any:
@@ -93,7 +94,7 @@ def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(weight_sending, "NcclLink", NotedLink)
     monkeypatch.setattr(weight_sending.dist, "get_rank", lambda: 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    sends, route = SendsWeights(Weights(), timeout_s=1.0), Route("nccl", "float32", checksum=False)  # type: ignore[arg-type]
+    sends, route = SendsWeights(Weights(), timeout_s=1.0), Route(TRANSPORTS["nccl"], "float32", checksum=False)  # type: ignore[arg-type]
     links: list[Any] = []
     for n_left in range(3):
         links.append(sends.open_link("unique_id", 2))

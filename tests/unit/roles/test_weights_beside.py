@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fivefold.layout.transport import Transport
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles import actor as actor_module
 from fivefold.roles.actor import Actor
@@ -18,6 +17,7 @@ from fivefold.roles.trainer import Trainer
 from fivefold.roles.weights_beside import copy_weights, give_weights
 from fivefold.weights.device_buckets import DeviceBucket
 from fivefold.weights.offer import WeightOffer
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
 BUCKETS = [DeviceBucket((name,), ((2,),), "bfloat16", {}, None) for name in "abc"]
@@ -71,17 +71,17 @@ class NotedRollout(Rollout):
 
 
 @pytest.mark.parametrize("transport", ["folder", "nccl"])
-def test_the_actor_is_free_once_its_weights_are_copied(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_is_free_once_its_weights_are_copied(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_module, "put", lambda bucket: bucket)
     log: list[str] = []
     timers, trainer = PhaseTimers(), object.__new__(Trainer)
     trainer.group = group = NotedGroup(log)  # type: ignore[assignment]
-    group.actor = Actor(trainer, Route(transport, "bfloat16", False))
+    group.actor = Actor(trainer, Route(TRANSPORTS[transport], "bfloat16", False))
     copy = copy_weights(group.actor, NotedRollout(log), 3, timers)
     copied = [*(["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"]), "meet"]
     assert log == copied, "nothing is left to do for the actor's own thread"
     assert set(timers.take()) == {"weight sync"}
-    give_weights(NotedRollout(log), copy, timers, transport)
+    give_weights(NotedRollout(log), copy, timers, TRANSPORTS[transport])
     if transport == "folder":
         assert log == [*copied, "stage", "a", "b", "c", "swap 3"]
         assert set(timers.take()) == {"weight staging", "weight swap"}

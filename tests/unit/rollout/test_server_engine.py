@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fivefold
-from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
@@ -80,12 +80,12 @@ def test_vllm_has_its_second_model_runner_on_gpus_unless_told(
     ("transport", "chosen", "wanted"), [("nccl", None, "-2"), ("nccl", "0", "0"), ("ipc", None, None)]
 )
 def test_sglang_shares_memory_over_nccl_as_the_trainer_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport, chosen: str | None, wanted: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, chosen: str | None, wanted: str | None
 ) -> None:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if chosen is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", chosen)
-    spec = replace(spec_of("sglang", tmp_path), route=Route(transport, "bfloat16", False))
+    spec = replace(spec_of("sglang", tmp_path), route=Route(TRANSPORTS[transport], "bfloat16", False))
     assert DIALECTS["sglang"].environment(spec).get("NCCL_CUMEM_ENABLE") == wanted
 
 

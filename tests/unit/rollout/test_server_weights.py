@@ -25,7 +25,6 @@ from torch import Tensor
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster import watch
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.layout.transport import Transport
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import running, sglang_dialect, standstill, updates, vllm_dialect
@@ -40,6 +39,7 @@ from fivefold.weights.device_buckets import CHECKSUMS, BufferFiller, DeviceBucke
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation
 from fivefold.weights.stacks import stacked
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
@@ -56,8 +56,8 @@ HANDLE = ("class", (8,), (1,), 0, "storage", "uint8", 0, b"handle", 8, 0, False,
 """A handle of the form of `reduce_tensor`'s."""
 
 
-def route(transport: Transport, *, with_checksum: bool = False) -> Route:
-    return Route(transport, "bfloat16", with_checksum)
+def route(transport: str, *, with_checksum: bool = False) -> Route:
+    return Route(TRANSPORTS[transport], "bfloat16", with_checksum)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def weights(model_folder: Folder) -> dict[str, Tensor]:
     return load_file(model_folder("qwen3_moe") / "model.safetensors")
 
 
-def buckets_of(weights: dict[str, Tensor], transport: Transport, *, with_checksum: bool = False) -> list[DeviceBucket]:
+def buckets_of(weights: dict[str, Tensor], transport: str, *, with_checksum: bool = False) -> list[DeviceBucket]:
     """Return the weights in buckets of two devices."""
     filler = BufferFiller(stacked(weights.items()), dtype=torch.bfloat16, n_buffers=1, max_bytes=20_000)
     handles = {"uuid-0": HANDLE, "uuid-1": HANDLE} if transport == "ipc" else {}
@@ -116,7 +116,7 @@ def bodies(folder: Path, path: str) -> list[Any]:
 @ALL
 def test_a_server_loads_buckets_and_answers_with_their_version(
     kind: dict[str, str],
-    transport: Transport,
+    transport: str,
     start: Callable[..., ServerEngine],
     weights: dict[str, Tensor],
     tmp_path: Path,
@@ -527,7 +527,7 @@ def test_buckets_that_lack_a_tensor_leave_the_engine_without_weights(
 
 @pytest.mark.parametrize("transport", ["ipc", "folder"])
 def test_what_arrives_in_vllm_is_compared_with_what_was_sent(
-    transport: Transport, start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+    transport: str, start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     engine = start(OLD, route(transport, with_checksum=True))
     right = checksum((name, tensor.bfloat16()) for name, tensor in weights.items()) % CHECKSUMS
@@ -573,9 +573,9 @@ def test_a_command_line_names_the_transport() -> None:
         return server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), route=way), 81)
 
     for transport in ("ipc", "nccl"):
-        command = flags("vllm", route(transport))  # type: ignore[arg-type]
+        command = flags("vllm", route(transport))
         assert command[command.index("--weight-transfer-config") + 1] == f'{{"backend": "{transport}"}}'
-        assert flags("sglang", route(transport)) == flags("sglang", route("folder"))  # type: ignore[arg-type]
+        assert flags("sglang", route(transport)) == flags("sglang", route("folder"))
     assert "--weight-transfer-config" not in flags("vllm", route("folder"))
 
 

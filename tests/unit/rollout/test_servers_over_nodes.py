@@ -24,6 +24,7 @@ from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.follower import FollowerHost
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.weights.device_buckets import DeviceBucket
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
@@ -124,7 +125,7 @@ def test_sglang_gets_the_handles_of_both_nodes_devices_in_the_order_of_its_ranks
     # The follower looks for its devices before the first node does.
     found = iter([["uuid-0"], ["uuid-1"]])
     monkeypatch.setattr(sglang_dialect, "visible_uuids", lambda: next(found))
-    engine = started("sglang", route=Route("ipc", "bfloat16", checksum=False))
+    engine = started("sglang", route=Route(TRANSPORTS["ipc"], "bfloat16", checksum=False))
     weights = load_file(model_folder("qwen3_moe") / "model.safetensors")
     handles = {"uuid-0": HANDLE, "uuid-1": (*HANDLE[:4], "other", *HANDLE[5:])}
 
@@ -153,7 +154,7 @@ def test_a_node_whose_processes_die_takes_those_of_the_other_along(
 ) -> None:
     """The replica begins anew on both, as often as the recipe says, and enters another group for its weights."""
     weights = load_file(model_folder("qwen3_moe") / "model.safetensors")
-    engine = started(backend, route=Route("nccl", "bfloat16", checksum=False), max_restarts=1)
+    engine = started(backend, route=Route(TRANSPORTS["nccl"], "bfloat16", checksum=False), max_restarts=1)
 
     def update(version: int) -> None:
         engine.enter(INVITATION, 1)

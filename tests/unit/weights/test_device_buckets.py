@@ -23,6 +23,7 @@ from fivefold.weights.device_buckets import (
 )
 from fivefold.weights.sender import WeightSender
 from fivefold.weights.stacks import Stack, stacked
+from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
 SIZES = [3, 50, 7, 0, 400, 1, 64, 64, 64, 2]
@@ -175,7 +176,7 @@ class RecordingLink:
 
 def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
     sources, link = tensors(), RecordingLink()
-    route = Route("nccl", "bfloat16", checksum=True)
+    route = Route(TRANSPORTS["nccl"], "bfloat16", checksum=True)
     sender = WeightSender(stacked(sources.items()), route, 0, link, max_bytes=256)
     outlines = {name: tensor.to("meta") for name, tensor in sources.items()}
     other = WeightSender(stacked(outlines.items()), route, 1, None, max_bytes=256)
@@ -196,7 +197,7 @@ def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
 
 def test_a_copy_is_sent_as_it_was_when_the_weights_have_changed() -> None:
     link = RecordingLink()
-    copy, route = CopiedWeights(link, max_bytes=256), Route("nccl", "bfloat16", checksum=True)
+    copy, route = CopiedWeights(link, max_bytes=256), Route(TRANSPORTS["nccl"], "bfloat16", checksum=True)
     for version in range(2):
         sources = {name: tensor + version for name, tensor in tensors().items()}
         wanted = {name: tensor.bfloat16() for name, tensor in sources.items()}
@@ -226,7 +227,7 @@ def test_offsets_of_routers_come_last_and_stay_float32(reads: bool) -> None:
     names = list(sources)
     offsets = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": torch.rand(5) + n for n in range(2)}
     mixed = dict([*list(sources.items())[:4], *offsets.items(), *list(sources.items())[4:]])
-    route, link = Route("nccl", "bfloat16", checksum=False), RecordingLink()
+    route, link = Route(TRANSPORTS["nccl"], "bfloat16", checksum=False), RecordingLink()
     if reads:
         copy = CopiedWeights(link, max_bytes=256)
         copy.fill(stacked(mixed.items()), route)
@@ -249,4 +250,4 @@ def test_a_failure_of_the_weights_is_the_senders() -> None:
         raise ValueError("a parameter is missing")
 
     with pytest.raises(ValueError, match="a parameter is missing"):
-        WeightSender(stacked(weights()), Route("nccl", "float32", checksum=False), 0, None).next()
+        WeightSender(stacked(weights()), Route(TRANSPORTS["nccl"], "float32", checksum=False), 0, None).next()

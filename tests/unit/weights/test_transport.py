@@ -8,7 +8,8 @@ import pytest
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
-from fivefold.weights.transport import Route, choose_route
+from fivefold.weights.table import TRANSPORTS, choose_route
+from fivefold.weights.transport import Route
 
 
 def recipe_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None, n_nodes: int = 1) -> TrainRecipe:
@@ -42,7 +43,7 @@ def route_of(allocation: str, n_gpus: int, rollout: dict[str, Any] | None = None
     ],
 )
 def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: str, n_gpus: int, transport: str) -> None:
-    assert route_of(allocation, n_gpus).transport == transport
+    assert route_of(allocation, n_gpus).transport is TRANSPORTS[transport]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_the_fastest_way_that_engine_and_placement_allow_is_taken(allocation: st
     ],
 )
 def test_every_engine_gets_the_way_that_is_asked_for(allocation: str, n_gpus: int, transport: str) -> None:
-    assert route_of(allocation, n_gpus, {"weight_transport": transport}).transport == transport
+    assert route_of(allocation, n_gpus, {"weight_transport": transport}).transport is TRANSPORTS[transport]
 
 
 def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
@@ -63,13 +64,13 @@ def test_ranks_without_an_engine_on_their_device_export_nothing() -> None:
     values = recipe.model_dump(exclude_none=True)
     values |= {"rollout": lists, "actor": {"path": "m", "backend": "megatron:d4", "device_mapping": [3, 0, 1, 2]}}
     chosen = TrainRecipe.model_validate(values)
-    assert choose_route(chosen, place(chosen)) == Route("ipc", "bfloat16", False, exporters=frozenset({0, 3}))
+    assert choose_route(chosen, place(chosen)) == Route(TRANSPORTS["ipc"], "bfloat16", False, readers=frozenset({0, 3}))
 
 
 def test_nccl_counts_the_processes_of_all_engines() -> None:
     assert route_of("vllm:d2t2+megatron:d4", 8).n_receivers == 4
     assert route_of("vllm:d2t2+megatron:d4", 4, {"dtype": "float32"}, n_nodes=2) == Route(
-        "nccl", "float32", False, n_receivers=4
+        TRANSPORTS["nccl"], "float32", False, n_receivers=4
     )
 
 
@@ -81,7 +82,7 @@ def test_nccl_counts_the_processes_of_all_engines() -> None:
         ("vllm:d2|megatron:d2", 2, {"weight_transport": "nccl"}, "the actor's first GPU is one of the rollout's"),
         ("transformers:d1+megatron:d1", 2, {"weight_transport": "nccl"}, "transformers has no end for it"),
         ("sglang:p2|megatron:d2", 2, {"weight_transport": "ipc"}, "SGLang takes weights on GPUs without pipeline"),
-        ("sglang:d2|megatron:d2", 2, {"verify_weights": True}, "which SGLang does not tell"),
+        ("sglang:d2|megatron:d2", 2, {"verify_weights": True}, "which SGLang does not report"),
     ],
 )
 def test_a_way_that_cannot_work_is_refused(allocation: str, n_gpus: int, rollout: dict[str, Any], message: str) -> None:
@@ -100,7 +101,7 @@ def test_a_way_that_cannot_work_is_refused(allocation: str, n_gpus: int, rollout
 )
 def test_the_files_on_one_node_are_no_way_to_a_replica_on_several(allocation: str, transport: str) -> None:
     n_nodes = 4 if "+" in allocation else 2
-    assert route_of(allocation, 4, n_nodes=n_nodes).transport == transport
+    assert route_of(allocation, 4, n_nodes=n_nodes).transport is TRANSPORTS[transport]
     with pytest.raises(ValueError, match=rf"folder, but a replica is on 2 nodes, .*: use auto, or one of {transport}"):
         route_of(allocation, 4, {"weight_transport": "folder"}, n_nodes=n_nodes)
 
@@ -113,7 +114,9 @@ def test_a_replica_that_weights_cannot_reach_is_refused() -> None:
 
 
 def test_the_folder_can_be_asked_for_on_shared_gpus() -> None:
-    assert route_of("vllm:d2|megatron:d2", 2, {"weight_transport": "folder"}) == Route("folder", "bfloat16", False)
+    assert route_of("vllm:d2|megatron:d2", 2, {"weight_transport": "folder"}) == Route(
+        TRANSPORTS["folder"], "bfloat16", False, readers=frozenset({0})
+    )
 
 
 AHEAD = {"max_head_offpolicyness": 1}
@@ -132,12 +135,17 @@ AHEAD = {"max_head_offpolicyness": 1}
 def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines_need(
     allocation: str, rollout: dict[str, Any], beside: bool
 ) -> None:
-    assert route_of(allocation, 2, rollout).beside_training == beside
+    assert route_of(allocation, 2, rollout).overlaps_training == beside
     if not beside:
         with pytest.raises(ValueError, match=r"overlap_weight_sync=true, but .*: set it to null"):
             route_of(allocation, 2, rollout | {"overlap_weight_sync": True})
-    assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).beside_training
+    assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).overlaps_training
 
 
 def test_by_nccl_the_trainer_goes_on_only_if_the_recipe_says_so() -> None:
-    assert not route_of("vllm:d1+megatron:d1", 2, AHEAD).beside_training
+    assert not route_of("vllm:d1+megatron:d1", 2, AHEAD).overlaps_training
+
+
+def test_a_transport_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match=r"=nlcc is none of auto, ipc, nccl, folder; did you mean nccl"):
+        route_of("vllm:d1+megatron:d1", 2, {"weight_transport": "nlcc"})
