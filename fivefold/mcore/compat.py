@@ -1,45 +1,38 @@
-"""Patches that let Megatron-Core 0.16.1 run on stock PyTorch, with or without CUDA.
+"""Patches that let Megatron-Core 0.16.1 run on stock PyTorch. What it needs without CUDA is in `without_cuda`.
 
-Importing this module patches nothing: `prepare()` is called once in a worker, before the model is built. Each patch
-states its symptom, its cause and the condition for its removal.
+Importing this module patches nothing: a worker calls `prepare` once, before it builds the model. Each patch states its
+symptom, its cause and the condition for its removal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers
-from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlock
-from torch.overrides import TorchFunctionMode
 
 from fivefold.engine.main_grad import add_matmul
 
-_CPU = torch.device("cpu")
-_prepared = False
 
-
+@cache
 def prepare() -> None:
-    """Patch Megatron-Core in this process. With CUDA the first five patches are needed, without it all of them."""
-    global _prepared
-    if _prepared:
-        return
+    """Patch Megatron-Core in this process."""
     _multiply_routers_without_transformer_engine()
     _accumulate_gradients_without_apex()
     _recompute_outputs_without_transformer_engine()
     _mask_filler_in_layers_that_are_not_recomputed()
     _keep_what_is_being_sent()
     if not torch.cuda.is_available():
-        _redirect_cuda_runtime()
-        _redirect_rng_tracker()
-        _CudaToCpu().__enter__()
-    _prepared = True
+        # Imported here, because it is needed only without CUDA.
+        from fivefold.mcore import without_cuda
+
+        without_cuda.prepare()
 
 
 def _multiply_routers_without_transformer_engine() -> None:
@@ -116,82 +109,3 @@ def _keep_what_is_being_sent() -> None:
         return operations(tensor_send_prev=prev, tensor_send_next=following, **options)
 
     p2p_communication._p2p_ops = p2p_ops
-
-
-class _CudaToCpu(TorchFunctionMode):
-    """Symptom: "Torch not compiled with CUDA enabled" all over Megatron-Core.
-
-    Cause: `device="cuda"`, `.cuda()`, `.pin_memory()` and the type name `torch.cuda.FloatTensor` are written out in it.
-    Remove when: Megatron-Core takes its device from one place.
-    """
-
-    _METHODS = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs) if kwargs else {}
-        if options:
-            if _is_cuda(options.get("device")):
-                options["device"] = _CPU
-            options.pop("pin_memory", None)
-        if func not in self._METHODS:
-            return func(*args, **options)
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not options:
-            return func(*args).replace("torch.", "torch.cuda.")
-        return func(*(_CPU if _is_cuda(arg) else arg for arg in args), **options)
-
-
-def _is_cuda(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and value.startswith("cuda")
-
-
-class _Anything:
-    """Stands in for a CUDA stream or event: every method exists, does nothing and returns the object itself."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., _Anything]:
-        return lambda *args, **kwargs: self
-
-
-def _redirect_cuda_runtime() -> None:
-    """Symptom: calls of torch.cuda's runtime (streams, events, synchronize) raise without a driver.
-
-    Cause: Megatron-Core calls them without asking whether CUDA is there. Remove when: it asks.
-    """
-    for module, names in (
-        (torch.cuda, ("set_device", "synchronize", "empty_cache")),
-        (torch.cuda.nvtx, ("range_push", "range_pop")),
-    ):
-        for name in names:
-            # One function object for each name: torch.compile has a rule for each and refuses an object with two.
-            setattr(module, name, lambda *args, **kwargs: None)
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
-    for name in ("Stream", "Event"):
-        # They stay types, because libraries that are imported later use them in annotations.
-        setattr(torch.cuda, name, type(name, (_Anything,), {}))
-    for name in ("current_stream", "default_stream"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: _Anything())
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
-
-
-def _redirect_rng_tracker() -> None:
-    """Symptom: Megatron's RNG tracker (activation recomputation, initialisation) asks for CUDA generators.
-
-    Cause: it has no CPU generator. Remove when: it takes the device's.
-    """
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[assignment]
-    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

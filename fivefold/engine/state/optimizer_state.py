@@ -107,7 +107,7 @@ class Bucket:
         self.pieces = pieces
         self.size = pieces[-1].offset + pieces[-1].size
         device = pieces[0].weight_N.device
-        place = {"device": "cpu", "pin_memory": True} if form.on_host else {"device": device}
+        place = {"device": "cpu", "pin_memory": device.type == "cuda"} if form.on_host else {"device": device}
         self.stored: dict[StateKind, torch.Tensor] = {
             kind: torch.zeros(self.size, dtype=dtype, **place) for kind, dtype in form.kinds.items()
         }
