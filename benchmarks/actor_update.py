@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from random_model import write_config
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.train import TrainRecipe

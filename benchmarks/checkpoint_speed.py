@@ -32,7 +32,7 @@ import torch.distributed as dist
 from hf_export import joined, timed
 from random_model import write_config
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.sharing import Share
 from fivefold.engine.state.state_store import HostSnapshot, WrittenPart, finish

@@ -13,7 +13,7 @@ import torch
 from fivefold.algorithms.advantages.scores import Advantage, Scores, check_result
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.distillation import Distillation
-from fivefold.algorithms.losses.surrogate import Surrogate
+from fivefold.algorithms.loss import Surrogate
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.user_loss import UserLoss, load
 from fivefold.config.methods import ADVANTAGES, LOSSES, Method

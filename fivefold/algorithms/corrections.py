@@ -14,7 +14,7 @@ by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or large
     k3          w_t - 1 - log w_t, whose mean estimates KL(q, p_old)
     binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
 
-or by their second moment over the mini-batch (`fivefold/algorithms/second_moment.py`). `veto_below` leaves out the
+or by their second moment over the mini-batch (`SecondMomentMask`). `veto_below` leaves out the
 sequences that have a token with a smaller w_t.
 
     TIS        weight=token, weight_cap=C               truncated (Yao et al. 2025, "Off-policy RL training")
@@ -36,18 +36,21 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fivefold.algorithms.batch_steps import BatchStep
+from fivefold.algorithms.batch_steps import BatchStep, Gather
+from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Metrics, count, largest
-from fivefold.algorithms.ragged import Sequences
-from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask
+from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.sequences import Sequences
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.roles import RolloutCorrectionConfig
+from fivefold.types import Batch
 
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
 MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]
 SMALLEST = 1e-8
 """Least probability of "any other" token of which a logarithm is taken."""
+KEPT_TOKENS = "second_moment_kept"
+"""Name of the field that is 1 on the tokens that are kept, else 0."""
 
 
 class Corrected(NamedTuple):
@@ -183,33 +186,45 @@ def _log(bound: float | None, otherwise: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T: torch.Tensor) -> Metrics:
-    """Measure how far the trainer's log-probs are from those of the rollout engine, at the same weights.
+@dataclass(frozen=True)
+class SecondMomentMask:
+    """M2PO's mask: leaves out the tokens with the largest importance weights until their second moment is small.
 
-    Args:
-        trainer_T, rollout_T: [T], zero where not trained.
-        trained_T: bool [T].
+    Second-moment trust policy optimisation (Zheng et al. 2025, arXiv 2510.01161) bounds, over all trained tokens of a
+    mini-batch that are kept,
 
-    Returns:
-        Sums over the tokens that have a log-prob of the rollout (the others are NaN in `rollout_T`), with d = trainer -
-        rollout and w = exp(d): |d|; the estimates w - 1 - d of KL(rollout, trainer) and w d - (w - 1) of KL(trainer,
-        rollout), neither of which is ever negative; w and w^2, from which the effective sample size follows; the number
-        of these tokens; and the largest |d| and w.
+        M2 = mean over kept tokens of (log w_t)^2 <= bound          w_t = p_old,t / q_t
+
+    by leaving out as few tokens as possible, those with the largest (log w_t)^2. A sum of log w_t would cancel where
+    some are above 0 and others below; their squares do not.
     """
-    known_T = trained_T & ~rollout_T.isnan()
-    log_w_T = (trainer_T - torch.where(known_T, rollout_T, trainer_T)).detach()
-    log_w_T = torch.where(known_T, log_w_T, torch.zeros_like(log_w_T))
-    w_T = bounded_exp(log_w_T)
-    zero_T = torch.zeros_like(w_T)
-    one_T = known_T.to(w_T.dtype)
-    return {
-        "rollout_mismatch": log_w_T.abs().sum(),
-        "rollout_mismatch/max": largest(log_w_T.abs(), known_T),
-        "rollout_mismatch_kl": kl_estimate(zero_T, log_w_T, "k3").sum(),
-        # w (log w - 1 + 1/w) in terms of k3 with the sign of d changed, which keeps the digits near w = 1.
-        "rollout_mismatch_kl_reverse": (w_T * kl_estimate(zero_T, -log_w_T, "k3")).sum(),
-        "rollout_mismatch_share": one_T.sum(),
-        "rollout_ratio": (w_T * one_T).sum(),
-        "rollout_ratio_square": (w_T.square() * one_T).sum(),
-        "rollout_ratio/max": largest(w_T, known_T),
-    }
+
+    bound: float
+    """Largest second moment of the kept tokens."""
+
+    def __call__(self, batch: Batch, gather: Gather) -> Batch:
+        """Return `batch` with the field `second_moment_kept`.
+
+        Fields read: `old_logprobs` and `rollout_logprobs`.
+        """
+        trained_T = policy_mask(batch).bool()
+        log_w_T = batch.fields["old_logprobs"].double() - batch.fields["rollout_logprobs"].double()
+        square_T = torch.where(trained_T, log_w_T, torch.zeros_like(log_w_T)).square()
+        most = largest_kept(torch.cat(gather(square_T[trained_T])), self.bound)
+        return batch.with_fields(**{KEPT_TOKENS: (trained_T & (square_T <= most)).to(batch.mask_T.dtype)})
+
+
+def largest_kept(squares_N: torch.Tensor, bound: float) -> float:
+    """Return the largest value that is kept, so that the mean of those up to it is at most `bound`; -inf: none is kept.
+
+    Equal values are kept or left out together, so that the choice does not depend on their order.
+    """
+    ascending_N = squares_N.sort().values
+    counts_N = torch.arange(1, len(ascending_N) + 1, device=squares_N.device)
+    n_kept = int((ascending_N.cumsum(0) / counts_N <= bound).sum())
+    if n_kept == 0:
+        return -math.inf
+    if n_kept < len(ascending_N) and ascending_N[n_kept] == ascending_N[n_kept - 1]:
+        smaller_N = ascending_N[ascending_N < ascending_N[n_kept]]
+        return float(smaller_N[-1]) if len(smaller_N) else -math.inf
+    return float(ascending_N[n_kept - 1])

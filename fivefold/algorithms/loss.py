@@ -4,20 +4,32 @@ The engine alone divides by `Loss.normalizer` of the whole mini-batch. A sequenc
 on the sequences beside it, so the gradient is the same however the mini-batch is split, packed and laid out:
 
     sum over micro-batches of loss(micro-batch) / normalizer(mini-batch)  ==  loss(mini-batch) / normalizer(mini-batch)
+
+The costs of tokens become one number by an aggregation. Over the sequences s of a mini-batch that have trained tokens
+t, N sequences in all:
+
+    token_mean           sum_s sum_t cost / number of trained tokens     DAPO (Yu et al. 2025, eq. 8)
+    sequence_mean        1/N sum_s (mean_t cost)                         GRPO (Shao et al. 2024, eq. 3)
+    sequence_sum         1/N sum_s sum_t cost                            REINFORCE over whole responses
+    sequence_sum_fixed   1/N sum_s sum_t cost / length                   Dr. GRPO's code (Liu et al. 2025)
+
+The last one weights all tokens alike, as `sequence_sum` does, and keeps the loss at the size of one token's cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
+from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.types import Totals
 
 Metrics = dict[str, torch.Tensor]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"]
 
 
 @dataclass(frozen=True)
@@ -64,22 +76,19 @@ class Loss(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class SFTLoss:
-    """Negative log-likelihood of the trained tokens, averaged over the tokens of the mini-batch."""
+class Surrogate(Protocol):
+    """A policy loss. It travels to the workers, so it is a frozen dataclass of a module.
 
-    temperature: float = 1.0
-    entropy_gradient: bool = False
-    before: None = None
+    A loss that needs something of a whole mini-batch, which no micro-batch shows, has an attribute `before`, a
+    `BatchStep` (fivefold/algorithms/batch_steps.py) that adds fields to the batch.
+    """
 
-    def normalizer(self, totals: Totals) -> float:
-        return float(max(1, totals.n_trained_tokens))
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        """Return the cost of each token [T], with gradient, and sums of metrics over the trained tokens, without.
 
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
-        trained_T = inputs.mask_T.bool()
-        nll = -zero_unless(trained_T, inputs.predictions["logprobs"]).sum()
-        entropy = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
-        return nll, {"nll": nll.detach(), "entropy": entropy}
+        The costs of a sequence depend on no other sequence. Costs of tokens that are not trained are ignored, but must
+        be finite.
+        """
 
 
 def zero_unless(trained_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:
@@ -98,3 +107,33 @@ def largest(values_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
     # Indexing with the mask would wait for the device, which alone knows the number of trained tokens.
     lowest = values_T.new_full((1,), -torch.inf)
     return torch.cat([torch.where(trained_T, values_T, lowest), lowest]).amax()
+
+
+def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: Aggregation) -> torch.Tensor:
+    """Return the factor of each token's cost in the sum: the mask, with `sequence_mean` divided by its sequence's sum.
+
+    Args:
+        mask_T: [T], 1 on trained tokens, else 0.
+        lengths: tokens of each sequence; they sum to T.
+        aggregation: as at the top of this file.
+
+    Returns:
+        [T], in the mask's dtype.
+    """
+    if aggregation != "sequence_mean":
+        return mask_T
+    sequences = Sequences.of(mask_T, lengths)
+    return mask_T / sequences.spread(sequences.counts_S.clamp(min=1))
+
+
+def divisor(totals: Totals, aggregation: Aggregation, length: int = 1) -> float:
+    """Return what the sum over a whole mini-batch of these sizes is divided by, at least 1.
+
+    Args:
+        totals: sizes of the mini-batch.
+        aggregation: as at the top of this file.
+        length: tokens by which `sequence_sum_fixed` divides.
+    """
+    if aggregation == "token_mean":
+        return float(max(1, totals.n_trained_tokens))
+    return float(max(1, totals.n_trained_sequences) * (length if aggregation == "sequence_sum_fixed" else 1))

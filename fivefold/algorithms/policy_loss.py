@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.ages import interpolated, metrics_by_age
-from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
+from fivefold.algorithms import ages, terms
 from fivefold.algorithms.batch_steps import BatchStep, StepsInTurn
-from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
+from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.imitation import Imitation
-from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
-from fivefold.algorithms.loss import LossInputs, Metrics, count, largest, zero_unless
-from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
-from fivefold.algorithms.positions import entropy_by_part
-from fivefold.algorithms.ragged import Sequences
+from fivefold.algorithms.kl import KLEstimator
+from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, Surrogate, divisor, token_weights, zero_unless
+from fivefold.algorithms.measures import entropy_by_part, mismatch_metrics, ratio_metrics
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
+from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.types import Totals
 
 _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"})
@@ -25,7 +24,7 @@ _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "r
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy's loss, aggregated over a mini-batch as `fivefold/algorithms/aggregation.py` says. A token costs
+    """A policy's loss, aggregated over a mini-batch as `fivefold/algorithms/loss.py` says. A token costs
 
         cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
@@ -99,100 +98,76 @@ class PolicyLoss:
     def _of_policy(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         trained_T = inputs.mask_T.bool()
         # Values of masked tokens may be -inf or NaN.
-        logprobs_T = zero_unless(trained_T, inputs.predictions["logprobs"])
-        entropy_T = zero_unless(trained_T, inputs.predictions["entropy"])
+        logprobs_T, entropy_T = (zero_unless(trained_T, inputs.predictions[name]) for name in ("logprobs", "entropy"))
         present = inputs.fields.keys() & _POLICY_FIELDS
         fields = {name: zero_unless(trained_T, inputs.fields[name]) for name in present}
         age_T = torch.zeros_like(trained_T) if self.version is None else self.version - inputs.fields["versions"]
         old_T = self._old_logprobs(fields, logprobs_T.detach(), age_T)
-        sequences = Sequences.of(inputs.mask_T, inputs.lengths)
-
-        advantages_T, distill_metrics = self._distilled(fields["advantages"], old_T, fields)
-        tokens = PolicyTokens(logprobs_T, old_T, advantages_T, sequences, inputs.fields)
-        cost_T, metrics = self.surrogate(tokens)
-        if SAMPLE_WEIGHT in inputs.fields:
-            cost_T = cost_T * zero_unless(trained_T, inputs.fields[SAMPLE_WEIGHT])
-        cost_T, masked = self._without_drifted(cost_T, tokens)
-        metrics |= (
-            distill_metrics
-            | masked
-            | {
-                "policy_loss": zero_unless(trained_T, cost_T.detach()).sum(),
-                "entropy": entropy_T.detach().sum(),
-                **entropy_by_part(entropy_T.detach(), sequences),
-                **_ratio_metrics(tokens),
-            }
+        advantages_T, metrics = fields["advantages"], Metrics()
+        if self.distillation is not None and self.divergence is None:
+            advantages_T, metrics = terms.with_teacher(advantages_T, self.distillation.coeff, fields, old_T)
+        tokens = PolicyTokens(
+            logprobs_T, old_T, advantages_T, Sequences.of(inputs.mask_T, inputs.lengths), inputs.fields
         )
+        cost_T, of_surrogate = self._surrogate_cost(tokens)
+        metrics |= of_surrogate | {
+            "entropy": entropy_T.detach().sum(),
+            **entropy_by_part(entropy_T.detach(), tokens.sequences),
+            **ratio_metrics(tokens),
+        }
         # Old log-probs that are the rollout's own show no mismatch. Current ones do, exactly on the first update.
         trainer_T = logprobs_T.detach() if self.old_is_rollout else old_T
         measured_T = logprobs_T.detach() if self.old_is_interpolated else trainer_T
         compares = "rollout_logprobs" in fields and not self.rollout_is_truncated
         if compares:
             metrics |= mismatch_metrics(measured_T, fields["rollout_logprobs"], trained_T)
-
         kept_T, cut_T = trained_T, ~trained_T
         if self.correction is not None:
-            corrected = self.correction(trainer_T, fields["rollout_logprobs"], sequences, inputs.fields)
+            corrected = self.correction(trainer_T, fields["rollout_logprobs"], tokens.sequences, inputs.fields)
             cost_T, kept_T, cut_T = corrected.weights_T * cost_T, corrected.kept_T, corrected.cut_T
             metrics |= corrected.metrics
         if compares and self.version is not None:
-            metrics |= metrics_by_age(measured_T, fields["rollout_logprobs"], cut_T, age_T, trained_T, self.max_age)
-        if self.entropy_gradient:
-            cost_T = cost_T - self.entropy_coeff * entropy_T
-        cost_T, kl_metrics = self._with_kl(cost_T, tokens, fields)
-        if self.distillation is not None and self.divergence is not None:
-            divergence_T = zero_unless(trained_T, inputs.predictions["divergence"])
-            cost_T = cost_T + self.distillation.coeff * divergence_T
-            metrics["teacher_kl"] = divergence_T.detach().sum()
+            rollout_T = fields["rollout_logprobs"]
+            metrics |= ages.metrics_by_age(measured_T, rollout_T, cut_T, age_T, trained_T, self.max_age)
+        cost_T, of_terms = self._with_terms(cost_T, entropy_T, tokens, fields, inputs.predictions)
         weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
-        return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | kl_metrics
+        return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | of_terms
 
     def _old_logprobs(
-        self, fields: dict[str, torch.Tensor], current_T: torch.Tensor, age_T: torch.Tensor
+        self, fields: Mapping[str, torch.Tensor], current_T: torch.Tensor, age_T: torch.Tensor
     ) -> torch.Tensor:
         if self.old_is_interpolated:
-            return interpolated(fields["rollout_logprobs"], current_T, age_T)
+            return ages.interpolated(fields["rollout_logprobs"], current_T, age_T)
         return fields["rollout_logprobs"] if self.old_is_rollout else fields.get("old_logprobs", current_T)
 
-    def _distilled(
-        self, advantages_T: torch.Tensor, old_T: torch.Tensor, fields: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, Metrics]:
-        """Return the advantages with those that a teacher gives to sampled tokens."""
-        if self.distillation is None or self.divergence is not None:
-            return advantages_T, {}
-        closer_T = fields["teacher_logprobs"] - old_T
-        return advantages_T + self.distillation.coeff * closer_T, {"teacher_kl": -closer_T.sum()}
+    def _surrogate_cost(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        """Return the surrogate's cost of each token, with the weights of samples and without drifted sequences."""
+        cost_T, metrics = self.surrogate(tokens)
+        if SAMPLE_WEIGHT in tokens.fields:
+            cost_T = cost_T * zero_unless(tokens.trained_T, tokens.fields[SAMPLE_WEIGHT])
+        if self.opsm_delta is not None:
+            cost_T, masked = terms.without_drifted(cost_T, tokens, self.opsm_delta)
+            metrics |= masked
+        return cost_T, metrics | {"policy_loss": zero_unless(tokens.trained_T, cost_T.detach()).sum()}
 
-    def _without_drifted(self, cost_T: torch.Tensor, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
-        """Return the costs with 0 in sequences of a negative advantage from which the policy has moved away."""
-        if self.opsm_delta is None:
-            return cost_T, {}
-        drift_T = tokens.sequences.spread(tokens.sequences.mean(-tokens.log_ratio_T.detach()))
-        drifted_T = tokens.trained_T & (tokens.advantages_T < 0) & (drift_T > self.opsm_delta)
-        return zero_unless(~drifted_T, cost_T), {"opsm_masked": count(drifted_T, drift_T)}
-
-    def _with_kl(
-        self, cost_T: torch.Tensor, tokens: PolicyTokens, fields: dict[str, torch.Tensor]
+    def _with_terms(
+        self,
+        cost_T: torch.Tensor,
+        entropy_T: torch.Tensor,
+        tokens: PolicyTokens,
+        fields: Mapping[str, torch.Tensor],
+        predictions: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, Metrics]:
-        if "ref_logprobs" in fields:
-            kl_T = kl_estimate(tokens.logprobs_T, fields["ref_logprobs"], self.kl_estimator)
-            weighted_T = kl_T * tokens.ratio_T if self.kl_unbiased else kl_T
-            return (cost_T + self.kl_coeff * weighted_T if self.kl_coeff else cost_T), {"kl_ref": kl_T.detach().sum()}
-        if self.kl_coeff:
-            raise ValueError(
-                f"the loss has a KL penalty (actor.kl_ctl={self.kl_coeff}), but the batch has no `ref_logprobs` field "
-                f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
+        """Return the costs with the entropy bonus, the KL penalty and the divergence from a teacher."""
+        metrics = Metrics()
+        if self.entropy_gradient:
+            cost_T = cost_T - self.entropy_coeff * entropy_T
+        if "ref_logprobs" in fields or self.kl_coeff:
+            cost_T, metrics = terms.with_kl(
+                cost_T, tokens, fields, self.kl_coeff, self.kl_estimator, unbiased=self.kl_unbiased
             )
-        return cost_T, {}
-
-
-def _ratio_metrics(tokens: PolicyTokens) -> Metrics:
-    """Measure how far the policy has moved from the old one."""
-    log_ratio_T = tokens.log_ratio_T.detach()
-    ratio_T = bounded_exp(log_ratio_T)
-    return {
-        "ppo_kl": (-log_ratio_T).sum(),
-        "ppo_kl_k3": kl_estimate(torch.zeros_like(log_ratio_T), log_ratio_T, "k3").sum(),
-        "ratio": zero_unless(tokens.trained_T, ratio_T).sum(),
-        "ratio/max": largest(ratio_T, tokens.trained_T),
-    }
+        if self.distillation is not None and self.divergence is not None:
+            divergence_T = zero_unless(tokens.trained_T, predictions["divergence"])
+            cost_T = cost_T + self.distillation.coeff * divergence_T
+            metrics |= {"teacher_kl": divergence_T.detach().sum()}
+        return cost_T, metrics

@@ -32,12 +32,12 @@ class RewardShaping:
     length_penalty: float = 0.0
 
     @staticmethod
-    def of(config: ActorConfig, sampling: GenerationConfig) -> RewardShaping:
-        """Return the shaping that a recipe asks for."""
+    def of(config: ActorConfig, sampling: GenerationConfig) -> RewardShaping | None:
+        """Return the shaping that a recipe asks for; None: rewards stay as they are."""
         limit = sampling.max_new_tokens
         # The paper has 4096 of 20480 tokens.
         overlong = config.overlong_tokens or max(1, limit // 5)
-        return RewardShaping(
+        shaping = RewardShaping(
             limit,
             config.reward_bias,
             config.reward_scaling,
@@ -46,6 +46,7 @@ class RewardShaping:
             config.overlong_penalty_factor,
             config.length_penalty,
         )
+        return None if shaping == RewardShaping(limit, factor=shaping.factor) else shaping
 
     @property
     def has_penalty(self) -> bool:

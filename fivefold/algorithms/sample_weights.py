@@ -7,19 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.policy_filtration import filtration_weights
 from fivefold.config.schema.roles import ActorConfig, Filtration
 from fivefold.types import Prompt
 
 SAMPLE_WEIGHT = "sample_weight"
 """Name of the field with the weight of each token's sample."""
+LEAST = 1e-8
+"""Added to every weight, so that samples which all have the weight 0 are drawn alike."""
+OF_BEST, OF_OTHERS = 0.4, 0.1
+"""Weights of samples with the largest reward and of all others, with `max_random`."""
 
 
 @dataclass(frozen=True)
 class SampleWeights:
     """Computes the weights of the N samples of a step, whose mean is 1. Each is in proportion to the product of
 
-        f(R)                                     by the shaped reward R (`policy_filtration.py`)
+        f(R)                                     by the shaped reward R (`filtration_weights`)
         0.5 + 1.5 d                              by the prompt's difficulty d from 0 to 1: difficult ones count more
         1.5 - (l - min l) / (max l - min l)      by the length l in tokens: short ones count more
 
@@ -79,3 +82,26 @@ class SampleWeights:
                 )
             found.append(float(value))
         return found
+
+
+def filtration_weights(rewards_N: torch.Tensor, rule: Filtration, power: float) -> torch.Tensor:
+    """Return float64 [N], proportional to how often policy filtration draws each of N samples of a step.
+
+    PF-PPO (Shen and Zhang 2024, arXiv 2409.06957) has three rules:
+
+        power        w = abs(R)^power
+        max_min      w = 1 where R is the largest or the smallest of the step, else 0
+        max_random   w = 0.4 where R is the largest of the step, else 0.1
+
+    The paper filters the samples whose rewards a reward model tells least reliably, those in the middle. These rules
+    over a whole step are verl's, which draws N samples with replacement. Here each sample is trained on once, with the
+    weight of its expected number of draws, N w / sum of w: the mean gradient is the same, without the noise of drawing.
+    """
+    match rule:
+        case "power":
+            weights_N = rewards_N.abs() ** power
+        case "max_min":
+            weights_N = ((rewards_N == rewards_N.max()) | (rewards_N == rewards_N.min())).double()
+        case "max_random":
+            weights_N = torch.where(rewards_N == rewards_N.max(), OF_BEST, OF_OTHERS).double()
+    return weights_N + LEAST

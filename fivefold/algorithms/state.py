@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from fivefold.algorithms.adaptive import adapted_entropy, adapted_kl
 from fivefold.config.schema.roles import ActorConfig
-
-STEEPEST = 0.2
-"""Largest relative distance from its target that a step's KL divergence counts with."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +49,13 @@ class AlgorithmState:
         mismatch = metrics.get("rollout_mismatch_kl")
         correction = config.rollout_correction
         exceeds = mismatch is not None and mismatch > correction.auto_threshold
-        kl_ctl = self.kl_ctl
-        if config.kl_target is not None and "kl_ref" in metrics:
-            kl_ctl = adapted(kl_ctl, metrics["kl_ref"], config.kl_target, n_samples / config.kl_horizon)
         is_auto = correction.method == "auto"
-        state = replace(self, kl_ctl=kl_ctl, corrects_rollout=self.corrects_rollout or (is_auto and exceeds))
-        if config.entropy_target is None or "entropy" not in metrics:
-            return state
-        is_low = metrics["entropy"] <= config.entropy_target
-        return replace(state, entropy_coeff=self._moved(config, is_low), entropy_is_low=is_low)
-
-    def _moved(self, config: ActorConfig, is_low: bool) -> float:
-        """Return the weight of the entropy after a step (Skywork-OR1: He et al. 2025, arXiv 2505.22312, section 3.2.4).
-
-        weight <- max(0, weight + step) if the entropy is at most the target, else max(0, weight - step)
-        """
-        return max(0.0, self.entropy_coeff + (config.entropy_step if is_low else -config.entropy_step))
-
-
-def adapted(kl_ctl: float, kl: float, target: float, share: float) -> float:
-    """Return the weight of a KL penalty after a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
-
-        kl_ctl <- kl_ctl * (1 + clip(kl / target - 1, -0.2, 0.2) * share)
-
-    Args:
-        kl_ctl: the weight in the step.
-        kl: the divergence that the step measured, in nats per token.
-        target: the divergence that is wanted.
-        share: samples of the step as a share of the horizon.
-    """
-    error = min(max(kl / target - 1.0, -STEEPEST), STEEPEST)
-    # A step of more samples than the horizon has must not turn the weight negative.
-    return kl_ctl * (1.0 + error * min(share, 1.0))
+        state = replace(self, corrects_rollout=self.corrects_rollout or (is_auto and exceeds))
+        if config.kl_target is not None and "kl_ref" in metrics:
+            kl_ctl = adapted_kl(self.kl_ctl, metrics["kl_ref"], config.kl_target, n_samples / config.kl_horizon)
+            state = replace(state, kl_ctl=kl_ctl)
+        if config.entropy_target is not None and "entropy" in metrics:
+            is_low = metrics["entropy"] <= config.entropy_target
+            coeff = adapted_entropy(self.entropy_coeff, config.entropy_step, is_low=is_low)
+            state = replace(state, entropy_coeff=coeff, entropy_is_low=is_low)
+        return state

@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
-from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.loss import Metrics, Surrogate
 from fivefold.algorithms.losses.covariance import NUMBER
-from fivefold.algorithms.losses.surrogate import PolicyTokens, Surrogate
-from fivefold.algorithms.ragged import Sequences
+from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.config.user_code import load_user_object, user_traceback
 from fivefold.types import Batch
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.aggregation import Aggregation, divisor, token_weights
-from fivefold.algorithms.loss import LossInputs, Metrics
+from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, divisor, token_weights
 from fivefold.types import Totals
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fivefold.algorithms.finite import is_finite, not_finite_error
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mappings
+from fivefold.bridge.finite import is_finite, not_finite_error
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping

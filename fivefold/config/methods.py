@@ -71,7 +71,7 @@ LOSSES: Mapping[str, Loss] = {
         reads=_DUAL_CLIP,
     ),
     "reinforce": Loss(
-        "losses.reinforce:Reinforce",
+        "losses.policy_gradient:Reinforce",
         "-A log p; exact with one update a step",
         "verl `gpg`, ROLL `vanilla`, Trinity-RFT `opmd`, `sft` on samples",
         # The loss of AsymRE, OPMD and RAFT is the policy gradient too; only their advantages differ.
@@ -79,14 +79,14 @@ LOSSES: Mapping[str, Loss] = {
         | _words("raft", note="completions with a reward below 1 are not trained on"),
     ),
     "gspo": Loss(
-        "losses.gspo:GSPO",
+        "losses.sequence_ratios:GSPO",
         "PPO's, with s = exp(mean of log r over the sequence) in place of r",
         "verl and ROLL `gspo`, AReaL `importance_sampling_level: sequence`",
         reads=_CLIP,
         words=_words("gspo", "sequence", "seq"),
     ),
     "gmpo": Loss(
-        "losses.gmpo:GMPO",
+        "losses.sequence_ratios:GMPO",
         "-A exp(mean over the sequence of d), d = min(log r, `eps_clip_higher`) where A > 0, else max(log r, "
         "-`eps_clip`)",
         "verl `geo_mean`",
@@ -94,21 +94,21 @@ LOSSES: Mapping[str, Loss] = {
         words=_words("geo_mean"),
     ),
     "cispo": Loss(
-        "losses.cispo:CISPO",
+        "losses.policy_gradient:CISPO",
         "-sg(clip(r, 1 - `eps_clip`, 1 + `eps_clip_higher`)) A log p",
         "verl, ROLL, Trinity-RFT `cispo`",
         reads=_CLIP,
         words=_words("cispo"),
     ),
     "sapo": Loss(
-        "losses.sapo:SAPO",
+        "losses.soft_clips:SAPO",
         "-A 4/tau sigmoid(tau (r - 1)), tau = `tau_pos` where A > 0, else `tau_neg`",
         "verl and Trinity-RFT `sapo`, AReaL `use_sapo_loss`",
         words=_words("sapo"),
         options="`tau_pos` 1, `tau_neg` 1.05",
     ),
     "topr": Loss(
-        "losses.topr:TOPR",
+        "losses.policy_gradient:TOPR",
         "-w A log p; w = `positive_weight` where A > 0, else `negative_weight` sg(min(1, product of r over the "
         "sequence))",
         "ROLL and Trinity-RFT `topr`: by token",
@@ -116,7 +116,7 @@ LOSSES: Mapping[str, Loss] = {
         options="both 1",
     ),
     "clip_cov": Loss(
-        "losses.clip_cov:ClipCov",
+        "losses.covariance:ClipCov",
         "PPO's; 0 on `clip_cov_ratio` of the tokens, drawn from those with a covariance in [`clip_cov_lb`, "
         "`clip_cov_ub`]",
         "verl `clip_cov`",
@@ -125,7 +125,7 @@ LOSSES: Mapping[str, Loss] = {
         options="2e-4, 1, 5",
     ),
     "kl_cov": Loss(
-        "losses.kl_cov:KLCov",
+        "losses.covariance:KLCov",
         "-A r; `ppo_kl_coef` abs(log r) more on the `kl_cov_ratio` of the tokens with the largest covariance, if it "
         "is above 0",
         "verl `kl_cov`",
@@ -133,14 +133,14 @@ LOSSES: Mapping[str, Loss] = {
         options="2e-4, 1",
     ),
     "kimi": Loss(
-        "losses.kimi:Kimi",
+        "losses.soft_clips:Kimi",
         "-A log p + tau/2 D log r, D = sum of log r over the sequence",
         "ROLL `kimi15`",
         words=_words("kimi15"),
         options="`tau` 0.1",
     ),
     "cpgd": Loss(
-        "losses.cpgd:CPGD",
+        "losses.soft_clips:CPGD",
         "max(-A log r, -A clip(log r, log(1 - `eps_clip`), log(1 + `eps_clip_higher`))) + `drift` (r - 1 - log r)",
         "siiRL and verl `cpgd`",
         reads=_CLIP,
@@ -148,7 +148,7 @@ LOSSES: Mapping[str, Loss] = {
         options="`drift` 1e-4",
     ),
     "dppo_tv": Loss(
-        "losses.dppo:DPPOTV",
+        "losses.policy_gradient:DPPOTV",
         "-sg(min(r, `c_clip`)) A log p, with 20 if `c_clip` is null; 0 where A > 0 and p - p_old > "
         "`eps_clip_higher`, or A < 0 and p_old - p > `eps_clip`",
         "verl `dppo_tv`",
@@ -156,14 +156,14 @@ LOSSES: Mapping[str, Loss] = {
         words=_words("dppo_tv"),
     ),
     "dppo_kl": Loss(
-        "losses.dppo:DPPOKL",
+        "losses.policy_gradient:DPPOKL",
         "the same with the KL divergence of this token against any other",
         "verl `dppo_kl`",
         reads=_DUAL_CLIP,
         words=_words("dppo_kl"),
     ),
     "rec": Loss(
-        "losses.rec:REC",
+        "losses.policy_gradient:REC",
         "-I w A log p + `penalty_coeff` penalty; I is 1 in a `region` of ratios (`one_side`, `two_side`, `ring`, "
         "`none`), else 0; w, by `weight`, is 1 (`none`), r (`ratio`) or exp(A / `weight_temperature`) (`advantage`); "
         "the `penalty` is `none`, (log r)^2 (`k2`) or -log p (`forward_kl`)",

@@ -91,7 +91,7 @@ def _join(seat: Seat) -> None:
 
 def _losses(layout_text: str) -> tuple[float, float]:
     """Return the loss of one batch before and after an update on that batch."""
-    from fivefold.algorithms.loss import SFTLoss
+    from fivefold.algorithms.supervised_losses import SFTLoss
     from fivefold.config.paths import resolve_model_path
     from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
     from fivefold.layout.parser import parse_backend

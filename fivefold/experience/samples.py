@@ -64,7 +64,7 @@ def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = 
     return rewarded(generated, judged(generated.samples, rewards), rewards, model)
 
 
-def has_signal(samples: Sequence[Sample], shaping: RewardShaping, *, one_by_one: bool) -> bool:
+def has_signal(samples: Sequence[Sample], shaping: RewardShaping | None, *, one_by_one: bool) -> bool:
     """Return whether the completions of a prompt differ by more than rounding in one of their rewards, or in the sum.
 
     The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares
@@ -79,7 +79,7 @@ def has_signal(samples: Sequence[Sample], shaping: RewardShaping, *, one_by_one:
     values_KN = torch.tensor(rows, dtype=torch.float64)
     group_N = torch.zeros(len(samples), dtype=torch.int64)
     return not all(
-        Sets(values_N if one_by_one else shaping.scaled(values_N), group_N).is_constant_S.item()
+        Sets(values_N if one_by_one or shaping is None else shaping.scaled(values_N), group_N).is_constant_S.item()
         for values_N in values_KN
     )
 

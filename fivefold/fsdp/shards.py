@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.algorithms.finite import is_finite
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import LOADING, checked_source, not_finite_weights
+from fivefold.bridge.finite import is_finite
 from fivefold.bridge.gather import all_gather
 from fivefold.bridge.hf_saver import Block, blocks
 from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping

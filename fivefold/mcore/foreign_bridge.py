@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fivefold.algorithms.finite import is_finite
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import Bridge, checked_source, not_finite_weights
+from fivefold.bridge.finite import is_finite
 from fivefold.bridge.gather import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
-from fivefold.algorithms.finite import not_finite_error
+from fivefold.bridge.finite import not_finite_error
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_weights import not_finite
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fivefold.algorithms.finite import is_finite
+from fivefold.bridge.finite import is_finite
 from fivefold.families.family import MLPNames
 from fivefold.families.registry import FAMILIES
 from fivefold.families.sigmoid_experts import is_router_offset

@@ -133,7 +133,9 @@ class PolicyUpdate:
         if self._sample_weights is None:
             return batch, {}
         lengths_N = torch.tensor([sample.n_sampled for sample in samples])
-        rewards_N = self._shaping(torch.tensor([sample.reward for sample in samples], dtype=torch.float64), lengths_N)
+        rewards_N = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        if self._shaping is not None:
+            rewards_N = self._shaping(rewards_N, lengths_N)
         weights_N = self._sample_weights(rewards_N, [sample.prompt for sample in samples], lengths_N)
         weighted = batch.with_scalars(**{SAMPLE_WEIGHT: weights_N.float().numpy()})
         return weighted, {"sample_weights/ess": effective_share(float(weights_N.mean()), float((weights_N**2).mean()))}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.preferences import Numbers, Objective, derivatives
+from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.launch import Models
 from fivefold.roles.remote_batch import RemoteBatch

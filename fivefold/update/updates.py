@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from fivefold.algorithms.ages import averaged
-from fivefold.algorithms.positions import N_PARTS, PART, SHARE
+from fivefold.algorithms.measures import N_PARTS, PART, SHARE
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
 from fivefold.roles.trainer_worker import UpdateResult

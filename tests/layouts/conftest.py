@@ -14,7 +14,7 @@ from ragged import uneven_batch
 from tiny_models import save_models
 from worker_pool import WorkerPool, Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.types import Batch
 
 

@@ -25,10 +25,10 @@ from megatron_cases import Case, Run
 from safetensors.torch import load_file
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
-from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.types import Batch

@@ -20,7 +20,7 @@ from ragged import uneven_batch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import Snapshot
 from fivefold.engine.state.state_store import finish

@@ -17,7 +17,7 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.distillation import Direction, Distillation
-from fivefold.algorithms.losses.reinforce import Reinforce
+from fivefold.algorithms.losses.policy_gradient import Reinforce
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig

@@ -14,7 +14,7 @@ from ragged import uneven_batch
 from test_checkpoint import commit
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_checkpoint import commit
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.megatron_check import check_megatron

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_models import DENSE, MOE
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 
 LAYOUTS = {

@@ -23,9 +23,9 @@ from ragged import uneven_batch
 from safetensors.torch import load_file
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.types import Batch

@@ -20,7 +20,7 @@ from ragged import uneven_batch
 from safetensors.torch import load_file
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.mcore import engine as engine_module
 from fivefold.mcore import specs

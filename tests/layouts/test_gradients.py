@@ -15,7 +15,7 @@ from ragged import uneven_batch
 from tiny_models import DENSE, MOE
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 
 TOLERANCE = 1e-4
 

@@ -22,8 +22,8 @@ from ragged import uneven_batch
 from test_checkpoint import commit
 from worker_pool import Workers
 
-from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, Objective, derivatives
+from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.bridge.audit import check_weights
 from fivefold.config.schema.engine import OptimizerConfig

@@ -17,7 +17,7 @@ from megatron_cases import Case
 from ragged import uneven_batch
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine.kernels import flash as flash_attention

@@ -14,7 +14,7 @@ from ragged import uneven_batch
 from safetensors.torch import load_file
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.schedule import learning_rate
 from fivefold.types import Batch, StepResult

@@ -13,7 +13,7 @@ from megatron_cases import Case, whole
 from ragged import uneven_batch
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist

@@ -12,7 +12,7 @@ from megatron_cases import Case
 from ragged import uneven_batch
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 

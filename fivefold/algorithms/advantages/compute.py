@@ -55,7 +55,7 @@ class Advantages:
 
 def compute_advantages(
     outcomes: Outcomes,
-    shaping: RewardShaping,
+    shaping: RewardShaping | None,
     method: Callable[[Scores], torch.Tensor],
     greedy: Outcomes | None = None,
 ) -> Advantages:
@@ -63,7 +63,7 @@ def compute_advantages(
 
     Args:
         outcomes: the completions.
-        shaping: how rewards are shaped.
+        shaping: how rewards are shaped; None: they stay as they are.
         method: the advantage.
         greedy: the greedy completion of each group, for methods with such a baseline.
 
@@ -74,10 +74,13 @@ def compute_advantages(
     lengths_N = torch.tensor(outcomes.lengths)
     numbers = {group: number for number, group in enumerate(dict.fromkeys(outcomes.groups))}
     groups_N = torch.tensor([numbers[group] for group in outcomes.groups])
-    scores = Scores(shaping(raw_N, lengths_N), groups_N, lengths_N, each=_each(outcomes, shaping, lengths_N))
+    shaped_N = raw_N if shaping is None else shaping(raw_N, lengths_N)
+    scores = Scores(shaped_N, groups_N, lengths_N, each=_each(outcomes, shaping, lengths_N))
     if greedy is not None:
-        shaped_G = shaping(_finite(greedy.rewards), torch.tensor(greedy.lengths))
-        baselines = dict(zip(greedy.groups, shaped_G.tolist(), strict=True))
+        greedy_G = _finite(greedy.rewards)
+        if shaping is not None:
+            greedy_G = shaping(greedy_G, torch.tensor(greedy.lengths))
+        baselines = dict(zip(greedy.groups, greedy_G.tolist(), strict=True))
         scores = replace(
             scores, baselines_N=torch.tensor([baselines[group] for group in outcomes.groups], dtype=torch.float64)
         )
@@ -94,17 +97,17 @@ def compute_advantages(
         "groups": float(len(constant_G)),
         "zero_variance_groups": constant_G.double().mean().item(),
     }
-    if shaping.has_penalty:
+    if shaping is not None and shaping.has_penalty:
         metrics["reward/penalty"] = shaping.penalty(lengths_N).mean().item()
     return Advantages(advantages_N.float(), metrics)
 
 
-def _each(outcomes: Outcomes, shaping: RewardShaping, lengths_N: torch.Tensor) -> Each | None:
+def _each(outcomes: Outcomes, shaping: RewardShaping | None, lengths_N: torch.Tensor) -> Each | None:
     if not outcomes.parts:
         return None
     rows = [[part.get(name, math.nan) for name in outcomes.weights] for part in outcomes.parts]
     rewards_NK, weights = torch.tensor(rows, dtype=torch.float64), list(outcomes.weights.values())
-    if shaping.has_penalty:
+    if shaping is not None and shaping.has_penalty:
         rewards_NK = torch.cat([rewards_NK, -shaping.penalty(lengths_N).unsqueeze(1)], dim=1)
         weights.append(1.0)
     return Each(rewards_NK, torch.tensor(weights, dtype=torch.float64))

@@ -1,10 +1,10 @@
-"""Tokens chosen by the covariance of their log-prob with their advantage, for Clip-Cov and KL-Cov.
+"""Clip-Cov and KL-Cov: a few tokens with a large covariance of log-prob and advantage keep the entropy up.
 
 A token's covariance (Cui et al. 2025, arXiv 2505.22617) is over the T tokens of the mini-batch:
 
     cov_t = (log p_old,t - mean log p_old) (A_t - mean A)
 
-The papers' code takes log p and a micro-batch in the place of log p_old and the mini-batch; the choice would then
+The papers' code takes log p and a micro-batch in place of log p_old and the mini-batch; the choice would then
 depend on the layout. With p_old it is made once, before the mini-batch's first micro-batch, and is the same on every
 layout and split. For the first update of a step, p is p_old.
 """
@@ -15,13 +15,18 @@ import math
 import random
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 
 from fivefold.algorithms.batch_steps import Gather
 from fivefold.algorithms.imitation import policy_mask
+from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.sequences import PolicyTokens
 from fivefold.types import Batch
 
 CHOSEN = "covariance_chosen"
@@ -32,6 +37,56 @@ ABOVE_0 = sys.float_info.min
 """Least covariance that counts as larger than 0."""
 MOST_NUMBERS = 2**24
 """Whole numbers from 0 on that float32 holds exactly."""
+
+
+@dataclass(frozen=True)
+class ClipCov:
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617).
+
+    A token costs what it costs in PPO; of the tokens whose covariance is in [`clip_cov_lb`, `clip_cov_ub`], as many as
+    `clip_cov_ratio` of all are drawn at random, and cost 0. `CovarianceChoice` says what the covariance is.
+    """
+
+    eps_clip: float = 0.2
+    eps_clip_higher: float | None = None
+    clip_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+
+    @property
+    def before(self) -> CovarianceChoice:
+        """What chooses the tokens of a mini-batch."""
+        return CovarianceChoice(self.clip_cov_ratio, self.clip_cov_lb, self.clip_cov_ub, at_random=True)
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        cost_T, metrics = PPO(self.eps_clip, self.eps_clip_higher)(tokens)
+        chosen_T = tokens.fields[CHOSEN].bool()
+        return torch.where(chosen_T, torch.zeros_like(cost_T), cost_T), {
+            **metrics,
+            "covariance_chosen": chosen_T.to(cost_T.dtype).sum(),
+        }
+
+
+@dataclass(frozen=True)
+class KLCov:
+    """KL-Cov (Cui et al. 2025, arXiv 2505.22617).
+
+    A token costs -A r, without a clip; of all tokens, the `kl_cov_ratio` with the largest covariance, if it is above 0,
+    cost `ppo_kl_coef` * |log p - log p_old| more. `CovarianceChoice` says what the covariance is.
+    """
+
+    kl_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    ppo_kl_coef: Annotated[float, Field(ge=0)] = 1.0
+
+    @property
+    def before(self) -> CovarianceChoice:
+        """What chooses the tokens of a mini-batch."""
+        return CovarianceChoice(self.kl_cov_ratio)
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+        chosen_T = tokens.fields[CHOSEN].to(tokens.logprobs_T.dtype)
+        cost_T = -tokens.advantages_T * tokens.ratio_T + self.ppo_kl_coef * chosen_T * tokens.log_ratio_T.abs()
+        return cost_T, {"covariance_chosen": chosen_T.sum()}
 
 
 @dataclass(frozen=True)

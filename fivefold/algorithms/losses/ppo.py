@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.loss import Metrics, count
-from fivefold.algorithms.losses.surrogate import PolicyTokens, clip_metrics
+from fivefold.algorithms.sequences import PolicyTokens
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,15 @@ class PPO:
 def clip_range(eps_clip: float, eps_clip_higher: float | None) -> tuple[float, float]:
     """Return how far a ratio may fall below 1 and rise above it."""
     return eps_clip, eps_clip if eps_clip_higher is None else eps_clip_higher
+
+
+def clip_metrics(ratio_T: torch.Tensor, tokens: PolicyTokens, low: float, high: float) -> Metrics:
+    """Count the tokens that have no gradient, because their ratio is beyond [1 - low, 1 + high] on the far side."""
+    ratio_T, advantages_T = ratio_T.detach(), tokens.advantages_T
+    lower_T = (ratio_T < 1.0 - low) & (advantages_T < 0)
+    upper_T = (ratio_T > 1.0 + high) & (advantages_T > 0)
+    return {
+        "clip_fraction": count(lower_T | upper_T, ratio_T),
+        "clip_fraction_lower": count(lower_T, ratio_T),
+        "clip_fraction_upper": count(upper_T, ratio_T),
+    }

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
-from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, random_numbers
-from fivefold.algorithms.losses.kl_cov import KLCov
-from fivefold.algorithms.second_moment import KEPT_TOKENS, SecondMomentMask, largest_kept
+from fivefold.algorithms.corrections import KEPT_TOKENS, SecondMomentMask, largest_kept
+from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, KLCov, random_numbers
 from fivefold.types import Batch
 from tests.unit.algorithms.random_batches import random_split, sample
 

@@ -10,7 +10,7 @@ import torch
 
 from fivefold.algorithms.distillation import Direction, Distillation, coarse_divergence
 from fivefold.algorithms.loss import LossInputs
-from fivefold.algorithms.losses.reinforce import Reinforce
+from fivefold.algorithms.losses.policy_gradient import Reinforce
 from fivefold.algorithms.policy_loss import PolicyLoss
 
 VOCAB = 23

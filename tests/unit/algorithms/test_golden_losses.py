@@ -15,26 +15,15 @@ from math import exp, log, prod
 import pytest
 import torch
 
-from fivefold.algorithms.corrections import RolloutCorrection
-from fivefold.algorithms.loss import zero_unless
-from fivefold.algorithms.losses.cispo import CISPO
-from fivefold.algorithms.losses.clip_cov import ClipCov
-from fivefold.algorithms.losses.covariance import CHOSEN
-from fivefold.algorithms.losses.cpgd import CPGD
-from fivefold.algorithms.losses.dppo import DPPOKL, DPPOTV
-from fivefold.algorithms.losses.gmpo import GMPO
-from fivefold.algorithms.losses.gspo import GSPO
-from fivefold.algorithms.losses.kimi import Kimi
-from fivefold.algorithms.losses.kl_cov import KLCov
+from fivefold.algorithms.corrections import KEPT_TOKENS, RolloutCorrection
+from fivefold.algorithms.loss import Surrogate, zero_unless
+from fivefold.algorithms.losses.covariance import CHOSEN, ClipCov, KLCov
+from fivefold.algorithms.losses.policy_gradient import CISPO, DPPOKL, DPPOTV, REC, TOPR, Reinforce
 from fivefold.algorithms.losses.ppo import PPO
-from fivefold.algorithms.losses.rec import REC
-from fivefold.algorithms.losses.reinforce import Reinforce
-from fivefold.algorithms.losses.sapo import SAPO
-from fivefold.algorithms.losses.surrogate import Surrogate
-from fivefold.algorithms.losses.topr import TOPR
+from fivefold.algorithms.losses.sequence_ratios import GMPO, GSPO
+from fivefold.algorithms.losses.soft_clips import CPGD, SAPO, Kimi
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
-from fivefold.algorithms.second_moment import KEPT_TOKENS
 from fivefold.config.methods import LOSSES
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fivefold.algorithms.build import build_advantage, build_policy_loss, build_surrogate, method_at
-from fivefold.algorithms.losses.gspo import GSPO
 from fivefold.algorithms.losses.ppo import PPO
-from fivefold.algorithms.losses.sapo import SAPO
+from fivefold.algorithms.losses.sequence_ratios import GSPO
+from fivefold.algorithms.losses.soft_clips import SAPO
 from fivefold.algorithms.user_loss import UserLoss, _tokens
 from fivefold.config.methods import ADVANTAGES, LOSSES, Method
 from fivefold.config.schema.roles import ActorConfig

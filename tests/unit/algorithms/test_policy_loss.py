@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from fivefold.algorithms.build import build_policy_loss
-from fivefold.algorithms.corrections import RolloutCorrection, mismatch_metrics
-from fivefold.algorithms.loss import LossInputs, SFTLoss
+from fivefold.algorithms.corrections import RolloutCorrection
+from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.measures import mismatch_metrics
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.types import Batch

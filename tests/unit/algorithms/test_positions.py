@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from fivefold.algorithms.positions import N_PARTS, PART, SHARE, entropy_by_part
-from fivefold.algorithms.ragged import Sequences
+from fivefold.algorithms.measures import N_PARTS, PART, SHARE, entropy_by_part
+from fivefold.algorithms.sequences import Sequences
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.update.updates import average_updates
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from fivefold.algorithms.linear_loss import COEFFICIENT, LinearLoss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, KahnemanTversky, Objective, derivatives
+from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.config.schema.preferences import DPOModelConfig
 
 BETA = 0.3

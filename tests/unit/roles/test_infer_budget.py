@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import TrainedMicroBatchConfig
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.layout.parser import parse_backend

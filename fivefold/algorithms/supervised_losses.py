@@ -1,4 +1,4 @@
-"""A loss that is linear in the model's predictions: each sequence has one coefficient."""
+"""The losses of `fivefold sft`, `dpo` and `rm`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from fivefold.types import Totals
 
 COEFFICIENT = "coefficient"
 """Name of the field with the coefficient of each token's sequence."""
+
+
+@dataclass(frozen=True)
+class SFTLoss:
+    """Negative log-likelihood of the trained tokens, averaged over the tokens of the mini-batch."""
+
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+    before: None = None
+
+    def normalizer(self, totals: Totals) -> float:
+        return float(max(1, totals.n_trained_tokens))
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        trained_T = inputs.mask_T.bool()
+        nll = -zero_unless(trained_T, inputs.predictions["logprobs"]).sum()
+        entropy = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
+        return nll, {"nll": nll.detach(), "entropy": entropy}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Sums and means over the sequences of a ragged batch: sequences laid end to end, without padding."""
+"""The tokens of a ragged batch, whose sequences are laid end to end without padding: sums and means over sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fivefold.algorithms.kl import bounded_exp
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,32 @@ class Sequences:
     def counts_S(self) -> torch.Tensor:
         """Floating point [S]: trained tokens of each sequence."""
         return self.mask_T.new_zeros(self.n).index_add(0, self.sequence_T, self.mask_T)
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """T tokens of whole sequences. All values are 0 on tokens that are not trained."""
+
+    logprobs_T: torch.Tensor
+    """log p of each token under the current weights, with gradient."""
+    old_logprobs_T: torch.Tensor
+    """log p_old of each token, under the weights at the beginning of the step."""
+    advantages_T: torch.Tensor
+    sequences: Sequences
+    fields: Mapping[str, torch.Tensor]
+    """All fields of the batch, by name; on tokens that are not trained they may be NaN."""
+
+    @property
+    def trained_T(self) -> torch.Tensor:
+        """bool [T]: whether each token is trained."""
+        return self.sequences.mask_T.bool()
+
+    @property
+    def log_ratio_T(self) -> torch.Tensor:
+        """log p - log p_old, with gradient."""
+        return self.logprobs_T - self.old_logprobs_T
+
+    @property
+    def ratio_T(self) -> torch.Tensor:
+        """p / p_old, with gradient; bounded, so that sums stay finite."""
+        return bounded_exp(self.log_ratio_T)

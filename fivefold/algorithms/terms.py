@@ -1,0 +1,62 @@
+"""Terms of a policy's loss that are off by default; `PolicyLoss` says where each belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fivefold.algorithms.kl import KLEstimator, kl_estimate
+from fivefold.algorithms.loss import Metrics, count, zero_unless
+from fivefold.algorithms.sequences import PolicyTokens
+
+
+def with_teacher(
+    advantages_T: torch.Tensor, coeff: float, fields: Mapping[str, torch.Tensor], old_T: torch.Tensor
+) -> tuple[torch.Tensor, Metrics]:
+    """Return the advantages plus coeff * (log q - log p_old), with the teacher's log q of each sampled token."""
+    closer_T = fields["teacher_logprobs"] - old_T
+    return advantages_T + coeff * closer_T, {"teacher_kl": -closer_T.sum()}
+
+
+def without_drifted(cost_T: torch.Tensor, tokens: PolicyTokens, delta: float) -> tuple[torch.Tensor, Metrics]:
+    """Return the costs with 0 in sequences of a negative advantage whose mean of log p_old - log p is above delta.
+
+    Off-policy sequence masking (DeepSeek-AI 2025, arXiv 2512.02556, section 3.1).
+    """
+    drift_T = tokens.sequences.spread(tokens.sequences.mean(-tokens.log_ratio_T.detach()))
+    drifted_T = tokens.trained_T & (tokens.advantages_T < 0) & (drift_T > delta)
+    return zero_unless(~drifted_T, cost_T), {"opsm_masked": count(drifted_T, drift_T)}
+
+
+def with_kl(
+    cost_T: torch.Tensor,
+    tokens: PolicyTokens,
+    fields: Mapping[str, torch.Tensor],
+    coeff: float,
+    estimator: KLEstimator,
+    *,
+    unbiased: bool,
+) -> tuple[torch.Tensor, Metrics]:
+    """Return the costs plus coeff * KL(p, p_ref).
+
+    Args:
+        cost_T: cost of each token.
+        tokens: the tokens.
+        fields: the batch's fields; `ref_logprobs` is read.
+        coeff: weight of the divergence; at 0, it is measured alone.
+        estimator: estimator of the divergence.
+        unbiased: whether KL is multiplied by p / p_old, with gradient (DeepSeek-AI 2025, arXiv 2512.02556, section
+            3.1): its gradient is then that of the divergence, whatever sampled the tokens.
+
+    Raises:
+        ValueError: the batch has no log-probs of the reference.
+    """
+    if "ref_logprobs" not in fields:
+        raise ValueError(
+            f"the loss has a KL penalty (actor.kl_ctl={coeff}), but the batch has no `ref_logprobs` field "
+            f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
+        )
+    kl_T = kl_estimate(tokens.logprobs_T, fields["ref_logprobs"], estimator)
+    weighted_T = kl_T * tokens.ratio_T if unbiased else kl_T
+    return (cost_T + coeff * weighted_T if coeff else cost_T), {"kl_ref": kl_T.detach().sum()}
