@@ -11,7 +11,7 @@ from fivefold.algorithms.sequences import PolicyTokens, Sequences
 N_PARTS = 4
 """Parts of equal length into which the trained tokens of a sequence are divided."""
 PART, SHARE = "entropy_quarter", "entropy_quarter_share"
-"""Names of the metrics: the sum of entropies in a part, and the number of its tokens."""
+"""Names of the sum of entropies in a part, which becomes `entropy_quarter/<i>`, and of the number of its tokens."""
 
 
 def parts(sequences: Sequences) -> torch.Tensor:
