@@ -39,7 +39,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.engines import build_engine
-from fivefold.roles.trainer_roles import engine_config
+from fivefold.roles.specs import engine_config
 from fivefold.types import Batch
 from fivefold.weights.device_buckets import checksum
 
@@ -102,7 +102,7 @@ def described(args: argparse.Namespace, folder: str) -> tuple[EngineConfig, Opti
     """Return the engine and its optimizer: those of the recipe, or those that the options describe."""
     if args.recipe:
         actor = load_recipe(args.recipe, [], TrainRecipe).actor
-        return engine_config(actor, actor.path), actor.optimizer
+        return engine_config(actor), actor.optimizer
     config = engine_section(folder, args.backend, args.recompute, args.micro_tokens, args.set)
     return config, OptimizerConfig(lr=1e-5)
 

@@ -14,7 +14,7 @@ from fivefold.data.sft import SFTExample, sft_columns
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.launch import Models
+from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, PairMethod, run_supervised
 from fivefold.update.preferences import Comparison, Scoring

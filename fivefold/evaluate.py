@@ -14,6 +14,7 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
+from fivefold.config.roles import roles_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
@@ -31,11 +32,12 @@ from fivefold.observe.status_line import StatusLine
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.launch import replica_spec
-from fivefold.roles.launch_frozen import check_frozen, frozen_shape, launch_frozen
+from fivefold.roles.checks import check_tokenizers, check_weight_files
+from fivefold.roles.launch import launch_frozen, replica_spec
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_followers import launch_followers, rollout_role
+from fivefold.roles.specs import model_shape
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -187,7 +189,9 @@ def evaluate(
     placement = _place(recipe, shape)
     check_weights(folder, shape)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    check_frozen(recipe, shape, placement, tokenizer)
+    frozen_roles = [role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"]
+    check_tokenizers(recipe, frozen_roles, shape, tokenizer)
+    check_weight_files(recipe, frozen_roles)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
     evaluator = Evaluator.of(recipe, tokenizer, resolve_rewards(recipe.reward, recipe.scheduler.timeout_s))
@@ -195,7 +199,9 @@ def evaluate(
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
     if recipe.reward.model is not None:
-        check_judged(frozen_shape(recipe, "reward"), tokenizer, evaluator.data.prompts, evaluator.sampling)
+        check_judged(
+            model_shape(recipe, roles_of(recipe)["reward"]), tokenizer, evaluator.data.prompts, evaluator.sampling
+        )
     status = StatusLine() if status is None else status
     timers = PhaseTimers(on_change=status.enter)
     # A failure leaves the folder, because its message names a log file in it, until the next evaluation.
@@ -242,7 +248,9 @@ def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     kept = (tuple(role for role in group if role.role in ("rollout", "reward")) for group in allocation.groups)
     groups = Allocation(tuple(group for group in kept if group))
     placement = place_allocation(groups, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
-    shapes = {"rollout": shape} | ({"reward": frozen_shape(recipe, "reward")} if "reward" in placement else {})
+    shapes = {"rollout": shape} | (
+        {"reward": model_shape(recipe, roles_of(recipe)["reward"])} if "reward" in placement else {}
+    )
     problems = [f"{role}: {line}" for role in shapes for line in layout_problems(placement[role].layout, shapes[role])]
     problems += [*replica_problems(placement), *server_problems(recipe), *sampling_problems(recipe, shape)]
     if problems:

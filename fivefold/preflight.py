@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.role_sections import ROLE_SECTIONS, role_section
+from fivefold.config.roles import ROLES, roles_of, trained_models
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -83,8 +83,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
             resolve_model_path(recipe.tokenizer_path)
         except ValueError as error:
             yield f"tokenizer_path: {error}"
-    critic = recipe.critic if isinstance(recipe, TrainRecipe) else None
-    for role, config in {"actor": recipe.actor, **({} if critic is None else {"critic": critic})}.items():
+    for role, config in trained_models(recipe).items():
         if (checkpoint := config.megatron.dist_checkpointing_path) is not None:
             try:
                 find_torch_dist(checkpoint)
@@ -97,8 +96,9 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
 
 def _engines(recipe: Recipe) -> Iterator[tuple[RoleAllocation, EngineConfig]]:
     """Yield each role whose model has a section of its own, with the section."""
+    rows = roles_of(recipe)
     for role in recipe_allocation(recipe).roles:
-        section = role_section(recipe, role.role)
+        section = rows[role.role].section
         if isinstance(section, EngineConfig):
             yield role, section
 
@@ -106,14 +106,14 @@ def _engines(recipe: Recipe) -> Iterator[tuple[RoleAllocation, EngineConfig]]:
 def _attention_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each role whose heads cannot have the kernels that its section asks for."""
     for role, section in _engines(recipe):
-        yield from attention_problems(ROLE_SECTIONS[role.role], section, others.get(role.role, shape))
+        yield from attention_problems(ROLES[role.role].key, section, others.get(role.role, shape))
 
 
 def _megatron_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each key of a section `megatron` that the role's model or pipeline cannot take."""
     for role, section in _engines(recipe):
         if role.backend == "megatron":
-            model, path = others.get(role.role, shape), ROLE_SECTIONS[role.role]
+            model, path = others.get(role.role, shape), ROLES[role.role].key
             yield from megatron_problems(path, section, model, role)
 
 
@@ -122,16 +122,16 @@ def _fsdp_problems(recipe: Recipe) -> Iterator[str]:
     for role in recipe_allocation(recipe).roles:
         if role.backend != "fsdp":
             continue
-        section = role_section(recipe, role.role)
+        section = roles_of(recipe)[role.role].section
         if isinstance(section, EngineConfig):
-            yield from fsdp_problems(ROLE_SECTIONS[role.role], section.fsdp, role)
+            yield from fsdp_problems(ROLES[role.role].key, section.fsdp, role)
         else:  # a reference, which has the actor's options
             yield from (f"{role.role}: {line}" for line in fsdp_problems("actor", recipe.actor.fsdp, role))
 
 
 def _profile_problems(recipe: Recipe, layouts: Mapping[str, ParallelLayout]) -> Iterator[str]:
     """Yield a line if a rank is to be recorded that no model that is trained has."""
-    ranks = {role: layouts[role].world_size for role in ("actor", "critic") if role in layouts}
+    ranks = {role: layouts[role].world_size for role in trained_models(recipe)}
     most = max(ranks.values())
     strays = [rank for rank in recipe.profile.ranks if rank >= most]
     if recipe.profile.steps and strays:

@@ -13,7 +13,7 @@ from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.launch import Models
+from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.supervised import Learnt, run_supervised
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Resume
-from fivefold.checkpoints.store import TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
@@ -30,14 +29,15 @@ from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.launch import Models, launch_models
+from fivefold.roles.devices import Models
+from fivefold.roles.launch import launch_models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.keeper import keep
 from fivefold.run.profiling import StepProfiler
-from fivefold.run.resume import load_state
 from fivefold.run.setup import OpenRun, lay_groundwork
 from fivefold.run.speed import SupervisedSpeed, known_peak
+from fivefold.run.state_owners import load_states, state_owners
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
@@ -210,8 +210,8 @@ def run_supervised(
 def _execute(setup: Setup[Item], start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the models, with the state of a checkpoint, and run the loop."""
     ground = setup.ground
-    models = launch_models(run.session, setup.recipe, ground.placement, ground.path, setup.total_steps)
-    load_state(start, TRAINER, models.actor)
+    models = launch_models(run.session, setup.recipe, ground.placement, setup.total_steps)
+    load_states(start, models, setup.recipe, run.timers)
     run.folder.write_engines({"actor": models.actor.effective_config()})
     run.folder.started()
     return run_loop(setup, models, run, state, began)
@@ -227,7 +227,9 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
     speed = SupervisedSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
     guard = SkipGuard()
     guard.in_a_row = state.skips_in_a_row
-    with keep(run, recipe, {TRAINER: actor}, state, setup.schedule(recipe.recover), began) as keeper:
+    with keep(
+        run, recipe, state_owners(models, recipe, timers), state, setup.schedule(recipe.recover), began
+    ) as keeper:
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         if state.step == 0:
             state = replace(state, evaluation_before=_held_out(setup, models, run, "before training"))

@@ -20,7 +20,6 @@ from fivefold.algorithms.build import check_methods
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Resume
-from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.algorithms import deviations
 from fivefold.config.schema.train import TrainRecipe
@@ -28,7 +27,6 @@ from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
-from fivefold.engine.contract import OFFLOADABLE
 from fivefold.evaluate import Evaluator, check_judged, check_requests
 from fivefold.experience.idle import idle_shares
 from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
@@ -43,20 +41,19 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.devices import Roles
 from fivefold.roles.launch import launch_roles, replica_spec
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.run_roles import Roles
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.weights_beside import copy_weights, give_weights
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.run.keeper import Keeper, keep
 from fivefold.run.profiling import StepProfiler
-from fivefold.run.resume import load_state
 from fivefold.run.setup import OpenRun, lay_groundwork
 from fivefold.run.speed import StepSpeed, known_peak
-from fivefold.run.state_owners import state_owners
+from fivefold.run.state_owners import load_states, state_owners
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Prompt, Sample
 from fivefold.update.critic import CriticUpdate, critic_update
@@ -184,14 +181,8 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
 def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the roles, with the state of a checkpoint, and run the loop."""
     recipe, ground = setup.recipe, setup.ground
-    roles = launch_roles(run.session, recipe, ground.placement, ground.path, setup.total_steps, setup.route)
-    with roles.on_device(run.timers, *OFFLOADABLE):
-        load_state(start, TRAINER, roles.actor)
-        if roles.reference is not None and recipe.ref.refresh_steps is not None:
-            load_state(start, REFERENCE, roles.reference)
-    if roles.critic is not None:
-        with roles.critic_on_device(run.timers, *OFFLOADABLE):
-            load_state(start, CRITIC, roles.critic)
+    roles = launch_roles(run.session, recipe, ground.placement, setup.total_steps, setup.route)
+    load_states(start, roles, recipe, run.timers)
     run.folder.write_engines({name: role.effective_config() for name, role in roles.trained.items()})
     run.folder.started()
     saved, note = taken_over(start)
@@ -205,9 +196,9 @@ def _loop(
 ) -> RunState:
     """Run the training loop from `state` on, with samples that a checkpoint has. Returns the state after its end."""
     recipe, timers = setup.recipe, run.timers
-    critic = critic_update(recipe, roles.critic, timers, state.critic_skips_in_a_row)
+    critic = critic_update(recipe, roles.further.get("critic"), timers, state.critic_skips_in_a_row)
     teacher, experts = setup.teacher(roles), setup.experts
-    update = PolicyUpdate(recipe, roles.actor, roles.reference, timers, critic, teacher, experts)
+    update = PolicyUpdate(recipe, roles.actor, roles.frozen.get("ref"), timers, critic, teacher, experts)
     update.guard.in_a_row = state.skips_in_a_row
     if state.algorithm is not None:
         update.state = state.algorithm.resumed(recipe.actor)
@@ -410,11 +401,9 @@ def _save(setup: TrainSetup, roles: Roles, run: OpenRun, step: int) -> None:
     """Save the models that are trained as Hugging Face folders."""
     config, folder, timers = setup.recipe.saver, run.folder, run.timers
     with timers.phase("save"):
-        with roles.on_device(timers, "params"):
-            WeightSaver(config, folder.weights, roles.actor.save).save(step)
-        if roles.critic is not None:
-            with roles.critic_on_device(timers, "params"):
-                WeightSaver(config, folder.critic, roles.critic.save).save(step)
+        for name, model in roles.trained.items():
+            with roles.on_device(model, timers, "params"):
+                WeightSaver(config, folder.weights_of(name), model.save).save(step)
 
 
 def _speed(setup: TrainSetup, roles: Roles, run: OpenRun) -> StepSpeed:

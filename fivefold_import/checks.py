@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
-from fivefold.config.role_sections import model_paths
+from fivefold.config.roles import model_paths
 from fivefold.config.schema.recipe import Recipe
 from fivefold.families.check import replica_problems, server_problems
 from fivefold.families.read import find_shape

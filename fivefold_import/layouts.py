@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.role_sections import ROLE_SECTIONS
+from fivefold.config.roles import ROLES
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
@@ -77,7 +77,7 @@ def _settle(draft: Draft, role: Role) -> RoleAllocation | None:
     plan = draft.plans.get(role)
     if plan is None:
         return None
-    to = f"{ROLE_SECTIONS[role]}.backend"
+    to = f"{ROLES[role].key}.backend"
     try:
         allocation = _fitting(draft, plan)
     except ValueError as error:
@@ -131,7 +131,7 @@ def _settle_frozen(draft: Draft) -> None:
         _settle(draft, role)
         for key in ("backend", "device_mapping"):
             if f"actor.{key}" in draft.recipe:
-                draft.recipe.setdefault(f"{ROLE_SECTIONS[role]}.{key}", draft.recipe[f"actor.{key}"])
+                draft.recipe.setdefault(f"{ROLES[role].key}.{key}", draft.recipe[f"actor.{key}"])
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
@@ -290,7 +290,7 @@ def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None
             plan.has_processes = set(devices) != set(lists["actor"])
             continue
         plan.keys.pop(plan.devices_key)
-        to = f"{ROLE_SECTIONS[role]}.device_mapping"
+        to = f"{ROLES[role].key}.device_mapping"
         draft.mapped(plan.devices_key, to, device_text(devices), f"{len(devices)} devices")
     if has_critic(draft):
         draft.recipe.setdefault("critic.device_mapping", draft.recipe["actor.device_mapping"])

@@ -19,16 +19,13 @@ from pathlib import Path
 
 from fivefold.checkpoints import manifest, run_state
 from fivefold.checkpoints.manifest import Manifest
+from fivefold.config.roles import ROLES
 from fivefold.observe.durable import PART, sync_folder
 
 RECIPE = "recipe.yaml"
 """File of a checkpoint with the resolved recipe."""
-TRAINER = "trainer"
+TRAINER = ROLES["actor"].state
 """Folder of a checkpoint with the actor's state."""
-CRITIC = "critic"
-"""Folder of a checkpoint with the critic's state, if there is a critic."""
-REFERENCE = "reference"
-"""Folder of a checkpoint with the weights of a reference that follows the actor."""
 EXPERIENCE = "experience"
 """Folder of a checkpoint with the samples that wait for their step, in asynchronous training."""
 MOST_NAMES = 5

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from pydantic import BaseModel
 
-from fivefold.config.role_sections import ROLE_SECTIONS, role_section
+from fivefold.config.roles import ROLES, roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rollout import RolloutConfig
@@ -134,24 +134,25 @@ def layout_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
 
 def engine_problems(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each key of a role's section that is for another engine, or another device, than its own."""
+    rows = roles_of(recipe)
     for role in recipe_allocation(recipe).roles:
-        section = role_section(recipe, role.role)
+        section = rows[role.role].section
         if not isinstance(section, EngineConfig):
             continue
         if section.attn_impl == "flash_attention_4" and recipe.cluster.n_gpus_per_node == 0:
             yield (
-                f"{ROLE_SECTIONS[role.role]}.attn_impl=flash_attention_4 runs on GPUs, and cluster.n_gpus_per_node is "
+                f"{ROLES[role.role].key}.attn_impl=flash_attention_4 runs on GPUs, and cluster.n_gpus_per_node is "
                 "0: set attn_impl to flash_attention_2, or name the GPUs"
             )
         if section.megatron.kernels == "te" and recipe.cluster.n_gpus_per_node == 0:
             yield (
-                f"{ROLE_SECTIONS[role.role]}.megatron.kernels=te runs on GPUs, and cluster.n_gpus_per_node is 0: set "
+                f"{ROLES[role.role].key}.megatron.kernels=te runs on GPUs, and cluster.n_gpus_per_node is 0: set "
                 "it to fivefold, or name the GPUs"
             )
         for name in _ENGINE_SECTIONS:
             if name != role.backend:
                 for key, value in _changed(getattr(section, name)):
-                    path, engine = ROLE_SECTIONS[role.role], BACKENDS[role.backend].title
+                    path, engine = ROLES[role.role].key, BACKENDS[role.backend].title
                     own = getattr(section, role.backend)
                     fix = f"set {path}.{role.backend}.{key} in its place" if _has_key(own, key) else "drop it"
                     yield (
@@ -179,10 +180,10 @@ def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -
     """Yield a line for each role whose model needs the actor's vocabulary, of which `shape` is, and has another."""
     for role, other in others.items():
         if other.vocab != shape.vocab and not reads_tokens_alone(recipe, role):
-            path = vars(role_section(recipe, role))["path"]
+            path = roles_of(recipe)[role].path
             sampled = " or set actor.distill.over=sampled" if role == "teacher" else ""
             yield (
-                f"{ROLE_SECTIONS[role]}.path={path} has {other.vocab} tokens in its vocabulary, the actor "
+                f"{ROLES[role].key}.path={path} has {other.vocab} tokens in its vocabulary, the actor "
                 f"{shape.vocab}: {_READS[role]}, so name a model with the actor's vocabulary{sampled}"
             )
 

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fivefold.config.schema.role import Head
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -164,6 +166,11 @@ class ModelShape:
     def n_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.moe_layers)
+
+    def with_head(self, head: Head) -> ModelShape:
+        """Return the shape of this model with another last layer; a head in weight files is taken to have no bias."""
+        shapes = {"value": self.as_critic, "score": self.as_reward_model, "stored": self.as_reward_model}
+        return shapes[head]() if head in shapes else self
 
     def as_critic(self) -> ModelShape:
         """Return the shape of this model with a value head in place of its output layer."""

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.problems import RecipeError
-from fivefold.config.role_sections import FROZEN_ROLES, ROLE_SECTIONS, frozen_models, reference_section, role_section
+from fivefold.config.roles import ROLES, Role, roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.machines import ClusterConfig
-from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
@@ -54,25 +53,24 @@ def recipe_devices(recipe: Recipe) -> dict[str, tuple[int, ...]] | None:
     Raises:
         RecipeError: lists that cannot be read, that only some roles have, or that other keys contradict.
     """
-    sections = {role: role_section(recipe, role) for role in _placed_roles(recipe)}
-    mappings = {role: vars(section)["device_mapping"] for role, section in sections.items()}
+    mappings = {name: role.section.device_mapping for name, role in _own_processes(recipe).items()}
     written = {role: mapping for role, mapping in mappings.items() if mapping is not None}
     if not written:
         return None
-    _require(recipe, _mapping_problems(recipe, written.keys(), sections.keys() - written.keys()))
+    _require(recipe, _mapping_problems(recipe, written.keys(), mappings.keys() - written.keys()))
     lists, problems = {}, []
     for role, mapping in written.items():
         try:
             lists[role] = parse_devices(mapping if isinstance(mapping, str) else str(mapping))
         except AllocationError as error:
-            problems.append(f"{ROLE_SECTIONS[role]}.device_mapping: {error}")
+            problems.append(f"{ROLES[role].key}.device_mapping: {error}")
     _require(recipe, problems)
     return lists
 
 
 def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[str]) -> Iterable[str]:
-    example = f"{ROLE_SECTIONS[min(listed)]}.device_mapping"
-    if missing := ", ".join(sorted(ROLE_SECTIONS[role] for role in unlisted)):
+    example = f"{ROLES[min(listed)].key}.device_mapping"
+    if missing := ", ".join(sorted(ROLES[role].key for role in unlisted)):
         yield f"{example} is set, but no list for {missing}: give every role a device_mapping, or none"
     if recipe.cluster.n_gpus_per_node == 0:
         yield f"{example} lists GPUs, but cluster.n_gpus_per_node is 0, so that roles are CPU processes: drop it"
@@ -82,13 +80,9 @@ def _mapping_problems(recipe: Recipe, listed: Iterable[str], unlisted: Iterable[
                 yield f"{example} and {key} both say which devices a role has: keep one of the two keys"
 
 
-def _placed_roles(recipe: Recipe) -> list[str]:
-    """Return the roles that have processes of their own."""
-    reference = reference_section(recipe)
-    trainers = ["actor"] if reference is None or reference.backend is None else ["actor", "ref"]
-    if not isinstance(recipe, TrainRecipe):
-        return trainers
-    return ["rollout", *trainers, *([] if recipe.critic is None else ["critic"]), *frozen_models(recipe)]
+def _own_processes(recipe: Recipe) -> dict[str, Role]:
+    """Return the roles that have their own processes; a reference without a backend is in the actor's."""
+    return {name: role for name, role in roles_of(recipe).items() if role.section.backend is not None}
 
 
 def _from_lists(recipe: Recipe, lists: Mapping[str, tuple[int, ...]]) -> Groups:
@@ -119,10 +113,10 @@ def _with_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
 
     Its layout, its section `megatron` or both (then equal) may give the virtual stages.
     """
-    section = role_section(recipe, role.role)
-    if not isinstance(section, EngineConfig):
+    row = roles_of(recipe).get(role.role)
+    if row is None or not isinstance(section := row.section, EngineConfig):
         return role
-    path = f"{ROLE_SECTIONS[role.role]}.megatron"
+    path = f"{row.spec.key}.megatron"
     try:
         split = stage_split(section.megatron)
         implied = implied_virtual_stages(split, role.pp)
@@ -143,13 +137,12 @@ def _with_stages(recipe: Recipe, role: RoleAllocation) -> RoleAllocation:
 
 
 def _from_backends(recipe: Recipe) -> Groups:
-    roles = _written_roles(recipe)
-    if not isinstance(recipe, TrainRecipe):
-        return (tuple(roles[name] for name in _placed_roles(recipe)),)
-    beside = {"critic": recipe.critic, **frozen_models(recipe)}
-    apart = [name for name, section in beside.items() if section is not None and not section.colocate]
-    trainers = tuple(roles[name] for name in _placed_roles(recipe) if name not in ("rollout", *apart))
-    is_shared = recipe.rollout.colocate
+    roles, turns = _written_roles(recipe), {name: row.section.takes_turns for name, row in roles_of(recipe).items()}
+    apart = [name for name in roles if name != "rollout" and turns[name] is False]
+    trainers = tuple(role for name, role in roles.items() if name not in ("rollout", *apart))
+    if "rollout" not in roles:
+        return (trainers,)
+    is_shared = turns["rollout"]
     if is_shared is None:
         is_shared = _needs_sharing([roles[name] for name in ("actor", "rollout", *apart)], recipe.cluster)
     groups: Groups = ((roles["rollout"], *trainers),) if is_shared else ((roles["rollout"],), trainers)
@@ -158,21 +151,12 @@ def _from_backends(recipe: Recipe) -> Groups:
 
 def _written_roles(recipe: Recipe) -> dict[str, RoleAllocation]:
     """Parse the backend key of each role, the schema's defaults included; `allocation_mode` is not read here."""
-    texts: dict[str, str | None] = {"actor": recipe.actor.backend}
-    if isinstance(recipe, DPORecipe):
-        texts["ref"] = recipe.ref.backend
-    if isinstance(recipe, TrainRecipe):
-        critic = None if recipe.critic is None else recipe.critic.backend
-        texts |= {"rollout": recipe.rollout.backend, "ref": recipe.ref.backend, "critic": critic}
-        texts |= {role: section.backend for role, section in frozen_models(recipe).items()}
     roles, problems = {}, []
-    for name, text in texts.items():
-        if text is None:
-            continue
+    for name, row in sorted(_own_processes(recipe).items(), key=lambda each: each[0] != "actor"):  # it comes first
         try:
-            roles[name] = replace(parse_role(text), name=name)
+            roles[name] = replace(parse_role(str(row.section.backend)), name=name)
         except AllocationError as error:
-            problems.append(f"{ROLE_SECTIONS[name]}.backend: {error}")
+            problems.append(f"{row.spec.key}.backend: {error}")
     _require(recipe, problems)
     return roles
 
@@ -203,29 +187,24 @@ def _from_allocation_mode(recipe: TrainRecipe, text: str) -> Groups:
 
 def _wrong_roles(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation]) -> Iterable[str]:
     for name in roles:
-        if name not in ROLE_SECTIONS:
-            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLE_SECTIONS)}"
-    for name in ("actor", "rollout", *(["critic"] if recipe.critic is not None else []), *frozen_models(recipe)):
-        if name not in roles:
-            example = example_layout(trains=name != "rollout")
+        if name not in ROLES:
+            yield f"allocation_mode lays out a role `{name}`; the roles of a recipe are {', '.join(ROLES)}"
+    for name, row in roles_of(recipe).items():
+        if name not in roles and row.spec.host is None:
+            example = example_layout(trains=not row.spec.generates)
             yield f"allocation_mode lays out no {name}; add one, such as `{example}`"
-    if "ref" in roles and recipe.actor.kl_ctl == 0:
-        yield "allocation_mode gives devices to ref, but actor.kl_ctl is 0, so no reference model is loaded; drop it"
-    for name in ("critic", *FROZEN_ROLES):
-        if name in roles and role_section(recipe, name) is None:
-            yield (
-                f"allocation_mode gives devices to {name}, but the recipe has no {name}: set "
-                f"{ROLE_SECTIONS[name]}.path, or drop it"
-            )
+    for name, spec in ROLES.items():
+        if name in roles and name not in roles_of(recipe):
+            yield f"allocation_mode gives devices to {name}, but {spec.absent.format(name=name, key=spec.key)}"
 
 
 def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *, is_shared: bool) -> Iterable[str]:
     """Yield a line for each key of the recipe that says something else than `allocation_mode`."""
+    rows = roles_of(recipe)
     for name, role in _written_roles(recipe).items():
-        section = role_section(recipe, name)
-        if section is not None and "backend" in section.model_fields_set and role != roles.get(name):
+        if "backend" in rows[name].section.model_fields_set and role != roles.get(name):
             said = f"`{roles[name]}`" if name in roles else f"no {name}"
-            key = ROLE_SECTIONS[name]
+            key = ROLES[name].key
             yield f"{key}.backend says `{role}`, allocation_mode says {said}; keep one of the two keys"
     if recipe.rollout.colocate not in (None, is_shared):
         colocate, sign = str(recipe.rollout.colocate).lower(), "|" if is_shared else "+"
@@ -234,11 +213,11 @@ def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *,
 
 def _colocation_contradictions(recipe: TrainRecipe, groups: Groups) -> Iterable[str]:
     """Yield a line for each model whose key `colocate` says something else than `allocation_mode`."""
-    for name, section in {"critic": recipe.critic, **frozen_models(recipe)}.items():
-        if section is None or "colocate" not in section.model_fields_set:
+    for name, row in roles_of(recipe).items():
+        if row.spec.generates or "colocate" not in row.section.model_fields_set:
             continue
         is_shared = any({"actor", name} <= {role.role for role in group} for group in groups)
-        if section.colocate != is_shared:
-            colocate, sign = str(section.colocate).lower(), "|" if is_shared else "+"
-            key = f"{ROLE_SECTIONS[name]}.colocate={colocate}"
+        if row.section.takes_turns != is_shared:
+            colocate, sign = str(row.section.takes_turns).lower(), "|" if is_shared else "+"
+            key = f"{row.spec.key}.colocate={colocate}"
             yield f"{key} contradicts the `{sign}` in allocation_mode; keep one of the two keys"

@@ -81,7 +81,7 @@ class RunDir:
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
-        self.critic = path / "critic"
+        self.critic = self.weights_of("critic")
         self.summary = path / "summary.json"
         self.state: State = "setup"
         self._lock = threading.Lock()
@@ -241,6 +241,10 @@ class RunDir:
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Write `about.json`."""
         write_json(self.about, about)
+
+    def weights_of(self, role: str) -> Path:
+        """Return the folder of the saved weights of a role that is trained."""
+        return self.weights if role == "actor" else self.path / role
 
     def write_engines(self, configs: Mapping[str, Any]) -> None:
         """Write `engine.yaml`: the configuration of the training engine of each role."""

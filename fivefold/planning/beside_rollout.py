@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.config.role_sections import with_paths
+from fivefold.config.roles import with_paths
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.planning.blueprint import Blueprint, draw_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.config.role_sections import ROLE_SECTIONS
+from fivefold.config.roles import ROLES
 from fivefold.families.check import layout_problems, replica_problems
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
@@ -263,7 +263,7 @@ def _relief(trainer: TrainerPlan, question: Question) -> str:
         return "the other roles leave it too little: split or offload them further, or give roles devices of their own"
     for mode, memory in trainer.modes.items():
         if memory.total <= room:
-            return f"with {ROLE_SECTIONS[role]}.{layout.backend}.recompute={mode} it needs {gb(memory.total)} GB"
+            return f"with {ROLES[role].key}.{layout.backend}.recompute={mode} it needs {gb(memory.total)} GB"
     tried = "full recomputation is not enough either: " if trainer.modes else ""
     return f"{tried}lower {_micro_batches(role)}, or split further ({_letters('ctp', layout)})"
 
@@ -275,7 +275,7 @@ def _letters(letters: str, layout: ParallelLayout) -> str:
 
 def _micro_batches(role: str) -> str:
     """Return the key of the tokens of a role's micro-batches."""
-    return f"{ROLE_SECTIONS[role]}.mb_spec.max_tokens_per_mb"
+    return f"{ROLES[role].key}.mb_spec.max_tokens_per_mb"
 
 
 def _notes(blueprint: Blueprint) -> Iterator[str]:

@@ -8,17 +8,11 @@ from dataclasses import dataclass, replace
 from fivefold.config.limits import MOST_DEVICES
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.role_sections import (
-    ROLE_SECTIONS,
-    frozen_models,
-    model_paths,
-    reference_section,
-    role_section,
-)
+from fivefold.config.roles import ROLES, model_paths, roles_of
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.roles import CriticConfig
+from fivefold.config.schema.roles import CriticConfig, FrozenReferenceConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
@@ -151,9 +145,7 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
             take.
     """
     shape = _shape_at(recipe, "actor.path", recipe.actor.path)
-    others = {
-        role: _shape_at(recipe, f"{ROLE_SECTIONS[role]}.path", path) for role, path in model_paths(recipe).items()
-    }
+    others = {role: _shape_at(recipe, f"{ROLES[role].key}.path", path) for role, path in model_paths(recipe).items()}
     reference = others.get("ref", shape)
     if problems := list(recipe_problems(recipe, shape, others)):
         raise RecipeError(recipe.experiment_name, problems)
@@ -173,7 +165,8 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
         critic=_critic(recipe, recipe.critic, others["critic"], changes) if recipe.critic else None,
         frozen={
             role: _frozen(recipe, role, section, others[role], changes)
-            for role, section in frozen_models(recipe).items()
+            for role, row in roles_of(recipe).items()
+            if isinstance(section := row.section, FrozenModelConfig)
         },
         offload=OffloadChoice(**recipe.actor.offload.model_dump()),
         reference_moves=recipe.ref.refresh_steps is not None,
@@ -188,9 +181,11 @@ def question_of_recipe(recipe: Recipe, gpu: str, changes: Changes) -> Question:
 
 def _with_reference(question: Question, recipe: Recipe, shape: ModelShape) -> Question:
     """Return the question with the recipe's reference, whose model has `shape`, if there is one."""
-    section = reference_section(recipe)
-    if section is None:
+    row = roles_of(recipe).get("ref")
+    if row is None:
         return question
+    section = row.section
+    assert isinstance(section, FrozenReferenceConfig)
     return replace(
         question,
         reference=shape,
@@ -297,7 +292,7 @@ def _trained_sequences(recipe: Recipe) -> int:
 
 def _work(recipe: Recipe, role: str, length: int, sequences: int) -> Workload:
     """Return the work of one optimizer step of a role's model, on `sequences` of `length` tokens."""
-    config = role_section(recipe, role)
+    config = roles_of(recipe)[role].section
     assert isinstance(config, EngineConfig)
     backend = next(placed.backend for placed in recipe_allocation(recipe).roles if placed.role == role)
     return engine_work(config, backend, length, sequences)

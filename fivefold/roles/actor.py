@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.algorithms.gae import Moments
-from fivefold.algorithms.loss import Loss
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
+from fivefold.engine.contract import Offloadable
+from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trained import TrainedRole
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
+from fivefold.roles.trainer_worker import BatchChange, TrainerWorker
 from fivefold.weights.device_buckets import DeviceBucket, merged
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.nccl_link import Invitation, Meeting
@@ -23,15 +22,20 @@ from fivefold.weights.offer import WeightOffer
 from fivefold.weights.transport import Route
 
 
-class Actor(TrainedRole):
+class Actor(TrainedModel):
     """The actor's methods, each of which runs in all of its processes."""
 
-    def __init__(self, trainer: Trainer, route: Route = THROUGH_HOST) -> None:
-        """Take the trainer's handle, and the way of its weights to the rollout."""
-        super().__init__(trainer)
+    def __init__(self, trainer: Trainer, route: Route = THROUGH_HOST, away: tuple[Offloadable, ...] = ()) -> None:
+        """Take the processes.
+
+        Args:
+            trainer: the processes.
+            route: the way of the weights to the rollout.
+            away: what moves off the devices while a rollout that shares them is awake. The weights are added if the
+                rollout's cache does not fit next to them.
+        """
+        super().__init__(trainer, Turn(away))
         self._route = route
-        self.in_turn = threading.RLock()
-        """Held by the thread whose model works on devices that several models have in turn."""
 
     @property
     def sends_by_nccl(self) -> bool:
@@ -60,10 +64,6 @@ class Actor(TrainedRole):
         The actor must have a value head.
         """
         return self.trainer.sum_values(batch)
-
-    def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
-        """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
-        return self.trainer.update(batch, loss, change)
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""

@@ -1,236 +1,181 @@
-"""Starts the roles of a recipe on the devices of their placement."""
+"""Starts the roles of a recipe on the devices of their placement.
+
+Role ──trainer_specs──> TrainerSpec ──_start──> processes ──_models──> Models, or Roles with a rollout
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.cluster.group import WorkerGroup
-from fivefold.cluster.role import Role
+from fivefold.cluster.role import Role as Processes
 from fivefold.cluster.session import Session
-from fivefold.config.paths import resolve_model_path
-from fivefold.config.role_sections import model_paths
-from fivefold.config.schema.engine import OffloadConfig
-from fivefold.config.schema.preferences import RMRecipe
+from fivefold.config.roles import Role, model_paths, roles_of
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.contract import Offloadable
+from fivefold.engine.sharing import BatchPlanner
+from fivefold.families.read import load_shape
 from fivefold.layout.placement import Placement
 from fivefold.planning.beside_rollout import BesideRollout, beside_rollout, copies_state
 from fivefold.roles.actor import Actor
-from fivefold.roles.critic import Critic
-from fivefold.roles.launch_frozen import frozen_models_of, frozen_specs, offloaded_frozen
-from fivefold.roles.launch_reference import (
-    ema_decay,
-    offloaded_reference,
-    reference_alone,
-    reference_beside,
-    reference_of,
-)
-from fivefold.roles.reference import Reference
+from fivefold.roles.devices import Models, Roles
+from fivefold.roles.frozen import FrozenModel, HostedModel
+from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.roles.run_roles import Roles
-from fivefold.roles.trainer_roles import engine_config, trainer_of, trainer_role
+from fivefold.roles.specs import hosted_roles, leaves, trainer_specs
+from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
 
 
-def launch_roles(
-    session: Session, recipe: TrainRecipe, placement: Placement, path: str, n_steps: int, route: Route
-) -> Roles:
-    """Start the processes of all roles of `recipe`.
+def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_steps: int, route: Route) -> Roles:
+    """Start the processes of all roles of a recipe that generates.
 
     Args:
         session: the session of the run.
         recipe: the recipe.
         placement: the roles on their devices.
-        path: the actor's model, folder or hub name.
         n_steps: training steps of the whole run.
         route: how weights travel from the actor to the rollout.
     """
-    warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
-    copies = _copies_state(session, recipe, placement, path)
-    spec = actor_spec(recipe, placement, path, updates_of(recipe.actor, max(1, n_steps - warmup)), copies=copies)
-    roles = [trainer_role("actor", placement, spec)]
-    alone = reference_alone(recipe, placement, spec.model, copies=copies)
-    beside = _beside_rollout(recipe, placement, path, session.gpu_memory)
+    specs = trainer_specs(recipe, placement, n_steps, copies=_copies_state(session, recipe, placement))
+    beside = _beside_rollout(recipe, placement, session.gpu_memory)
+    path = specs["actor"].model.path
     replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
-    critic_spec = (
-        None if recipe.critic is None else _critic_spec(recipe, recipe.critic, placement, n_steps, copies=copies)
-    )
-    offloaded_by_critic = () if recipe.critic is None else _offloaded_by_critic(recipe.critic, placement)
-    frozen = frozen_specs(recipe, placement)
-    in_turn: list[tuple[Role, Sequence[Offloadable]]] = [
-        (trainer_role(role, placement, each), offloaded_frozen(recipe, placement, role))
-        for role, each in frozen.items()
-    ]
-    if alone is not None:
-        in_turn.append((trainer_role("ref", placement, alone), offloaded_reference(recipe)))
-    if critic_spec is not None:
-        in_turn.append((trainer_role("critic", placement, critic_spec), offloaded_by_critic))
-    rollout_processes = rollout_role(placement, replica, launch_followers(session, placement, replica))
-    groups = _launch_with_rollout(session, rollout_processes, in_turn, roles, placement)
-    trainer = trainer_of(groups["actor"], spec)
-    actor = Actor(trainer, route)
+    replicas = rollout_role(placement, replica, launch_followers(session, placement, replica))
+    groups: dict[str, WorkerGroup] = {}
+    together = [replicas]
+    if placement["rollout"].layout.is_server and placement.sharers("rollout"):
+        # A server measures the free memory of its devices when it starts, and sleeps until the first weights are sent.
+        groups, together = session.launch(replicas), []
+        groups["rollout"].call(RolloutWorker.sleep)
+    groups |= _start(session, recipe, placement, specs, together)
+    models = _models(recipe, placement, specs, groups, route, beside.offloaded)
     rollout = Rollout(
         groups["rollout"],
         shares_devices=bool(placement.sharers("rollout")),
         is_server=placement["rollout"].layout.is_server,
     )
-    rollout.meet(actor)
-    return Roles(
-        actor=actor,
-        rollout=rollout,
-        reference=reference_of(recipe, groups, actor, alone, placement),
-        offloaded=beside.offloaded,
-        critic=None
-        if critic_spec is None
-        else Critic(
-            trainer_of(groups["critic"], critic_spec),
-            offloaded_by_critic,
-            actor if "actor" in placement.sharers("critic") else None,
-            beside.offloaded or asked_offload(recipe.actor.offload),
-        ),
-        frozen=frozen_models_of(recipe, placement, groups, frozen, actor),
-    )
+    rollout.meet(models.actor)
+    return Roles(models.actor, models.further, models.frozen, rollout=rollout)
 
 
-def updates_of(section: ActorConfig | CriticConfig, n_steps: int) -> int:
-    """Return the optimizer steps that a role makes in so many training steps."""
-    return n_steps * section.ppo_epochs * section.ppo_n_minibatches
+def launch_models(session: Session, recipe: Recipe, placement: Placement, n_steps: int) -> Models:
+    """Start the processes of all roles of a recipe that does not generate."""
+    specs = trainer_specs(recipe, placement, n_steps, copies=_copies_state(session, recipe, placement))
+    return _models(recipe, placement, specs, _start(session, recipe, placement, specs))
 
 
-def asked_offload(section: OffloadConfig) -> tuple[Offloadable, ...]:
-    """Return what the recipe itself says that a role offloads."""
-    return tuple(kind for kind in OFFLOADABLE if getattr(section, kind))
+def launch_frozen(session: Session, recipe: TrainRecipe, placement: Placement) -> dict[str, FrozenModel]:
+    """Start the frozen models that are placed, without an actor; return their handles by role."""
+    specs = trainer_specs(recipe, placement, n_steps=1)
+    return _frozen(recipe, placement, specs, _start(session, recipe, placement, specs), None)
 
 
-def _offloaded_by_critic(critic: CriticConfig, placement: Placement) -> tuple[Offloadable, ...]:
-    """Return what the critic moves off its devices while it does not work: on GPUs, all of it if others work there."""
-    by_default = bool(placement.sharers("critic")) and not placement.is_cpu
-    wanted = {kind: getattr(critic.offload, kind) for kind in OFFLOADABLE}
-    return tuple(kind for kind, is_wanted in wanted.items() if (by_default if is_wanted is None else is_wanted))
+def _start(
+    session: Session,
+    recipe: Recipe,
+    placement: Placement,
+    specs: Mapping[str, TrainerSpec],
+    others: Sequence[Processes] = (),
+) -> dict[str, WorkerGroup]:
+    """Start the processes of models, and those of `others`, at once, unless they would need each other's memory.
+
+    A model that leaves shared devices while it does not work does so before others start. The actor's state stays where
+    it is until it sends its weights.
+    """
+    roles, groups, together = roles_of(recipe), dict[str, WorkerGroup](), list(others)
+    left = {name: () if name == "actor" else leaves(roles[name], placement) for name in specs}
+    for name, spec in specs.items():
+        processes = _processes(name, placement, spec)
+        if left[name] and placement.sharers(name):
+            groups |= session.launch(processes)
+            groups[name].call(TrainerWorker.offload, left[name])
+        else:
+            together.append(processes)
+    if together:
+        groups |= session.launch(*together)
+    for processes in together:
+        if what := left.get(processes.name):
+            groups[processes.name].call(TrainerWorker.offload, what)
+    return groups
 
 
-def _critic_spec(
-    recipe: TrainRecipe, critic: CriticConfig, placement: Placement, n_steps: int, *, copies: bool
-) -> TrainerSpec:
-    """Return the spec of the critic's processes."""
-    return TrainerSpec(
-        model=engine_config(critic, resolve_model_path(critic.path)),
-        layout=placement["critic"].layout,
-        seed=recipe.seed,
-        timeout_s=recipe.scheduler.timeout_s,
-        tokenizer=resolve_model_path(recipe.tokenizer_path or recipe.actor.path),
-        optimizer=critic.optimizer,
-        total_steps=updates_of(critic, n_steps),
-        value_head=True,
-        copies_state=copies,
-    )
+def _processes(name: str, placement: Placement, spec: TrainerSpec) -> Processes:
+    """Return the processes of a model on its devices."""
+    trains = spec.optimizer is not None
+    return Processes(name, placement[name].devices, TrainerWorker, (spec,), distributed=True, writes_run=trains)
 
 
-@dataclass(frozen=True)
-class Models:
-    """The models of a run that does not generate."""
-
-    actor: Actor
-    reference: Reference | None = None
-    """The model with which the actor is compared, if there is one."""
-
-
-def launch_models(session: Session, recipe: Recipe, placement: Placement, path: str, total_steps: int) -> Models:
-    """Start the processes of a run that does not generate: the actor's, and those of a reference that has its own."""
-    copies = _copies_state(session, recipe, placement, path)
-    spec = actor_spec(recipe, placement, path, total_steps, copies=copies)
-    alone = reference_alone(recipe, placement, spec.model, copies=copies)
-    in_turn = [] if alone is None else [(trainer_role("ref", placement, alone), offloaded_reference(recipe))]
-    groups = _launch(session, in_turn, [trainer_role("actor", placement, spec)], placement)
-    actor = Actor(trainer_of(groups["actor"], spec))
-    return Models(actor, reference_of(recipe, groups, actor, alone, placement))
+def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
+    """Return the driver's handle of processes that were started with `spec`."""
+    engines = [engine for engine in (spec.model, spec.reference) if engine is not None]
+    shapes = [load_shape(resolve_model_folder(engine.path)) for engine in engines]
+    planners = [BatchPlanner.of(engine, spec.layout, shape) for engine, shape in zip(engines, shapes, strict=True)]
+    return Trainer(group, *planners)
 
 
-def actor_spec(
-    recipe: Recipe, placement: Placement, path: str, total_steps: int, *, copies: bool = True
-) -> TrainerSpec:
-    """Return the spec of the actor's processes: its model, and the reference if that shares the processes.
+def _models(
+    recipe: Recipe,
+    placement: Placement,
+    specs: Mapping[str, TrainerSpec],
+    groups: Mapping[str, WorkerGroup],
+    route: Route = THROUGH_HOST,
+    offloaded: tuple[Offloadable, ...] = (),
+) -> Models:
+    """Return the handles of models whose processes have started.
 
     Args:
         recipe: the recipe.
         placement: the roles on their devices.
-        path: the actor's model, folder or hub name.
-        total_steps: optimizer steps of the whole run.
-        copies: whether the processes copy their state to host memory for a checkpoint.
+        specs: what the processes were built from, by role.
+        groups: the processes, by role.
+        route: the way of the actor's weights to a rollout.
+        offloaded: what the actor moves off its devices while a rollout is awake there.
     """
-    model = engine_config(recipe.actor, path)
-    reference = reference_beside(recipe, placement, model)
-    return TrainerSpec(
-        model=model,
-        layout=placement["actor"].layout,
-        seed=recipe.seed,
-        timeout_s=recipe.scheduler.timeout_s,
-        tokenizer=resolve_model_path(recipe.tokenizer_path) if recipe.tokenizer_path else None,
-        optimizer=recipe.actor.optimizer,
-        total_steps=total_steps,
-        reference=reference,
-        offloads_reference=bool(offloaded_reference(recipe)),
-        ema_decay=None if reference is None else ema_decay(recipe),
-        value_head=isinstance(recipe, RMRecipe),
-        value_bias=not isinstance(recipe, RMRecipe),
-        copies_state=copies,
-    )
+    roles = roles_of(recipe)
+    actor = Actor(_trainer(groups["actor"], specs["actor"]), route, offloaded)
+    further = {
+        name: TrainedModel(
+            _trainer(groups[name], spec), _turn(roles[name], placement, actor, offloaded or _asked(recipe))
+        )
+        for name, spec in specs.items()
+        if name != "actor" and roles[name].trained is not None
+    }
+    hosted = {role.name: HostedModel(actor) for role in hosted_roles(roles, placement, "actor")}
+    return Models(actor, further, {**_frozen(recipe, placement, specs, groups, actor), **hosted})
 
 
-def _launch(
-    session: Session,
-    in_turn: Sequence[tuple[Role, Sequence[Offloadable]]],
-    together: Sequence[Role],
+def _frozen(
+    recipe: Recipe,
     placement: Placement,
-) -> dict[str, WorkerGroup]:
-    """Start all roles at once, unless they would need each other's memory.
-
-    A role of `in_turn`, each with what it offloads while it does not work, does so before others start if it shares
-    devices.
-    """
-    groups: dict[str, WorkerGroup] = {}
-    together = list(together)
-    for role, offloaded in in_turn:
-        if offloaded and placement.sharers(role.name):
-            groups |= session.launch(role)
-            groups[role.name].call(TrainerWorker.offload, offloaded)
-        else:
-            together.append(role)
-    groups |= session.launch(*together)
-    for role, offloaded in in_turn:
-        if offloaded and not placement.sharers(role.name):
-            groups[role.name].call(TrainerWorker.offload, offloaded)
-    return groups
+    specs: Mapping[str, TrainerSpec],
+    groups: Mapping[str, WorkerGroup],
+    actor: Actor | None,
+) -> dict[str, FrozenModel]:
+    """Return the handles of frozen models in their own processes."""
+    roles = roles_of(recipe)
+    return {
+        name: FrozenModel(_trainer(groups[name], spec), _turn(roles[name], placement, actor))
+        for name, spec in specs.items()
+        if roles[name].trained is None
+    }
 
 
-def _launch_with_rollout(
-    session: Session,
-    rollout: Role,
-    in_turn: Sequence[tuple[Role, Sequence[Offloadable]]],
-    trainers: Sequence[Role],
-    placement: Placement,
-) -> dict[str, WorkerGroup]:
-    """Start a rollout and other roles, as `_launch` says.
-
-    A server that shares devices starts first, because it measures their free memory, and sleeps until the first weights
-    are sent.
-    """
-    if not (placement["rollout"].layout.is_server and placement.sharers("rollout")):
-        return _launch(session, in_turn, [rollout, *trainers], placement)
-    groups = session.launch(rollout)
-    groups["rollout"].call(RolloutWorker.sleep)
-    return groups | _launch(session, in_turn, trainers, placement)
+def _turn(role: Role, placement: Placement, actor: Actor | None, makes_room: tuple[Offloadable, ...] = ()) -> Turn:
+    """Return when a role has its devices; `makes_room` is what the actor moves off those that it shares with it."""
+    away, sharers = leaves(role, placement), set(placement.sharers(role.name)) - {"rollout"}
+    if actor is None or not sharers:
+        return Turn(away)
+    return Turn(away, actor if "actor" in sharers else None, makes_room, actor.in_turn)
 
 
 def replica_spec(
@@ -287,25 +232,30 @@ def _longest(recipe: TrainRecipe) -> int:
     return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
 
 
-def _copies_state(session: Session, recipe: Recipe, placement: Placement, path: str) -> bool:
+def _copies_state(session: Session, recipe: Recipe, placement: Placement) -> bool:
     """Return whether trainers copy their state for a checkpoint: on GPUs, as the recipe or the plan says."""
     if not recipe.recover.is_enabled or recipe.recover.snapshot != "auto" or placement.is_cpu:
         return recipe.recover.snapshot != "blocking"
-    folders = _folders(recipe, path)
-    return copies_state(recipe, folders, gpu_memory=session.gpu_memory, host_memory=session.host_memory)
+    return copies_state(recipe, _folders(recipe), gpu_memory=session.gpu_memory, host_memory=session.host_memory)
 
 
-def _folders(recipe: Recipe, path: str) -> dict[str, Path]:
-    """Return the local model folder of each role."""
-    others = {role: resolve_model_folder(other) for role, other in model_paths(recipe).items()}
-    return {"actor": resolve_model_folder(path), **others}
+def _folders(recipe: Recipe) -> dict[str, Path]:
+    """Return the local folder of each role's model."""
+    return {
+        name: resolve_model_folder(path) for name, path in {"actor": recipe.actor.path, **model_paths(recipe)}.items()
+    }
 
 
-def _beside_rollout(recipe: TrainRecipe, placement: Placement, path: str, gpu_memory: int | None) -> BesideRollout:
+def _beside_rollout(recipe: TrainRecipe, placement: Placement, gpu_memory: int | None) -> BesideRollout:
     """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
     sharers = placement.sharers("rollout")
     if not sharers:
         return BesideRollout(0, ())
     if placement.is_cpu:
-        return BesideRollout(0, asked_offload(recipe.actor.offload) if "actor" in sharers else ())
-    return beside_rollout(recipe, _folders(recipe, path), gpu_memory=gpu_memory)
+        return BesideRollout(0, _asked(recipe) if "actor" in sharers else ())
+    return beside_rollout(recipe, _folders(recipe), gpu_memory=gpu_memory)
+
+
+def _asked(recipe: Recipe) -> tuple[Offloadable, ...]:
+    """Return what the recipe itself says that the actor moves off its devices."""
+    return tuple(kind for kind, leaves in recipe.actor.leaves_devices.items() if leaves)

@@ -19,5 +19,4 @@ class RewardModel:
 
     def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
         """Return the score of each sequence: float64 [N]."""
-        with self.model.working() as trainer:
-            return trainer.scores(batch, self._end_token)
+        return self.model.scores(batch, self._end_token)

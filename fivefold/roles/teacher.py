@@ -23,10 +23,9 @@ class Teacher:
 
         They are `teacher_logprobs`, or `teacher_tokens` and `teacher_token_logprobs`.
         """
-        with self._model.working() as trainer:
-            if self._top_k is None:
-                return trainer.logprobs(batch, "own", temperature, "teacher_logprobs")
-            return trainer.top_k(batch, self._top_k, temperature)
+        if self._top_k is None:
+            return self._model.logprobs(batch, temperature, "teacher_logprobs")
+        return self._model.top_k(batch, self._top_k, temperature)
 
 
 def top_k_of(config: DistillConfig, vocab: int) -> int | None:

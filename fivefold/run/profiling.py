@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.config.schema.run import ProfileConfig
-from fivefold.roles.trained import TrainedRole
+from fivefold.roles.models import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class StepProfiler:
     config: ProfileConfig
     folder: Path
     """Folder of all traces of the run."""
-    roles: Mapping[str, TrainedRole]
+    roles: Mapping[str, TrainedModel]
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -6,19 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.role_sections import model_paths
-from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.roles import model_paths, roles_of
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
@@ -33,7 +29,7 @@ from fivefold.observe.table import Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.preflight import check_recipe
-from fivefold.roles.launch_frozen import check_frozen
+from fivefold.roles.checks import check_tokenizers, check_weight_files
 from fivefold.rollout.tokenizer import fix_date, load_tokenizer
 
 if TYPE_CHECKING:
@@ -84,49 +80,16 @@ def lay_groundwork(recipe: Recipe, began: datetime | None = None) -> Groundwork:
     """
     check_installed(recipe.stats.trackers)
     path = resolve_model_path(recipe.actor.path)
-    folder = resolve_model_folder(path)
-    shape = load_shape(folder)
+    shape = load_shape(resolve_model_folder(path))
     placement = place(recipe)
     others = {role: load_shape(resolve_model_folder(other)) for role, other in model_paths(recipe).items()}
     check_recipe(recipe, shape, others)
-    _check_weights(recipe, folder, shape, others.get("ref"))
-    if "critic" in others:
-        _check_critic_weights(recipe, others["critic"])
+    roles = roles_of(recipe).values()
+    check_weight_files(recipe, roles)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
-    if isinstance(recipe, TrainRecipe):
-        check_frozen(recipe, shape, placement, tokenizer)
+    check_tokenizers(recipe, roles, shape, tokenizer)
     fix_date(tokenizer, began or datetime.now(UTC))
     return Groundwork(path, shape, placement, tokenizer, others)
-
-
-def _check_critic_weights(recipe: Recipe, shape: ModelShape) -> None:
-    """Check the weight files of the critic, in which a value head may be missing."""
-    assert isinstance(recipe, TrainRecipe)
-    assert recipe.critic is not None
-    if (checkpoint := recipe.critic.megatron.dist_checkpointing_path) is not None:
-        _check_torch_dist(checkpoint, shape)
-    elif not recipe.critic.init_from_scratch:
-        check_weights(resolve_model_folder(recipe.critic.path), shape.as_critic())
-
-
-def _check_torch_dist(checkpoint: str, shape: ModelShape) -> None:
-    # Imported here: torch.distributed.checkpoint takes half a second, which most drivers save.
-    from fivefold.bridge.megatron_reader import MegatronWeights
-
-    MegatronWeights(checkpoint, shape).close()
-
-
-def _check_weights(recipe: Recipe, folder: Path, shape: ModelShape, reference: ModelShape | None) -> None:
-    """Check the weight files of each model that a process will read: the actor's, and a reference of its own."""
-    checkpoint = recipe.actor.megatron.dist_checkpointing_path
-    trained = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
-    models = {} if recipe.actor.init_from_scratch or checkpoint is not None else {folder: trained}
-    if checkpoint is not None:
-        _check_torch_dist(checkpoint, shape)
-    if isinstance(recipe, TrainRecipe | DPORecipe) and recipe.ref.path is not None and reference is not None:
-        models[resolve_model_folder(recipe.ref.path)] = reference
-    for model_folder, model_shape in models.items():
-        check_weights(model_folder, model_shape)
 
 
 @dataclass(frozen=True)

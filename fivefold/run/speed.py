@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fivefold.config.role_sections import role_section
+from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -195,7 +195,8 @@ def _model(
     recipe: TrainRecipe, placement: Placement, role: str, shape: ModelShape, others: Mapping[str, ModelShape]
 ) -> _Model:
     """Return the model of a role; a reference without a section of its own is in the actor's processes."""
-    section = role_section(recipe, role)
+    row = roles_of(recipe).get(role)
+    section = None if row is None else row.section
     own = others.get(role, shape)
     return _Model(
         shape=own.as_critic() if role == "critic" else own,

@@ -1,4 +1,4 @@
-"""The states of roles as checkpoints take them: what is offloaded comes back for the copy."""
+"""The states of roles as checkpoints take them and give them back: what is offloaded comes back for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.checkpoints.store import CRITIC, REFERENCE, TRAINER
+from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.writer import StateOwner
-from fivefold.config.schema.train import TrainRecipe
+from fivefold.config.roles import roles_of
+from fivefold.config.schema.recipe import Recipe
+from fivefold.engine.contract import OFFLOADABLE
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.run_roles import Roles
+from fivefold.roles.devices import Models
+from fivefold.roles.frozen import FrozenModel
+from fivefold.roles.models import TrainedModel
+from fivefold.run.resume import load_state
 
 if TYPE_CHECKING:
     from fivefold.engine.state.state_store import WrittenPart
@@ -37,13 +42,24 @@ class OffloadedState:
         return self.role.write_snapshot()
 
 
-def state_owners(roles: Roles, recipe: TrainRecipe, timers: PhaseTimers) -> dict[str, StateOwner]:
+def state_owners(models: Models, recipe: Recipe, timers: PhaseTimers) -> dict[str, StateOwner]:
     """Return whose state a checkpoint has, by its folder."""
-    owners: dict[str, StateOwner] = {
-        TRAINER: OffloadedState(roles.actor, partial(roles.on_device, timers, "params", "optimizer")),
+    return {
+        folder: OffloadedState(model, partial(models.on_device, model, timers, *model.kept))
+        for folder, model in _changing(models, recipe).items()
     }
-    if roles.reference is not None and recipe.ref.refresh_steps is not None:
-        owners[REFERENCE] = OffloadedState(roles.reference, partial(roles.on_device, timers, "params"))
-    if roles.critic is not None:
-        owners[CRITIC] = OffloadedState(roles.critic, partial(roles.critic_on_device, timers, "params", "optimizer"))
-    return owners
+
+
+def load_states(start: Anew | Resume, models: Models, recipe: Recipe, timers: PhaseTimers) -> None:
+    """Load the states of all roles that the checkpoint has from which the run continues."""
+    for folder, model in _changing(models, recipe).items():
+        with models.on_device(model, timers, *OFFLOADABLE):
+            load_state(start, folder, model)
+
+
+def _changing(models: Models, recipe: Recipe) -> dict[str, TrainedModel | FrozenModel]:
+    """Return the models that are trained or follow one that is, by their folder in a checkpoint."""
+    roles, frozen = roles_of(recipe), models.frozen.items()
+    following = {name: model for name, model in frozen if roles[name].section.follows is not None}
+    changing: dict[str, TrainedModel | FrozenModel] = {**models.trained, **following}
+    return {roles[name].spec.state: model for name, model in changing.items()}

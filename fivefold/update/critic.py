@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fivefold.algorithms.gae import GAE, Whitening
+from fivefold.algorithms.gae import GAE, EstimateMoments, Whitening
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.config.schema.roles import CriticConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.critic import Critic
+from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.update.updates import SkipGuard, make_updates
 
 
 class CriticUpdate:
     """Computes the advantages of one training step, and makes the critic's optimizer steps."""
 
-    def __init__(self, recipe: TrainRecipe, config: CriticConfig, critic: Critic, timers: PhaseTimers) -> None:
+    def __init__(self, recipe: TrainRecipe, config: CriticConfig, critic: TrainedModel, timers: PhaseTimers) -> None:
         self._config = config
         self._seed = recipe.seed
         self._critic = critic
@@ -40,8 +41,9 @@ class CriticUpdate:
 
     def values(self, batch: RemoteBatch) -> RemoteBatch:
         """Return `batch` with the values of the critic as it is before the step."""
-        with self._timers.phase("values"), self._critic.working("params"):
-            return batch.with_pieces(self._critic.values(batch))
+        with self._timers.phase("values"), self._critic.working("params") as trainer:
+            plan, arguments = trainer.deal(batch)
+            return batch.with_pieces(trainer.keep(TrainerWorker.compute_values, plan, arguments)[0])
 
     def advantages(
         self, batch: RemoteBatch, kl: KLInReward | None
@@ -53,7 +55,9 @@ class CriticUpdate:
             kl: a penalty in the reward of each token; None: there is none.
         """
         with self._timers.phase("advantages"):
-            pieces, moments = self._critic.advantages(batch, self._gae, kl)
+            plan, arguments = self._critic.trainer.deal(batch, self._gae, kl)
+            pieces, estimates = self._critic.trainer.keep(TrainerWorker.estimate_advantages, plan, arguments)
+        moments = EstimateMoments.merged(estimates)
         advantages, returns = moments.advantages, moments.returns
         metrics = {
             "advantage/mean": advantages.mean,
@@ -87,7 +91,7 @@ class CriticUpdate:
 
 
 def critic_update(
-    recipe: TrainRecipe, critic: Critic | None, timers: PhaseTimers, skips_in_a_row: int
+    recipe: TrainRecipe, critic: TrainedModel | None, timers: PhaseTimers, skips_in_a_row: int
 ) -> CriticUpdate | None:
     """Return the critic's half of the steps, if there is a critic; its last updates were skipped so many times."""
     if recipe.critic is None or critic is None:

@@ -24,7 +24,7 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
-from fivefold.roles.reference import Reference
+from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.roles.trainer_worker import BatchChange
@@ -42,7 +42,7 @@ class PolicyUpdate:
         self,
         recipe: TrainRecipe,
         actor: Actor,
-        reference: Reference | None,
+        reference: FrozenModel | None,
         timers: PhaseTimers,
         critic: CriticUpdate | None = None,
         teacher: Teacher | None = None,
@@ -147,7 +147,7 @@ class PolicyUpdate:
                 batch = batch.with_pieces(self._actor.logprobs(batch, self._temperature))
         if self._reference is not None:
             with self._timers.phase("reference"):
-                batch = batch.with_pieces(self._reference.logprobs(batch, self._temperature))
+                batch = batch.with_pieces(self._reference.logprobs(batch, self._temperature, "ref_logprobs"))
         if self._teacher is not None:
             with self._timers.phase("teacher"):
                 batch = batch.with_pieces(self._teacher.opinions(batch, self._temperature))

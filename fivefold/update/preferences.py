@@ -12,7 +12,7 @@ from typing import Literal
 from fivefold.algorithms.preferences import Numbers, Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.launch import Models
+from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 
@@ -45,9 +45,8 @@ class Scoring:
         if self.prediction == "values":
             with timers.phase("scores"):
                 return models.actor.sum_values(batch)
-        assert models.reference is not None
         with timers.phase("reference"):
-            reference_N = models.reference.sum_logprobs(batch)
+            reference_N = models.frozen["ref"].sum_logprobs(batch)
         with timers.phase("scores"):
             return models.actor.sum_logprobs(batch) - reference_N
 

@@ -52,7 +52,7 @@ from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
-from fivefold.roles.launch import Models
+from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.resume import state_at_start

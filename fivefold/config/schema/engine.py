@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -18,6 +19,7 @@ from fivefold.config.schema.fields import (
 )
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.config.schema.role import Offloadable, RoleConfig
 
 FlashAttention = Literal["flash_attention_2", "flash_attention_4"]
 """Versions of flash attention."""
@@ -99,7 +101,7 @@ class TrainedMicroBatchConfig(MicroBatchConfig):
         return self.max_tokens_per_infer_mb or self.max_tokens_per_mb
 
 
-class EngineConfig(Section):
+class EngineConfig(RoleConfig):
     """A model, and how it is laid out over processes."""
 
     path: PathText
@@ -173,6 +175,21 @@ class TrainedModelConfig(EngineConfig):
     mb_spec: TrainedMicroBatchConfig = TrainedMicroBatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return False
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return 1
+
+    @property
+    def steps_alone(self) -> int:
+        """Training steps at the beginning in which no other role is trained."""
+        return 0
+
 
 class OffloadConfig(Section):
     """What leaves the actor's GPUs while a rollout generates on them.
@@ -189,6 +206,11 @@ class OffloadConfig(Section):
     """Move the optimizer's state to pinned host memory, unless it is there anyway
     (`actor.megatron.optimizer.state_on`, `actor.fsdp.optimizer.state_on`)."""
 
+    @property
+    def by_part(self) -> dict[Offloadable, bool | None]:
+        """The keys and their values."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
 
 _ONLY_TRAINING = {
     "megatron": ("use_dist_checkpointing", "ddp", "optimizer", "transformer", "recompute"),
@@ -204,6 +226,16 @@ class FrozenModelConfig(EngineConfig):
     """Share the actor's devices, in turn; false: have devices of its own."""
     offload: bool | None = None
     """Move the weights to pinned host memory while the model does not work; null: if it shares GPUs."""
+
+    @property
+    def takes_turns(self) -> bool | None:
+        """Whether the model shares the actor's devices, in turn."""
+        return self.colocate
+
+    @property
+    def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
+        """The weights: a frozen model has no other state."""
+        return {"params": self.offload}
 
     @model_validator(mode="after")
     def _check_frozen(self) -> FrozenModelConfig:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fivefold.config.schema.data import DPODatasetConfig, DPORowsConfig, PreferenceDatasetConfig, PreferenceRowsConfig
 from fivefold.config.schema.engine import TrainedModelConfig
+from fivefold.config.schema.role import Head
 from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.supervised import SupervisedConfig
 
@@ -27,6 +28,11 @@ class DPOModelConfig(TrainedModelConfig):
     """Factor of the losses of desirable answers in `kto`."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the losses of undesirable answers in `kto`."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Every loss compares the model with the reference."""
+        return True
 
     @model_validator(mode="after")
     def _check_loss(self) -> DPOModelConfig:
@@ -76,6 +82,11 @@ class RMModelConfig(TrainedModelConfig):
 
     center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's two scores, which keeps scores around 0 (Eisenstein et al. 2023)."""
+
+    @property
+    def head(self) -> Head:
+        """One score in place of the output layer."""
+        return "score"
 
 
 class RMRecipe(SupervisedConfig):

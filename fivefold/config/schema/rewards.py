@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from fivefold.config.schema.engine import FrozenModelConfig
 from fivefold.config.schema.fields import NAME, Section
+from fivefold.config.schema.role import Head
 
 OF_MODEL = "model"
 """Value of `fn` for the score of the reward model."""
@@ -19,6 +20,11 @@ class RewardModelConfig(FrozenModelConfig):
     `path` is the folder of a model for sequence classification with one label, as `fivefold rm` writes it, for token
     classification with one label, or of a model with TRL's value head.
     """
+
+    @property
+    def head(self) -> Head:
+        """The head in the model's weight files."""
+        return "stored"
 
 
 class OneRewardConfig(Section):

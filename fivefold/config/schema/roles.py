@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,6 +27,7 @@ from fivefold.config.schema.fields import (
     Positive,
     Section,
 )
+from fivefold.config.schema.role import Head, Offloadable, RoleConfig
 
 
 class NormConfig(Section):
@@ -286,9 +288,24 @@ class ActorConfig(TrainedModelConfig):
     """Most batches of prompts that are sampled in one step; prompts without signal then fill what is missing."""
 
     @property
+    def has_reference(self) -> bool:
+        """Whether a KL divergence from the reference is measured."""
+        return self.kl_ctl > 0
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.ppo_epochs * self.ppo_n_minibatches
+
+    @property
+    def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
+        """As `offload` says."""
+        return self.offload.by_part
+
+    @property
     def has_several_updates(self) -> bool:
         """Whether a step has more than one update, so that the policy moves away from the old one."""
-        return self.ppo_epochs * self.ppo_n_minibatches > 1
+        return self.updates_per_step > 1
 
     @property
     def whitens(self) -> bool:
@@ -322,7 +339,7 @@ class ActorConfig(TrainedModelConfig):
         return self
 
 
-class FrozenReferenceConfig(Section):
+class FrozenReferenceConfig(RoleConfig):
     """The frozen model with which `fivefold dpo` compares answers.
 
     `mb_spec` is null unless it is written: micro-batches are then those of the actor.
@@ -340,6 +357,11 @@ class FrozenReferenceConfig(Section):
     offload: bool = False
     """Move its weights to pinned host memory while it does not work. Those of a reference in the actor's processes go
     with the actor's in any case."""
+
+    @property
+    def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
+        """The weights: a frozen model has no other state."""
+        return {"params": self.offload}
 
     @model_validator(mode="after")
     def _check_devices(self) -> Self:
@@ -369,6 +391,11 @@ class ReferenceConfig(FrozenReferenceConfig):
         """Steps from one refresh of its weights to the next; None: they stay as they are."""
         return 1 if self.refresh_every is None and self.ema_decay is not None else self.refresh_every
 
+    @property
+    def follows(self) -> float | None:
+        """Share of its weights that it keeps at a refresh; None: it stays as it is."""
+        return None if self.refresh_steps is None else self.ema_decay or 0.0
+
 
 class CriticConfig(TrainedModelConfig):
     """The model that learns what states are worth, for `actor.advantage: gae` (docs/critic.md).
@@ -394,3 +421,28 @@ class CriticConfig(TrainedModelConfig):
     """Farthest that the updates of a step may move a value; null: as far as they do."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """How the errors of tokens become one number, as in `actor.loss_aggregation`."""
+
+    @property
+    def head(self) -> Head:
+        """A value head, which begins at 0 if the weight files have none."""
+        return "value"
+
+    @property
+    def takes_turns(self) -> bool | None:
+        """Whether the critic shares the actor's devices, in turn."""
+        return self.colocate
+
+    @property
+    def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
+        """As `offload` says."""
+        return self.offload.by_part
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.ppo_epochs * self.ppo_n_minibatches
+
+    @property
+    def steps_alone(self) -> int:
+        """Training steps at the beginning in which the actor is not trained."""
+        return self.warmup_steps

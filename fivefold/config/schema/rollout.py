@@ -18,6 +18,7 @@ from fivefold.config.schema.fields import (
     Sequences,
     Staleness,
 )
+from fivefold.config.schema.role import RoleConfig
 
 
 class GenerationConfig(Section):
@@ -57,7 +58,7 @@ class GenerationConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
+class RolloutConfig(RoleConfig):
     """The engine that generates, and where it runs."""
 
     backend: str = "transformers:d1"
@@ -113,6 +114,11 @@ class RolloutConfig(Section):
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
+
+    @property
+    def takes_turns(self) -> bool | None:
+        """Whether the rollout shares the actor's devices, in turn."""
+        return self.colocate
 
     def keeps_cache(self, *, is_server: bool) -> bool:
         """Return whether running completions go on with the keys and values that they have when weights change."""

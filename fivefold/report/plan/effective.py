@@ -7,13 +7,10 @@ from typing import Any
 
 import yaml
 
-from fivefold.config.schema.engine import EngineConfig
-from fivefold.config.schema.preferences import RMRecipe
+from fivefold.config.roles import trained_models
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.megatron_settings import changed_values, megatron_fields
 from fivefold.families.read import find_shape
-from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import place
 
 Changed = dict[str, dict[str, dict[str, Any]]]
@@ -26,20 +23,14 @@ def effective_configs(recipe: Recipe) -> Changed:
     Raises:
         ValueError: layouts that contradict one another, an unknown model, or no role on Megatron-Core.
     """
-    placement = place(recipe)
-    actor = find_shape(recipe.actor.path)
-    trained = actor.as_reward_model() if isinstance(recipe, RMRecipe) else actor
-    models: dict[str, tuple[EngineConfig, ModelShape]] = {"actor": (recipe.actor, trained)}
-    optimizers = {"actor": recipe.actor.optimizer}
-    if isinstance(recipe, TrainRecipe) and recipe.critic is not None:
-        models["critic"] = recipe.critic, find_shape(recipe.critic.path).as_critic()
-        optimizers["critic"] = recipe.critic.optimizer
+    placement, models = place(recipe), trained_models(recipe)
     layouts = {role: placement[role].layout for role in models}
     if all(layout.backend != "megatron" for layout in layouts.values()):
         raise ValueError("no role of this recipe runs on Megatron-Core, and --effective shows its configuration")
+    shapes = {role: find_shape(model.path).with_head(model.head) for role, model in models.items()}
     return {
-        role: changed_values(config, optimizers[role], layouts[role], shape, on_gpu=not placement.is_cpu)
-        for role, (config, shape) in models.items()
+        role: changed_values(model, model.optimizer, layouts[role], shapes[role], on_gpu=not placement.is_cpu)
+        for role, model in models.items()
         if layouts[role].backend == "megatron"
     }
 

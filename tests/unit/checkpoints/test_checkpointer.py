@@ -14,7 +14,7 @@ import pytest
 from fivefold.checkpoints.manifest import FileEntry, Manifest, verify
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
+from fivefold.checkpoints.store import TRAINER, CheckpointStore
 from fivefold.checkpoints.writer import Checkpointer
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state.state_store import WrittenPart
@@ -64,7 +64,7 @@ def checkpointer(folder: Path, *owners: Weights, notes: list[str] | None = None,
     schedule = Schedule(recipe.recover, total_steps=50, steps_per_epoch=20)
     note = ([] if notes is None else notes).append
     store = CheckpointStore(folder)
-    by_folder = dict(zip((TRAINER, CRITIC), owners, strict=False))
+    by_folder = dict(zip((TRAINER, "critic"), owners, strict=False))
     return Checkpointer(
         recipe,
         store,
@@ -201,7 +201,7 @@ def test_a_disk_that_is_full_between_two_copies_is_attempted_again(
     make, failures = Path.mkdir, [OSError(28, "No space left on device")]
 
     def full_once(path: Path, **options: Any) -> None:
-        if path.name == CRITIC and failures:
+        if path.name == "critic" and failures:
             raise failures.pop()
         make(path, **options)
 

@@ -15,7 +15,7 @@ from fivefold.checkpoints.changes import compare_recipes
 from fivefold.checkpoints.manifest import DamagedCheckpointError, NewerCheckpointError
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.start import Anew, Finished, Resume, Start
-from fivefold.checkpoints.store import CRITIC, TRAINER, CheckpointStore
+from fivefold.checkpoints.store import TRAINER, CheckpointStore
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
@@ -23,7 +23,7 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
-from fivefold.roles.trained import TrainedRole
+from fivefold.roles.models import TrainedModel
 from fivefold.run.resume import load_state
 from tests.unit.checkpoints.examples import FINGERPRINTS, manifest_of, run_state, save
 
@@ -393,7 +393,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(recipe_file: Path) -> None:
         find_start(recipe(recipe_file), overwrite=False)
 
 
-class NotedRole(TrainedRole):
+class NotedRole(TrainedModel):
     """A role that notes the folders that it was told to load."""
 
     def __init__(self) -> None:
@@ -411,10 +411,10 @@ def test_a_new_critic_begins_anew_beside_an_actor_that_goes_on(recipe_file: Path
     start = resumed(find_start(recipe(recipe_file, *ppo, "recover.accept_changes=[critic]"), overwrite=False))
     role = NotedRole()
     (start.checkpoint.path / TRAINER).mkdir(exist_ok=True)
-    for name in (TRAINER, CRITIC):
+    for name in (TRAINER, "critic"):
         load_state(start, name, role)
     assert role.loaded == [TRAINER]
-    (start.checkpoint.path / CRITIC).mkdir()
-    load_state(start, CRITIC, role)
-    assert role.loaded == [TRAINER, CRITIC]
+    (start.checkpoint.path / "critic").mkdir()
+    load_state(start, "critic", role)
+    assert role.loaded == [TRAINER, "critic"]
     assert folder.checkpoints in start.checkpoint.path.parents

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.load import load_recipe
+from fivefold.config.roles import roles_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import load_shape
-from fivefold.layout.placement import place
 from fivefold.preflight import check_recipe
-from fivefold.roles.launch_frozen import check_frozen
+from fivefold.roles.checks import check_tokenizers, check_weight_files
 from fivefold.rollout.tokenizer import load_tokenizer
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-distill.yaml"
@@ -59,7 +59,8 @@ def check(folder: Path, *words: str) -> None:
     recipe = load_recipe(RECIPE, [f"teacher.path={folder}", *words], TrainRecipe)
     actor = resolve_model_folder(ACTOR)
     check_recipe(recipe, load_shape(actor), {"teacher": load_shape(folder)})
-    check_frozen(recipe, load_shape(actor), place(recipe), load_tokenizer(str(actor)))
+    check_tokenizers(recipe, roles_of(recipe).values(), load_shape(actor), load_tokenizer(str(actor)))
+    check_weight_files(recipe, roles_of(recipe).values())
 
 
 def test_a_vocabulary_may_be_padded_to_another_size(folder: Path) -> None:

@@ -15,10 +15,10 @@ from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
-from fivefold.roles.critic import Critic
+from fivefold.roles.devices import Roles
 from fivefold.roles.frozen import FrozenModel
+from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.weights.offer import WeightOffer
@@ -95,10 +95,10 @@ class SharedGroup:
 
 
 class SharedActor(Actor):
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, offloaded: tuple[Offloadable, ...]) -> None:
         layout = parse_role("megatron:d2").resolve(2)
         planner = BatchPlanner.of(EngineConfig(path="nowhere"), layout, find_shape("Qwen3-0.6B"))
-        super().__init__(Trainer(SharedGroup(device), planner))  # type: ignore[arg-type]
+        super().__init__(Trainer(SharedGroup(device), planner), away=offloaded)  # type: ignore[arg-type]
         self._device = device
         for kind, size in SIZES.items():
             device.set(kind, size)
@@ -121,8 +121,8 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
     device, timers = Device(), PhaseTimers()
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     memory = PARAMS + GRADS + OPTIMIZER + PARAMS + BUCKETS
-    actor, rollout = SharedActor(device), SharedRollout(device, memory)
-    roles = Roles(actor, rollout, None, offloaded)
+    actor, rollout = SharedActor(device, offloaded), SharedRollout(device, memory)
+    roles = Roles(actor, rollout=rollout)
     for step in range(3):
         if step > 0:
             with roles.training(timers):
@@ -152,8 +152,8 @@ def test_the_weights_go_too_once_the_cache_does_not_fit_beside_them() -> None:
     device, timers = Device(), PhaseTimers()
     share = PARAMS + 30
     device.memory = PARAMS + share + 3
-    actor, rollout = SharedActor(device), ServerRollout(device, share)
-    roles = Roles(actor, rollout, None, ("grads", "optimizer"))
+    actor, rollout = SharedActor(device, ("grads", "optimizer")), ServerRollout(device, share)
+    roles = Roles(actor, rollout=rollout)
     roles.send_weights(0, timers)
     assert (device.used["params"], rollout.cache) == (PARAMS, 30)
     with roles.training(timers):
@@ -185,7 +185,7 @@ def test_a_server_that_dies_while_it_takes_weights_gets_them_again_in_the_same_m
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + PARAMS + BUCKETS + GRADS + OPTIMIZER
     rollout = DyingServer(device, memory)
-    roles = Roles(SharedActor(device), rollout, None, ("params", "grads", "optimizer"))
+    roles = Roles(SharedActor(device, OFFLOADABLE), rollout=rollout)
     for version in (0, 1):
         roles.send_weights(version, timers)
         with roles.training(timers):
@@ -226,7 +226,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
     device, timers = Device(), PhaseTimers()
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     rollout = DyingAsleep(device, share=PARAMS + 100)
-    roles = Roles(SharedActor(device), rollout, None, offloaded)
+    roles = Roles(SharedActor(device, offloaded), rollout=rollout)
     for version in range(3):
         roles.send_weights(version, timers)
         assert (rollout.version, device.used["params"]) == (version, kept)
@@ -238,7 +238,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = Roles(SharedActor(device), SharedRollout(device, 0), None, ("grads", "optimizer"))
+    roles = Roles(SharedActor(device, ("grads", "optimizer")), rollout=SharedRollout(device, 0))
     roles.send_weights(0, timers)
     roles.take_moved()
     assert roles.take_moved() == {}
@@ -252,25 +252,26 @@ def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
 def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() -> None:
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + GRADS + OPTIMIZER
-    actor, rollout = SharedActor(device), SharedRollout(device, memory)
-    roles = Roles(actor, rollout, None, ("grads", "optimizer"))
-    with roles.on_device(timers, "params", "optimizer"):
+    actor, rollout = SharedActor(device, ("grads", "optimizer")), SharedRollout(device, memory)
+    roles = Roles(actor, rollout=rollout)
+    with roles.on_device(actor, timers, "params", "optimizer"):
         # Before the first weights there are none to send again.
         assert device.used["optimizer"] == OPTIMIZER
     assert rollout.version is None
     roles.send_weights(4, timers)
-    with roles.on_device(timers, "params"):
+    with roles.on_device(actor, timers, "params"):
         assert (device.used["optimizer"], rollout.version) == (0, 4)
-    with roles.on_device(timers, "params", "optimizer"):
+    with roles.on_device(actor, timers, "params", "optimizer"):
         assert (device.used["optimizer"], rollout.version) == (OPTIMIZER, None)
     assert (device.used["optimizer"], rollout.version) == (0, 4)
 
 
 def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
     device, timers = Device(), PhaseTimers()
-    actor, rollout = SharedActor(device), SharedRollout(device, 10 * PARAMS)
-    critic = Critic(Trainer(SharedGroup(device, "critic's "), actor.trainer._planner), OFFLOADABLE, actor, OFFLOADABLE)  # type: ignore[arg-type]
-    roles = Roles(actor, rollout, None, OFFLOADABLE, critic)
+    actor, rollout = SharedActor(device, OFFLOADABLE), SharedRollout(device, 10 * PARAMS)
+    trainer = Trainer(SharedGroup(device, "critic's "), actor.trainer._planner)  # type: ignore[arg-type]
+    critic = TrainedModel(trainer, Turn(OFFLOADABLE, actor, OFFLOADABLE, actor.in_turn))
+    roles = Roles(actor, {"critic": critic}, rollout=rollout)
 
     def used() -> set[str]:
         return {name for name, size in device.used.items() if size and name not in ("cache", "rollout's weights")}
@@ -287,19 +288,18 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
         actor.train()
     roles.send_weights(1, timers)
     assert used() == set()
-    with roles.critic_on_device(timers, "params", "optimizer"):
+    with roles.on_device(critic, timers, "params", "optimizer"):
         assert used() == {"critic's params", "critic's optimizer"}
         assert rollout.version is None
     assert (used(), rollout.version) == (set(), 1)
-    critic.offloaded = ()
-    with roles.critic_on_device(timers, "params"):
+    with roles.on_device(TrainedModel(trainer), timers, "params"):
         assert rollout.version == 1
 
 
 def test_a_frozen_model_works_beside_the_training_only_on_devices_of_its_own() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = Roles(actor := SharedActor(device), SharedRollout(device, 10 * PARAMS), None, OFFLOADABLE)
-    alone, shared = FrozenModel(actor.trainer), FrozenModel(actor.trainer, actor=actor)
+    roles = Roles(actor := SharedActor(device, OFFLOADABLE), rollout=SharedRollout(device, 10 * PARAMS))
+    alone, shared = FrozenModel(actor.trainer), FrozenModel(actor.trainer, Turn(neighbour=actor, lock=actor.in_turn))
     worked = {id(model): threading.Event() for model in (alone, shared)}
 
     def work(model: FrozenModel) -> None:

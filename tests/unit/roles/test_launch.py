@@ -13,8 +13,8 @@ from fivefold.families.read import SHAPES
 from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.planning.beside_rollout import beside_rollout
+from fivefold.roles.devices import Roles
 from fivefold.roles.launch import launch_roles
-from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer_worker import TrainerSpec
 from fivefold.weights.table import choose_route
 
@@ -58,7 +58,7 @@ def launched(folder: Path, session: Session, **values: Any) -> tuple[Roles, Trai
     )
     placement = place_allocation(recipe_allocation(recipe), recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
     route = choose_route(recipe, placement)
-    return launch_roles(session, recipe, placement, str(folder), 1, route), recipe  # type: ignore[arg-type]
+    return launch_roles(session, recipe, placement, 1, route), recipe  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gpu_memory", [140 * 10**9, 97 * 10**9, 85 * 10**9])
@@ -66,7 +66,7 @@ def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_mem
     session = Session(gpu_memory)
     roles, recipe = launched(tmp_path, session)
     expected = beside_rollout(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
-    assert roles.offloaded == expected.offloaded
+    assert roles.actor.away == expected.offloaded
     assert session.roles["rollout"].args[0].reserved == expected.kept
 
 
@@ -102,7 +102,7 @@ def test_on_cpus_the_actor_offloads_what_the_recipe_says(tmp_path: Path) -> None
     }
     session = Session(None)
     roles, _ = launched(tmp_path, session, **on_cpus)
-    assert roles.offloaded == ("grads",)
+    assert roles.actor.away == ("grads",)
     assert session.roles["rollout"].args[0].reserved == 0
 
 

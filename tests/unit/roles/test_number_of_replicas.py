@@ -22,9 +22,8 @@ from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
-from fivefold.roles.critic import Critic
-from fivefold.roles.frozen import FrozenModel
-from fivefold.roles.reference import ReferenceBesideActor
+from fivefold.roles.frozen import FrozenModel, HostedModel
+from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.teacher import Teacher
 from fivefold.types import Columns, Completion, Prompt, Sample, Trajectory
@@ -90,14 +89,15 @@ def gradients(overrides: tuple[str, ...], n_replicas: int, max_tokens: int = 20)
     policy, value = Bigrams(1), Bigrams(2, is_critic=True)
     actors = trainer(n_replicas, policy, Bigrams(3), max_tokens)
     timers = PhaseTimers()
-    critic = None if recipe.critic is None else Critic(trainer(n_replicas, value, max_tokens=max_tokens))
+    critic = None if recipe.critic is None else TrainedModel(trainer(n_replicas, value, max_tokens=max_tokens))
     model = FrozenModel(trainer(n_replicas, Bigrams(4)))
     expert = recipe.expert_dataset
     examples = tuple(SFTExample((token,), (token + 1, token + 2)) for token in range(4))
+    actor = Actor(actors)
     update = PolicyUpdate(
         recipe,
-        Actor(actors),
-        ReferenceBesideActor(actors) if recipe.actor.kl_ctl else None,
+        actor,
+        HostedModel(actor) if recipe.actor.kl_ctl else None,
         timers,
         critic_update(recipe, critic, timers, 0),
         None if recipe.teacher is None else Teacher(model, recipe.actor.distill, VOCAB),

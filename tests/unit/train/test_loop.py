@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,12 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
-from fivefold.roles.frozen import FrozenModel
-from fivefold.roles.moved_bytes import MovedBytes
-from fivefold.roles.reference import ReferenceAlone, ReferenceBesideActor
+from fivefold.roles.devices import Roles
+from fivefold.roles.frozen import FrozenModel, HostedModel
+from fivefold.roles.models import MovedBytes, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Generated, Group
 from fivefold.roles.rollout import Finished, Rollout, ignore
-from fivefold.roles.run_roles import Roles
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.resume import state_at_start
@@ -132,7 +130,7 @@ class FixedActor(Actor):
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
         self.moved = MovedBytes()
-        self.in_turn = threading.RLock()
+        self._turn = Turn()
 
     def offer_weights(self, version: int) -> WeightOffer:
         return WeightOffer(version, iter(()))
@@ -162,7 +160,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
-        train._loop(setup, Roles(actor, rollout, None), run, state, began=0.0)
+        train._loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )
@@ -271,13 +269,13 @@ def test_roles_on_the_same_devices_release_their_memory() -> None:
     log: list[str] = []
     actors, references = NotedTrainer("actor", log), NotedTrainer("ref", log)
     batch = RemoteBatch(np.array([3]), np.array([1]), ())
-    ReferenceBesideActor(actors).logprobs(batch, 1.0)
+    HostedModel(Actor(actors)).logprobs(batch, 1.0, "ref_logprobs")
     assert log == ["actor: ref_logprobs of its reference model"]
     log.clear()
-    ReferenceAlone(FrozenModel(references)).logprobs(batch, 1.0)
+    FrozenModel(references).logprobs(batch, 1.0, "ref_logprobs")
     assert log == ["ref: ref_logprobs of its own model"]
     log.clear()
-    ReferenceAlone(FrozenModel(references, actor=Actor(actors))).logprobs(batch, 1.0)
+    FrozenModel(references, Turn(neighbour=Actor(actors))).logprobs(batch, 1.0, "ref_logprobs")
     assert log == ["actor: release", "ref: ref_logprobs of its own model", "ref: release"]
 
 

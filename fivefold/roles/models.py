@@ -1,0 +1,202 @@
+"""The driver's handles of models. Each of their processes holds a `TrainerWorker`.
+
+One model works at a time on devices that several share:
+
+    actor    ████████        ██████████████████
+    critic           ████████                        `with critic.working("params")`
+
+A frozen model may be asked by several threads, one at a time: in asynchronous training, a reward model scores while
+others are updated, and in evaluations.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from fivefold.algorithms.loss import Loss
+from fivefold.cluster.group import WorkerGroup
+from fivefold.config.schema.run import ProfileConfig
+from fivefold.engine.contract import Offloadable
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer import Trainer
+from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult, WriteFailed
+
+if TYPE_CHECKING:
+    from fivefold.engine.state.state_store import WrittenPart
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class MovedBytes:
+    """Bytes that a model moves off its devices and back, of the rank that moves the most, since the last `take`."""
+
+    freed: int = 0
+    """Bytes of device memory that were freed."""
+    restored: int = 0
+    """Bytes of device memory that were allocated again."""
+
+    def take(self) -> MovedBytes:
+        """Return the counts, and count from zero again."""
+        taken = MovedBytes(self.freed, self.restored)
+        self.freed = self.restored = 0
+        return taken
+
+
+def moved_metrics(counts: Iterable[MovedBytes]) -> dict[str, float]:
+    """Return the metrics of what several models have moved, in GB (1e9 bytes); none if nothing was moved."""
+    moved = list(counts)
+    freed, restored = sum(each.freed for each in moved), sum(each.restored for each in moved)
+    if not freed and not restored:
+        return {}
+    return {"offload/freed_gb": freed / 1e9, "offload/restored_gb": restored / 1e9}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a model has its devices, and what moves for it."""
+
+    away: tuple[Offloadable, ...] = ()
+    """What is off the devices while the model does not work."""
+    neighbour: ModelHandle | None = None
+    """The model that is trained on the same devices; None: no model is."""
+    makes_room: tuple[Offloadable, ...] = ()
+    """What the neighbour moves off them while the model works."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held by the thread whose model works on devices that several models have in turn."""
+
+
+class ModelHandle:
+    """A model in its processes, and its turn on their devices."""
+
+    def __init__(self, trainer: Trainer, turn: Turn | None = None) -> None:
+        """Take the processes; without a turn, the model has its devices always."""
+        self.trainer = trainer
+        self._turn = turn or Turn()
+        self.moved = MovedBytes()
+        """What was moved off the devices and back since the counts were taken."""
+
+    @property
+    def in_turn(self) -> threading.RLock:
+        """Held by the thread whose model works on devices that several models have in turn."""
+        return self._turn.lock
+
+    @property
+    def away(self) -> tuple[Offloadable, ...]:
+        """What is off the devices while the model does not work."""
+        return self._turn.away
+
+    def leave_with(self, kind: Offloadable) -> None:
+        """Have one more part of the state off the devices while the model does not work, from the next time on."""
+        self._turn = replace(self._turn, away=(*self._turn.away, kind))
+
+    @contextmanager
+    def working(self, *needed: Offloadable) -> Iterator[Trainer]:
+        """Give the model its devices inside the block, once no other thread's model works there.
+
+        Args:
+            needed: what of its state must be on the devices.
+        """
+        away, neighbour, makes_room = self._turn.away, self._turn.neighbour, self._turn.makes_room
+        with self.in_turn:
+            if neighbour is not None:
+                neighbour.offload(makes_room)
+                neighbour.release()
+            self.onload([kind for kind in away if kind in needed])
+            yield self.trainer
+            self.offload(away)
+            if away or neighbour is not None:
+                self.release()
+            if neighbour is not None:
+                neighbour.onload(makes_room)
+
+    def offload(self, what: Sequence[Offloadable]) -> None:
+        """Move state off the devices."""
+        if what:
+            self.moved.freed += max(self.trainer.group.call(TrainerWorker.offload, what))
+
+    def onload(self, what: Sequence[Offloadable]) -> None:
+        """Bring back what `offload` moved; what is on the devices stays there."""
+        if what:
+            self.moved.restored += max(self.trainer.group.call(TrainerWorker.onload, what))
+
+    def release(self) -> None:
+        """Release cached device memory, for a role that shares the devices."""
+        self.trainer.release()
+
+    def free_memory(self) -> int | None:
+        """Return the free bytes of the fullest device, whoever has the others; None: no GPUs."""
+        return min(
+            (free for free in self.trainer.group.call(TrainerWorker.free_memory) if free is not None), default=None
+        )
+
+
+class TrainedModel(ModelHandle):
+    """A model that is trained."""
+
+    kept: ClassVar[tuple[Offloadable, ...]] = ("params", "optimizer")
+    """The parts of its state that a checkpoint has."""
+
+    def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
+        """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
+        return self.trainer.update(batch, loss, change)
+
+    def effective_config(self) -> dict[str, Any]:
+        """Return the whole configuration of the library that the model runs on."""
+        return self.trainer.group.call_first(TrainerWorker.effective_config)
+
+    def device_names(self) -> list[str | None]:
+        """Return the name of each process's GPU; None for a CPU process."""
+        return self.trainer.group.call(TrainerWorker.device_name)
+
+    def start_profile(self, config: ProfileConfig) -> None:
+        """Begin to record what some of the processes do."""
+        self.trainer.group.call(TrainerWorker.start_profile, config)
+
+    def write_profile(self, folder: Path) -> None:
+        """Write what they have recorded."""
+        self.trainer.group.call(TrainerWorker.write_profile, folder)
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self.trainer.group.call_first(TrainerWorker.save, folder)
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy the training state to host memory, for `write_snapshot`.
+
+        Raises:
+            OSError: the state is written at once (`TrainerSpec.copies_state`), and some rank could not write.
+        """
+        group = self.trainer.group
+        written(group, group.call(TrainerWorker.snapshot, folder))
+
+    def write_snapshot(self) -> list[WrittenPart]:
+        """Write the files of the last snapshot, in parallel to whatever the processes do. Returns what each rank wrote.
+
+        Raises:
+            OSError: some rank could not write.
+        """
+        group = self.trainer.group
+        return written(group, group.control(TrainerWorker.write_snapshot))
+
+    def load_state(self, folder: Path) -> None:
+        """Load the training state that was written below `folder`, on this layout or any other."""
+        self.trainer.group.call(TrainerWorker.load_state, folder)
+
+
+def written(group: WorkerGroup, results: Sequence[Result | WriteFailed]) -> list[Result]:
+    """Return the result of each rank of a group, all of which could write.
+
+    Raises:
+        OSError: some rank could not write.
+    """
+    failures = [result for result in results if isinstance(result, WriteFailed)]
+    if failures:
+        first = failures[0]
+        raise OSError(f"{first.reason} ({group.name} rank {first.rank} on {first.host})")
+    return [result for result in results if not isinstance(result, WriteFailed)]
