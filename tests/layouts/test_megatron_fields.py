@@ -373,6 +373,51 @@ def test_the_load_of_experts_is_that_of_all_ranks_without_filler(workers: Worker
             assert metrics == pytest.approx(alone)
 
 
+def test_routes_that_are_forced_to_balance_do_not_follow_the_router(workers: Workers, models: Path) -> None:
+    folder, batch = models / "qwen3_moe", uneven_batch()
+    fields = {"moe_router_force_load_balancing": True}
+    followed, forced = (
+        workers(1).run(chosen_twice, Case("megatron:d1", MegatronConfig(transformer=each)), folder, batch)[0]
+        for each in ({}, fields)
+    )
+    assert all(first.equal(second) for first, second in followed), "a router chooses by its input"
+    assert not any(first.equal(second) for first, second in forced), "random routes differ from pass to pass"
+
+
+def chosen_twice(case: Case, folder: Path, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """In a worker: return each layer's choices of experts in two passes over the same batch."""
+    engine, found = case.engine(folder), list[torch.Tensor]()
+
+    def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        found.append(outputs[1].clone())
+
+    for router in engine.modules_of(TopKRouter):
+        router.register_forward_hook(note)
+    for _ in range(2):
+        engine.logprobs_of(batch, temperature=1.0)
+    half = len(found) // 2
+    return list(zip(found[:half], found[half:], strict=True))
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_partial_products_of_bfloat16_are_summed_in_float32_if_asked(
+    workers: Workers, models: Path, is_disabled: bool
+) -> None:
+    fields = {"disable_bf16_reduced_precision_matmul": is_disabled}
+    case = Case("megatron:d1", MegatronConfig(transformer=fields), dtype="bfloat16")
+    (may_reduce,) = workers(1).run(may_reduce_in_bfloat16, case, models / "qwen3-bf16")
+    assert may_reduce is not is_disabled
+
+
+def may_reduce_in_bfloat16(case: Case, folder: Path) -> bool:
+    """In a worker: build the engine, and return whether matrix products may sum in bfloat16; it was so before."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    case.engine(folder)
+    allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    return bool(allowed)
+
+
 def test_group_limited_routing_visits_only_so_many_groups(workers: Workers, models: Path) -> None:
     fields = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
     case = Case("megatron:d1", MegatronConfig(transformer=fields))

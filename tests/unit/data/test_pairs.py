@@ -43,6 +43,12 @@ def test_answers_in_texts_follow_the_prompt_and_end(tokenizer: PreTrainedTokeniz
     assert pair.n_tokens == 8
 
 
+def test_the_recipe_names_the_columns(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    path = write_jsonl([{"q": "1+1=", "good": "2", "bad": "30", "chosen": "9", "rejected": "9"}])
+    (pair,) = load_pairs(config(path, prompt_key="q", chosen_key="good", rejected_key="bad"), tokenizer).examples
+    assert (pair.chosen.response_ids, pair.rejected.response_ids) == (ids("2", "</s>"), ids(*"30", "</s>"))
+
+
 @pytest.mark.parametrize(
     "row",
     [

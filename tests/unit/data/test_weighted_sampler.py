@@ -7,7 +7,10 @@ from collections import Counter
 
 import pytest
 
+from fivefold.config.schema.data import DatasetConfig
+from fivefold.data.prompts import PromptDataset
 from fivefold.data.weighted_sampler import WeightedSampler
+from fivefold.types import Prompt
 
 SIZES = {"a": 40, "b": 9, "c": 25}
 
@@ -37,6 +40,16 @@ def test_each_source_has_its_share_and_is_read_in_rounds() -> None:
                 # What a batch passes over, because it has it already, comes in the next one.
                 assert max(times.values()) - min(times[f"{item}"] for item in times) <= 2
                 assert len(times) == min(size, sum(times.values())) or sum(times.values()) < size + batch_size
+
+
+def test_the_recipes_weights_are_the_shares_of_the_sources_in_a_batch() -> None:
+    prompts = tuple(Prompt(i, "?", (1,), "", data_source="ab"[i % 2]) for i in range(80))
+    dataset = PromptDataset(prompts, n_rows=80, n_too_long=0)
+    for weights, shares in (({"a": 3.0, "b": 1.0}, {"a": 6, "b": 2}), ({"a": 0.0, "b": 1.0}, {"b": 8})):
+        config = DatasetConfig(path="p", batch_size=8, source_weights=weights)
+        assert Counter(prompt.data_source for prompt in dataset.sampler(config, 1).next_batch()) == shares
+    plain = dataset.sampler(DatasetConfig(path="p", batch_size=80), 1)
+    assert Counter(prompt.data_source for prompt in plain.next_batch()) == {"a": 40, "b": 40}
 
 
 def test_a_sampler_goes_on_where_its_state_was_taken() -> None:

@@ -51,9 +51,22 @@ class RecordingActor(Actor):
         return UpdateResult({"lr": 1.0, **self.measured}, skipped=False)
 
 
-def updates(actor: RecordingActor, *overrides: str, steps: int = 1) -> PolicyUpdate:
+class FollowingReference:
+    """Records the number of the actor's updates before each refresh of its weights."""
+
+    def __init__(self) -> None:
+        self.refreshed: list[int] = []
+
+    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        return ()
+
+    def follow(self, actor: RecordingActor) -> None:
+        self.refreshed.append(len(actor.losses))
+
+
+def updates(actor: RecordingActor, *overrides: str, steps: int = 1, reference: Any = None) -> PolicyUpdate:
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
-    update = PolicyUpdate(recipe, actor, None, PhaseTimers())
+    update = PolicyUpdate(recipe, actor, reference, PhaseTimers())
     prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
     samples = [
         Sample(prompts[i // 2], "", "length" if i == 1 else "stop", 4, 1 + i, (0, 0), {"r": float(i % 2)})
@@ -88,6 +101,10 @@ def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> 
     updates(actor, ONE_UPDATE, "actor.rollout_correction.method=mis", steps=1)
     wanted = RolloutCorrection("token", None, "token", 2.0, 0.0)
     assert actor.losses[0].correction == wanted
+    actor = RecordingActor(rollout_mismatch_kl=1e-4)
+    key = "actor.rollout_correction"
+    updates(actor, ONE_UPDATE, f"{key}.method=seq_tis", f"{key}.weight_cap=3")
+    assert actor.losses[0].correction == RolloutCorrection("sequence", 3.0)
 
 
 def test_an_adapted_weight_is_that_of_the_next_step() -> None:
@@ -95,6 +112,22 @@ def test_an_adapted_weight_is_that_of_the_next_step() -> None:
     overrides = ("actor.kl_ctl=0.1", "actor.kl_target=0.1", "actor.kl_horizon=8")
     updates(actor, ONE_UPDATE, *overrides, steps=2)
     assert [loss.kl_coeff for loss in actor.losses] == pytest.approx([0.1, 0.1 * (1 + 0.2 * 4 / 8)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "refreshed"),
+    [
+        ([], []),
+        (["ref.refresh_every=2"], [2, 4]),
+        (["ref.refresh_every=3"], [3]),
+        (["ref.ema_decay=0.5"], [1, 2, 3, 4, 5]),
+        (["ref.ema_decay=0.5", "ref.refresh_every=4"], [4]),
+    ],
+)
+def test_the_reference_follows_the_weights_after_every_so_many_steps(keys: list[str], refreshed: list[int]) -> None:
+    reference = FollowingReference()
+    updates(RecordingActor(kl_ref=1.0), ONE_UPDATE, "actor.kl_ctl=0.1", *keys, steps=5, reference=reference)
+    assert reference.refreshed == refreshed
 
 
 def test_completions_that_were_cut_off_are_not_trained_if_the_recipe_says_so() -> None:
@@ -129,6 +162,14 @@ def test_reinforce_pp_whitens_the_advantages_of_tokens() -> None:
     plain = RecordingActor()
     updates(plain, ONE_UPDATE)
     assert plain.changes == [None]
+
+
+def test_whitening_is_on_or_off_as_the_recipe_says_whatever_the_advantage() -> None:
+    for algorithm in ("grpo", "reinforce_pp"):
+        for whitens in (False, True):
+            actor = RecordingActor()
+            updates(actor, ONE_UPDATE, f"algorithm={algorithm}", f"actor.whiten_advantages={str(whitens).lower()}")
+            assert [change is not None for change in actor.changes] == [whitens], algorithm
 
 
 def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences_of_each_step() -> None:

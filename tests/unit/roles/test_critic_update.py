@@ -1,0 +1,82 @@
+"""What the critic's half of a step estimates with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.algorithms.gae import GAE, EstimateMoments
+from fivefold.algorithms.kl_in_reward import KLInReward
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.critic import Critic
+from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.types import Batch
+from fivefold.update.critic import CriticUpdate
+
+PPO = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
+VALUES, REWARD = [0.5, 0.25, 0.75], 2.0
+"""The values of a completion of three tokens, and its reward."""
+
+
+class EstimatingCritic(Critic):
+    """Estimates over one completion instead of those of a batch."""
+
+    def __init__(self) -> None: ...
+
+    def advantages(
+        self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None
+    ) -> tuple[tuple[Piece, ...], EstimateMoments]:
+        n = len(VALUES)
+        fields = {"values": torch.tensor(VALUES), "rewards": torch.full((n,), REWARD)}
+        one = Batch((n,), torch.zeros(n, dtype=torch.int64), torch.ones(n), fields)
+        self.advantages_T, self.returns_T = gae.estimate(one)
+        return (), EstimateMoments.of(one.with_fields(advantages=self.advantages_T, returns=self.returns_T))
+
+
+def estimates(*keys: str) -> tuple[list[float], list[float], bool]:
+    """Return advantages and returns of the completion, and whether the former are whitened."""
+    recipe, critic = load_recipe(PPO, list(keys), TrainRecipe), EstimatingCritic()
+    assert recipe.critic is not None
+    update = CriticUpdate(recipe, recipe.critic, critic, PhaseTimers())
+    _, whitening, _ = update.advantages(RemoteBatch(np.array([3]), np.array([3]), ()), None)
+    return critic.advantages_T.tolist(), critic.returns_T.tolist(), whitening is not None
+
+
+def by_formula(gamma: float, lam: float) -> list[float]:
+    """A_t = sum_k (gamma lam)^k delta_(t + k)."""
+    rewards, after = [0.0, 0.0, REWARD], [*VALUES[1:], 0.0]
+    deltas = [r + gamma * next_value - value for r, next_value, value in zip(rewards, after, VALUES, strict=True)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@pytest.mark.parametrize(
+    ("keys", "gamma", "lam"),
+    [
+        (["actor.discount=0.9", "actor.gae_lambda=1"], 0.9, 1.0),
+        (["actor.discount=1", "actor.gae_lambda=0.5"], 1.0, 0.5),
+        (["actor.discount=0.9", "actor.gae_lambda=0.5"], 0.9, 0.5),
+        # lambda is 1 - 1 / (alpha l), with 3 tokens.
+        (["actor.discount=1", "actor.gae_lambda=1", "actor.gae_length_alpha=0.8"], 1.0, 1 - 1 / (0.8 * 3)),
+    ],
+)
+def test_advantages_are_discounted_and_weighted_as_the_recipe_says(keys: list[str], gamma: float, lam: float) -> None:
+    advantages, returns, _ = estimates(*keys)
+    wanted = by_formula(gamma, lam)
+    assert advantages == pytest.approx(wanted)
+    assert returns == pytest.approx([a + value for a, value in zip(wanted, VALUES, strict=True)])
+
+
+def test_the_critic_may_learn_returns_with_another_lambda() -> None:
+    advantages, returns, _ = estimates("actor.discount=1", "actor.gae_lambda=0.5", "critic.gae_lambda=1")
+    assert advantages == pytest.approx(by_formula(1.0, 0.5))
+    assert returns == pytest.approx([REWARD] * 3)
+
+
+@pytest.mark.parametrize(("value", "whitens"), [("null", True), ("true", True), ("false", False)])
+def test_advantages_of_a_critic_are_whitened_unless_the_recipe_says_otherwise(value: str, whitens: bool) -> None:
+    assert estimates(f"actor.whiten_advantages={value}")[2] is whitens
