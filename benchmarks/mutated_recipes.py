@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fivefold.config.keys import known_keys
 from fivefold.config.load import load_any_recipe, resolved_yaml
-from fivefold.config.problems import known_keys
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import read_yaml, write_yaml

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from fivefold.config.problems import section_of
+from fivefold.config.keys import section_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 

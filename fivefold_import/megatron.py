@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from fivefold.config.megatron_names import REFUSED
+from fivefold.config.library_names import REFUSED
 from fivefold.config.schema.megatron import (
     Balancing,
     MegatronDDPFields,

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
-from fivefold.config.problems import COMMANDS, RecipeError, known_keys, problems_of
+from fivefold.config.problems import COMMANDS, RecipeError, problems_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml

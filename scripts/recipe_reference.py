@@ -10,9 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fivefold.config.descriptions import description_of
+from fivefold.config.keys import description_of, section_of
 from fivefold.config.limits import LARGEST
-from fivefold.config.problems import COMMANDS, section_of
+from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.fields import Duration, Named
 from fivefold.config.schema.run import RunConfig
 

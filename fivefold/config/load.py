@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fivefold.config.problems import MOST_PROBLEMS, RecipeError, known_keys, nearest_keys, problems_of
+from fivefold.config.keys import known_keys, nearest_keys
+from fivefold.config.problems import MOST_PROBLEMS, RecipeError, problems_of
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import RunConfig

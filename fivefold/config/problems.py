@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fivefold.config.descriptions import description_of
-from fivefold.config.other_names import in_its_place
+from fivefold.config.keys import known_keys, nearest_keys, options_of, section_of
+from fivefold.config.library_names import in_its_place
 from fivefold.config.schema.fields import NAME, ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.run import RunConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 
-MOST_SUGGESTIONS = 3
 MOST_PROBLEMS = 50
 """Most problems that are listed; the others are counted."""
 
@@ -77,85 +74,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys, sections included."""
-    return (path for path, _ in _owned_keys(schema, prefix))
-
-
-def _owned_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the dotted path of each key, sections included, and the class of the section that the key is in."""
-    for name, field in schema.model_fields.items():
-        yield prefix + name, schema
-        section = section_of(field.annotation)
-        if section is not None:
-            yield from _owned_keys(section, f"{prefix}{name}.")
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's type, also in `Section | None`; None for a plain value."""
-    options = _options(annotation)
-    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that a field may have."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def nearest_keys(key: str, schema: type[BaseModel]) -> list[str]:
-    """Return the known keys that `key` most likely stands for.
-
-    Its last word is compared with the names of the keys in its own section, in those inside it and in all others, and
-    then with what their descriptions call them: `lr` is described as the peak learning rate.
-    """
-    section, _, name = key.rpartition(".")
-    siblings = {f"{section}.{field}" if section else field: field for field in _fields_at(section, schema)}
-    owners = dict(_owned_keys(schema))
-    names = {path: path.rpartition(".")[2] for path in owners}
-    phrases = {path: _first_sentence(description_of(owner, names[path])) for path, owner in owners.items()}
-    phrase = name.replace("_", " ").lower()
-    for word, words, cutoff in (
-        (name, siblings, 0.75),
-        (name, _inside(section, names), 0.8),
-        (name, names, 0.8),
-        (phrase, _inside(section, phrases), 0.75),
-        (phrase, phrases, 0.75),
-    ):
-        if close := difflib.get_close_matches(word, set(words.values()), n=1, cutoff=cutoff):
-            return _likeliest(key, [path for path, each in words.items() if each == close[0]])
-    return []
-
-
-def _first_sentence(description: str) -> str:
-    """Return the first sentence of a key's description, in small letters."""
-    return inspect.cleandoc(description).partition(".")[0].lower()
-
-
-def _inside(section: str, words: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries whose paths are inside the section."""
-    return {path: word for path, word in words.items() if section and path.startswith(f"{section}.")}
-
-
-def _likeliest(key: str, paths: list[str]) -> list[str]:
-    """Return the paths if they are few, and otherwise the one that is most like `key`."""
-    likeness = {path: difflib.SequenceMatcher(None, key, path).ratio() for path in paths}
-    return paths if len(paths) <= MOST_SUGGESTIONS else [max(paths, key=likeness.__getitem__)]
-
-
-def _fields_at(section: str, schema: type[BaseModel]) -> Iterable[str]:
-    """Return the keys of the section at a dotted path, which may lead through a mapping of names to sections."""
-    annotation: Any = schema
-    for part in section.split(".") if section else ():
-        owner = section_of(annotation)
-        if owner is not None:
-            field = owner.model_fields.get(part)
-            annotation = field.annotation if field is not None else None
-        else:
-            annotation = get_args(annotation)[1] if get_origin(annotation) is dict else None
-    owner = section_of(annotation)
-    return owner.model_fields if owner is not None else ()
-
-
 def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
     """Return the line for a key that the schema does not have."""
     line = f"{key}={show(value)}: unknown key"
@@ -198,7 +116,7 @@ def _union_depth(location: Sequence[int | str], schema: type[BaseModel]) -> int 
     """Return how many parts of `location` lead to a value of several types, all of which pydantic tries, or None."""
     annotation: Any = schema
     for depth, part in enumerate(location):
-        if sum(option is not type(None) for option in _options(annotation)) > 1:
+        if sum(option is not type(None) for option in options_of(annotation)) > 1:
             return depth
         section = section_of(annotation)
         field = section.model_fields.get(str(part)) if section is not None else None

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 from fivefold.config.algorithms import of_algorithm, of_correction
 from fivefold.config.interpolation import fill_in
-from fivefold.config.problems import RecipeError, section_of, show
+from fivefold.config.keys import section_of
+from fivefold.config.problems import RecipeError, show
 from fivefold.config.text_files import TextError, read_text
 from fivefold.config.yaml_reader import MOST_LEVELS, read_yaml
 

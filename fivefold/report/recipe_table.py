@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from fivefold.config.dotted import flattened
+from fivefold.config.keys import flattened
 from fivefold.config.load import kind_of
 
 NO_DEFAULT = "(must be given)"

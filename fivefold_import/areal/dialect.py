@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.problems import known_keys
+from fivefold.config.keys import known_keys
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from fivefold.config.duration import parse_duration
+from fivefold.config.library_names import REFUSED
 from fivefold.config.limits import LARGEST, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES, MOST_STALENESS
+
+UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+"""Seconds of each unit, in the order in which a text gives them."""
+_TEXT = re.compile("".join(rf"(?:(?P<{unit}>[0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in UNITS))
+
+
+def parse_duration(value: object) -> float:
+    """Return the seconds of `3h55m`, `90m`, `45s`, `1d12h`, `1.5h` or of a plain number.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    match = _TEXT.fullmatch(value) if isinstance(value, str) and value else None
+    if match is None:
+        raise ValueError(
+            f"{value!r:.60} is not a duration: write units from the largest to the smallest, such as 3h55m, 90m or "
+            "45s, or a number of seconds"
+        )
+    return sum(float(match[unit] or 0) * seconds for unit, seconds in UNITS.items())
+
 
 ONE_LINE = r"^[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\s][^\x00-\x1f\x7f]*$"
 """Pattern of a text in one line that is not blank."""
@@ -50,3 +73,29 @@ class Section(BaseModel):
         # pydantic builds the validator of a section when it first has a recipe to check, which workers never have.
         defer_build=True,
     )
+
+
+class LibraryFields(Section):
+    """Settings of a class or a function of a library, under their own names."""
+
+    library: ClassVar[str]
+    """Name of the library."""
+    owner: ClassVar[str]
+    """Name of the class or function."""
+    added: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the section that are not settings of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_refused(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        reasons = REFUSED[cls.owner]
+        problems = [
+            f"{name} of {cls.library}'s {cls.owner} cannot be set in a recipe: {reasons[name]}"
+            for name in values
+            if name in reasons
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return values

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fivefold.config.fsdp_names import REFUSED
 from fivefold.config.limits import MOST_DEVICES, MOST_LAYERS
-from fivefold.config.schema.fields import Dtype, Positive
-from fivefold.config.schema.library import LibraryFields
+from fivefold.config.schema.fields import Dtype, LibraryFields, Positive
 
 Layers = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 
@@ -18,7 +16,6 @@ class TorchParameters(LibraryFields):
     """Parameters of one of PyTorch's functions or classes."""
 
     library = "PyTorch"
-    refused = REFUSED
 
 
 class FSDPMixedPrecision(TorchParameters):

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fivefold.config.megatron_names import REFUSED
-from fivefold.config.schema.fields import Dtype, PathText, Positive, Section
-from fivefold.config.schema.library import LibraryFields
+from fivefold.config.schema.fields import Dtype, LibraryFields, PathText, Positive, Section
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 Kernels = Literal["fivefold", "te"]
@@ -22,7 +20,6 @@ class MegatronFields(LibraryFields):
     """Fields of one of Megatron-Core's configuration classes."""
 
     library = "Megatron-Core"
-    refused = REFUSED
 
 
 class MegatronTransformerFields(MegatronFields):

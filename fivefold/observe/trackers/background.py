@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
-from fivefold.config.dotted import flattened
+from fivefold.config.keys import flattened
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PackagedTracker
 from fivefold.observe.jsonl import write_json

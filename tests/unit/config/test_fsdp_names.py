@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fivefold.config.fsdp_names import REFUSED
+from fivefold.config.library_names import REFUSED
 from fivefold.config.schema.fsdp import FSDPConfig, FSDPMixedPrecision, FSDPOptimizerFields, TorchParameters
 
 SECTIONS: dict[type[TorchParameters], Callable[..., Any]] = {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from fivefold.config.problems import COMMANDS, section_of
+from fivefold.config.keys import section_of
+from fivefold.config.problems import COMMANDS
 
 TESTS = Path(__file__).resolve().parents[2]
 IMPORTED = TESTS / "unit" / "fivefold_import"

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from fivefold.config.descriptions import description_of
+from fivefold.config.keys import description_of, known_keys, nearest_keys
 from fivefold.config.load import kind_of, load_any_recipe, load_recipe, resolved_yaml
-from fivefold.config.problems import COMMANDS, RecipeError, known_keys, nearest_keys
+from fivefold.config.problems import COMMANDS, RecipeError
 from fivefold.config.schema.fields import ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe

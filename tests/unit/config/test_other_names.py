@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config.keys import known_keys
+from fivefold.config.library_names import _OTHERS
 from fivefold.config.load import load_recipe
-from fivefold.config.other_names import _OTHERS
-from fivefold.config.problems import RecipeError, known_keys
+from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"

@@ -8,9 +8,10 @@ from typing import get_args
 import pytest
 
 from fivefold.config.algorithms import ALGORITHMS, CORRECTIONS, AlgorithmName, CorrectionName, deviations
+from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.methods import ADVANTAGES, LOSSES
-from fivefold.config.problems import RecipeError, known_keys
+from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 
 TEXT = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"

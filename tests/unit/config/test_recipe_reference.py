@@ -5,7 +5,8 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from fivefold.config.problems import COMMANDS, known_keys
+from fivefold.config.keys import known_keys
+from fivefold.config.problems import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[3]
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")

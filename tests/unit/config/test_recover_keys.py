@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.duration import parse_duration
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.problems import RecipeError
+from fivefold.config.schema.fields import parse_duration
 from fivefold.config.schema.train import TrainRecipe
 
 MINIMAL = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"

@@ -18,8 +18,8 @@ from dialect_conversion import (
     leaves,
 )
 
+from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
-from fivefold.config.problems import known_keys
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
 from fivefold_import.framework import Framework

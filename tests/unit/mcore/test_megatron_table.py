@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ValidationError
 
-from fivefold.config.megatron_names import REFUSED
+from fivefold.config.library_names import REFUSED
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import (
     MegatronConfig,

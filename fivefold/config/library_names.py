@@ -1,7 +1,8 @@
-"""Why a recipe cannot set most fields of Megatron-Core's configuration classes, and which key to use instead.
+"""Names of Megatron-Core, PyTorch and other frameworks that a recipe does not have, and what to set instead.
 
-A recipe may write under `megatron.transformer`, `.ddp` and `.optimizer` what the schema declares there. Every other
-field of `TransformerConfig`, `DistributedDataParallelConfig` and `OptimizerConfig` is here, with the reason.
+A recipe may write under `megatron.transformer`, `.ddp`, `.optimizer` and `fsdp` what the schema declares there. Every
+other field of Megatron-Core's classes, and every other parameter of `fully_shard`, `MixedPrecisionPolicy` and `AdamW`,
+is here with the reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _ADAM = "the optimizer is AdamW"
 _ON_HOST = "set optimizer.state_on=host, which moves all of the optimizer's state to pinned host memory"
 _SKIPPED = "a step whose gradient is not finite is skipped, counted and explained, and ends the run only if it repeats"
 _ACTIVATIONS = "only TransformerEngine's modules move activations to the host, and it is untried: set recompute"
+_FUSED = "the update is always PyTorch's fused kernel, on buckets of the state"
 _SCHEDULED = "it follows from the pipeline's schedule, which the v of backend decides"
 
 
@@ -197,5 +199,68 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "TransformerConfig": _TRANSFORMER,
     "DistributedDataParallelConfig": _DDP,
     "OptimizerConfig": _OPTIMIZER,
+    "fully_shard": {
+        "module": "each layer is a unit, and the embedding and the output layer are one together",
+        "mesh": _LAYOUT,
+        "dp_mesh_dims": _LAYOUT,
+        "shard_placement_fn": "parameters are always sharded by rows, on which checkpoints rely",
+        "ignored_params": "all parameters are sharded",
+        "offload_policy": "set offload beside fsdp for the time in which the model does not work, or "
+        "optimizer.state_on=host for the moments; shards that the optimizer updates stay on the GPU",
+    },
+    "MixedPrecisionPolicy": {
+        "param_dtype": "the number format of the whole model decides it: set dtype",
+        "output_dtype": "log-probs are always computed in float32",
+        "cast_forward_inputs": "hidden states have the model's number format already",
+    },
+    "AdamW": {
+        "params": _PROGRAM,
+        "lr": "set optimizer.lr beside fsdp",
+        "betas": "set optimizer.beta1 and beta2 beside fsdp",
+        "eps": "set optimizer.eps beside fsdp",
+        "weight_decay": "set optimizer.weight_decay beside fsdp",
+        "amsgrad": "Megatron-Core's Adam has no such variant, and both engines train to the same numbers",
+        "maximize": "losses are minimised",
+        "foreach": _FUSED,
+        "fused": _FUSED,
+        "capturable": _FUSED,
+        "differentiable": _FUSED,
+    },
 }
-"""The reason for each field of Megatron-Core's classes that a recipe cannot set."""
+"""The reason for each setting that a recipe cannot have, by the class or the function of the library."""
+
+_IN_TOKENS = "micro-batches have a token budget: set mb_spec.max_tokens_per_mb"
+_INFER = (
+    "passes without gradients have a token budget: set mb_spec.max_tokens_per_infer_mb of a model that is trained, and "
+    "mb_spec.max_tokens_per_mb of another"
+)
+_RECOMPUTED = "set megatron.recompute, or fsdp.recompute"
+_OTHERS: dict[str, str] = {
+    "gradient_accumulation_steps": "set ppo_n_minibatches, the updates of a step; " + _IN_TOKENS,
+    "per_device_train_batch_size": _IN_TOKENS,
+    "ppo_micro_batch_size_per_gpu": _IN_TOKENS,
+    "infer_batch_size": _INFER,
+    "log_prob_micro_batch_size_per_gpu": _INFER,
+    "gradient_checkpointing": _RECOMPUTED,
+    "enable_gradient_checkpointing": _RECOMPUTED,
+    "disable_gradient_checkpointing": _RECOMPUTED,
+    "param_offload": "set offload.params of the role",
+    "grad_offload": "set offload.grads of the role",
+    "optimizer_offload": "set offload.optimizer of the role",
+    "use_mbridge": "set megatron.bridge_type to mbridge",
+    "override_transformer_config": "its keys are those of megatron.transformer",
+    "grad_clip": "set optimizer.gradient_clipping",
+    "strategy": _LAYOUT,
+    "strategy_args": _LAYOUT,
+}
+"""Keys of AReaL, ROLL, siiRL, verl and Trinity-RFT, by their last word."""
+
+
+def in_its_place(key: str) -> str | None:
+    """Return what to do in the place of an unknown key that Megatron-Core or another framework has."""
+    section, _, name = key.rpartition(".")
+    if section.rpartition(".")[2] == "megatron":
+        for owner in ("TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"):
+            if name in (reasons := REFUSED[owner]):
+                return f"{name} of Megatron-Core's {owner} cannot be set in a recipe: {reasons[name]}"
+    return _OTHERS.get(name)
