@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.critic import Critic
-from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.models import TrainedModel
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.trainer import Trainer
 from fivefold.types import Batch
 from fivefold.update.critic import CriticUpdate
 
@@ -23,28 +25,27 @@ VALUES, REWARD = [0.5, 0.25, 0.75], 2.0
 """The values of a completion of three tokens, and its reward."""
 
 
-class EstimatingCritic(Critic):
-    """Estimates over one completion instead of those of a batch."""
+class OneCompletion:
+    """Processes of a critic that estimate over one completion instead of those of a batch."""
 
-    def __init__(self) -> None: ...
+    def deal(self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None) -> tuple[None, GAE]:
+        return None, gae
 
-    def advantages(
-        self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None
-    ) -> tuple[tuple[Piece, ...], EstimateMoments]:
+    def keep(self, method: object, plan: None, gae: GAE) -> tuple[tuple[()], list[EstimateMoments]]:
         n = len(VALUES)
         fields = {"values": torch.tensor(VALUES), "rewards": torch.full((n,), REWARD)}
         one = Batch((n,), torch.zeros(n, dtype=torch.int64), torch.ones(n), fields)
         self.advantages_T, self.returns_T = gae.estimate(one)
-        return (), EstimateMoments.of(one.with_fields(advantages=self.advantages_T, returns=self.returns_T))
+        return (), [EstimateMoments.of(one.with_fields(advantages=self.advantages_T, returns=self.returns_T))]
 
 
 def estimates(*keys: str) -> tuple[list[float], list[float], bool]:
     """Return advantages and returns of the completion, and whether the former are whitened."""
-    recipe, critic = load_recipe(PPO, list(keys), TrainRecipe), EstimatingCritic()
+    recipe, processes = load_recipe(PPO, list(keys), TrainRecipe), OneCompletion()
     assert recipe.critic is not None
-    update = CriticUpdate(recipe, recipe.critic, critic, PhaseTimers())
+    update = CriticUpdate(recipe, recipe.critic, TrainedModel(cast(Trainer, processes)), PhaseTimers())
     _, whitening, _ = update.advantages(RemoteBatch(np.array([3]), np.array([3]), ()), None)
-    return critic.advantages_T.tolist(), critic.returns_T.tolist(), whitening is not None
+    return processes.advantages_T.tolist(), processes.returns_T.tolist(), whitening is not None
 
 
 def by_formula(gamma: float, lam: float) -> list[float]:

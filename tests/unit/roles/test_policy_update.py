@@ -57,7 +57,7 @@ class FollowingReference:
     def __init__(self) -> None:
         self.refreshed: list[int] = []
 
-    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+    def logprobs(self, batch: RemoteBatch, temperature: float, column: str) -> tuple[Piece, ...]:
         return ()
 
     def follow(self, actor: RecordingActor) -> None:
