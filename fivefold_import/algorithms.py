@@ -8,7 +8,6 @@ from typing import Any
 from fivefold.config.methods import LOSSES, Word
 from fivefold_import import reasons
 from fivefold_import.draft import Draft, Rule
-from fivefold_import.values import number
 
 LOSS = "actor.loss"
 
@@ -33,39 +32,26 @@ def choose_loss(draft: Draft, key: str, name: str) -> None:
     draft.other_loss = draft.other_loss or f"{key}={draft.get(key)}"
 
 
-def loss_by_name(*clipped: Any, name: str = "") -> Rule:
-    """Map the key that chooses the loss.
-
-    Args:
-        clipped: values that ask for PPO's clipped loss, which is the default.
-        name: the other loss, where the value does not name it.
-    """
+def loss_by_name(*clipped: Any) -> Rule:
+    """Map a key that names the loss; the values `clipped` ask for PPO's clipped loss, which is the default."""
 
     def rule(draft: Draft, source: str) -> None:
-        value = draft.get(source)
-        if value in clipped:
+        if (value := draft.get(source)) in clipped:
             draft.implied(source, reasons.CLIPPED_LOSS)
         else:
-            choose_loss(draft, source, name or str(value))
+            choose_loss(draft, source, str(value))
 
     return rule
 
 
-def option_of_loss(option: str, loss: str, switch: str, *values: Any) -> Rule:
-    """Map an option of a loss to `actor.loss_kwargs`, if the source has chosen that loss.
-
-    Args:
-        option: the option's name in Fivefold.
-        loss: the loss that reads it, as `actor.loss` names it.
-        switch: the source's key that chooses the loss.
-        values: values of the switch that choose it.
-    """
+def loss_switch(name: str) -> Rule:
+    """Map a switch that chooses the loss `name`; switched off, the loss is PPO's."""
 
     def rule(draft: Draft, source: str) -> None:
-        if draft.get(switch) in values:
-            draft.mapped(source, f"actor.loss_kwargs.{option}", number(draft.get(source)))
+        if draft.get(source) is False:
+            draft.implied(source, reasons.CLIPPED_LOSS)
         else:
-            draft.implied(source, f"only the loss {loss} reads this")
+            choose_loss(draft, source, name)
 
     return rule
 

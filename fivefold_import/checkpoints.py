@@ -19,7 +19,7 @@ CONTENTS = {"model", "optimizer", "extra"}
 """The names in verl of everything that a run needs to go on."""
 
 
-def goes_on(frequency: str) -> Rule:
+def resumes(frequency: str) -> Rule:
     """Convert whether a run goes on from its newest checkpoint.
 
     Args:

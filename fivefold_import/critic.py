@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from fivefold_import import reasons
 from fivefold_import.draft import Draft, Role, Rule
 from fivefold_import.values import Convert, number
 
@@ -16,7 +17,7 @@ NOT_NORMALISED = "a critic learns rewards as they are, so they are not normalise
 PATH = "critic.path"
 INFER_BUDGET_KEY = "actor.mb_spec.max_tokens_per_infer_mb"
 REFERENCE_BUDGET_KEY = "ref.mb_spec.max_tokens_per_mb"
-NOT_TRAINED = "the run has no critic, because its advantages need none"
+NOT_TRAINED = reasons.NO_CRITIC
 
 
 class ForCritic(Draft):
@@ -25,9 +26,9 @@ class ForCritic(Draft):
     def __init__(self, draft: Draft) -> None:
         self.__dict__ = draft.__dict__  # it is the same draft, under other names
 
-    def mapped(self, key: str, to: str, value: object, note: str = "") -> None:
-        """Set the critic's key in place of the actor's; see `Draft.mapped`."""
-        super().mapped(key, to.replace("actor.", "critic.", 1) if to.startswith("actor.") else to, value, note)
+    def target(self, to: str) -> str:
+        """Return the critic's key in place of the actor's."""
+        return f"critic.{to.removeprefix('actor.')}" if to.startswith("actor.") else to
 
 
 def has_critic(draft: Draft) -> bool:
@@ -55,19 +56,15 @@ def gae(draft: Draft, key: str, constants: Mapping[str, str]) -> None:
         key: the source's key of the estimator.
         constants: the source's keys of gamma and lambda, each with the recipe's.
     """
-    draft.recipe[ADVANTAGE] = "gae"
-    draft.mapped(key, ADVANTAGE, "gae")
+    draft.sets(key, ADVANTAGE, "gae")
     for source, to in constants.items():
         if draft.get(source) is not None:
             draft.mapped(source, to, draft.read(source, number))
 
 
-def of_critic(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rules of the same keys in a critic's section; without a critic, they are implied."""
-    return {key: _of_critic(rule) for key, rule in rules.items()}
+def of_critic(rule: Rule) -> Rule:
+    """Return an actor's rule for the same key in a critic's section; without a critic, the key is implied."""
 
-
-def _of_critic(rule: Rule) -> Rule:
     def of(draft: Draft, source: str) -> None:
         if has_critic(draft):
             rule(ForCritic(draft), source)

@@ -162,11 +162,21 @@ class Draft:
         """Return whether `key` is in the source, or holds by default, and has no entry yet."""
         return (key in self._values or key in self._defaults) and key not in self._entries
 
+    def target(self, to: str) -> str:
+        """Return the key of the recipe that rules call `to`."""
+        return to
+
+    def sets(self, key: str, to: str, value: Any, note: str = "") -> None:
+        """Set the recipe's `to` to `value`, and map `key` to it if the source or the framework's defaults have it."""
+        self.recipe[self.target(to)] = value
+        self.mapped(key, to, value, note)
+
     def mapped(self, key: str, to: str, value: Any, note: str = "") -> None:
         """Set the recipe's `to` to `value`; `key` is unsupported if another key has set `to` to something else.
 
         What the source writes comes before the framework's defaults, and a default that is also Fivefold's is left out.
         """
+        to = self.target(to)
         if not self.is_open(key):
             return None
         if key not in self._values:
@@ -195,14 +205,24 @@ class Draft:
             self.implied(key, f"another key sets {to}")
 
     def implied(self, key: str, reason: str) -> None:
-        """Say that `key` holds in Fivefold anyway, or has no effect."""
+        """Report that `key` holds in Fivefold anyway, or has no effect."""
         if self.is_open(key):
             self._settle(key, "implied", "", reason)
 
     def unsupported(self, key: str, reason: str) -> None:
-        """Say that `key` asks for something that Fivefold does not do."""
+        """Report that `key` asks for something that Fivefold does not do."""
         if self.is_open(key):
             self._settle(key, "unsupported", "", reason)
+
+    def all_implied(self, pattern: str, reason: str) -> None:
+        """Report that the source's keys that match `pattern` hold in Fivefold anyway, or have no effect."""
+        for key in self.keys(pattern):
+            self.implied(key, reason)
+
+    def all_unsupported(self, pattern: str, reason: str) -> None:
+        """Report that the source's keys that match `pattern` ask for something that Fivefold does not do."""
+        for key in self.keys(pattern):
+            self.unsupported(key, reason)
 
     def demote(self, to: str, reason: str, outcome: Outcome = "unsupported") -> None:
         """Remove the recipe's `to`; the keys that set it become unsupported, or implied where `to` has no effect."""

@@ -1,9 +1,8 @@
 """The table of frameworks whose configurations can be imported.
 
-A framework is a word in `Framework` and a folder of that name with three modules: `dialect`, which offers a `DIALECT`
-(for each task, the keys that need other keys to be converted, and what tells the task), `rules`, a table for all other
-keys, and `defaults`, a table of the framework's own defaults for the keys that are mapped. What only training on given
-answers has is in a module of its own.
+A framework is a word in `Framework` and a folder of that name: `keys.yaml` has a row for each of its keys, `rules` the
+rules of rows that are written in Python, and `dialect` offers a `DIALECT`: for each task, the keys that need other keys
+to be converted, and what tells the task.
 
 The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
 """
@@ -21,5 +20,5 @@ Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
 
 
 def dialect_of(framework: Framework) -> Dialect:
-    """Return how a framework says things: the `DIALECT` of its folder."""
+    """Return the `DIALECT` of a framework's folder."""
     return import_module(f"fivefold_import.{framework}.dialect").DIALECT

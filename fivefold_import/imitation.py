@@ -49,16 +49,14 @@ def convert_mix(draft: Draft, algorithm: str, n_samples: int) -> None:
         "read_batch_size_*",
         "repeat_times",
     ):
-        for key in draft.keys(LOSS_ARGS + name):
-            draft.implied(key, IN_COUNTS)
+        draft.all_implied(LOSS_ARGS + name, IN_COUNTS)
 
 
 def _weights(draft: Draft, is_chord: bool) -> None:
     names = {"mu_peak": "weight", "mu_valley": "final_weight"} if is_chord else {"mu": "weight"}
     for source, to in names.items():
         value = draft.read(LOSS_ARGS + source, number, 0.1)
-        draft.recipe[EXPERT + to] = value
-        draft.mapped(LOSS_ARGS + source, EXPERT + to, value)
+        draft.sets(LOSS_ARGS + source, EXPERT + to, value)
     if not is_chord:
         by_token = draft.get(LOSS_ARGS + "use_token_level_loss_in_sft", False)
         _aggregation(draft, LOSS_ARGS + "use_token_level_loss_in_sft", by_token)
@@ -67,8 +65,7 @@ def _weights(draft: Draft, is_chord: bool) -> None:
         if draft.writes(LOSS_ARGS + source):
             draft.mapped(LOSS_ARGS + source, EXPERT + to, draft.read(LOSS_ARGS + source, whole))
     phi = "phi" if draft.get(LOSS_ARGS + "enable_phi_function", True) is True else "one"
-    draft.recipe[EXPERT + "token_weight"] = phi
-    draft.mapped(LOSS_ARGS + "enable_phi_function", EXPERT + "token_weight", phi)
+    draft.sets(LOSS_ARGS + "enable_phi_function", EXPERT + "token_weight", phi)
     _aggregation(
         draft, LOSS_ARGS + "use_token_level_loss_in_sft", draft.get(LOSS_ARGS + "use_token_level_loss_in_sft", True)
     )
@@ -89,8 +86,7 @@ def _batch(draft: Draft, n_samples: int) -> None:
         draft.unsupported(RATIO, "buffer.batch_size says of how many experiences this is a share: set it")
         return
     size = max(1, ceil(ratio * tasks * n_samples))
-    draft.recipe[EXPERT + "batch_size"] = size
-    draft.mapped(RATIO, EXPERT + "batch_size", size, f"{ratio:g} of {tasks}*{n_samples}, beside the samples")
+    draft.sets(RATIO, EXPERT + "batch_size", size, f"{ratio:g} of {tasks}*{n_samples}, beside the samples")
 
 
 def _data(draft: Draft, section: str) -> None:
@@ -102,5 +98,6 @@ def _data(draft: Draft, section: str) -> None:
     ):
         if draft.writes(section + source):
             draft.mapped(section + source, EXPERT + to, draft.read(section + source, text))
-    for key in draft.keys(section + "*"):
-        draft.unsupported(key, "an example is a prompt, a text or chat messages, and a response, which is a text")
+    draft.all_unsupported(
+        section + "*", "an example is a prompt, a text or chat messages, and a response, which is a text"
+    )

@@ -1,9 +1,8 @@
-"""Options of Megatron-Core, which several frameworks hand on under Megatron-Core's own names."""
+"""Options of Megatron-Core, which several frameworks pass on under Megatron-Core's own names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from fivefold.config.library_names import REFUSED
@@ -15,12 +14,12 @@ from fivefold.config.schema.megatron import (
     RecomputeModule,
 )
 from fivefold.families.megatron_settings import HANDED_ON
-from fivefold_import import reasons
 from fivefold_import.defaults import UNKNOWN
 from fivefold_import.draft import Degree, Draft, Role, Rule
 from fivefold_import.models import is_moe
-from fivefold_import.rules import Mapped, implied, off, only, to, unknown, unsupported
-from fivefold_import.values import DTYPE, Convert, Unfit, flag, number, one_of, positive
+from fivefold_import.rules import off
+from fivefold_import.tables import Row, Table, read_tables
+from fivefold_import.values import Convert, Unfit, number, one_of, positive
 
 DEGREES: Mapping[str, Degree] = {
     "tensor_model_parallel_size": "tp",
@@ -30,12 +29,8 @@ DEGREES: Mapping[str, Degree] = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-FOLLOWS_SCHEDULE = "this follows from the pipeline's schedule"
-DROPLESS = "no token is ever dropped"
-ALL_TO_ALL = "DeepEP is chosen by actor.megatron.token_dispatcher=flex"
-AS_ACTOR = "the reference runs with the actor's options"
-CHECKPOINT = "recomputation is switched by actor.megatron.recompute: none, selective or full"
-SHARED_OUT = "sequence parallelism, which is on if t is above 1, divides saved activations over the ranks"
+SECTIONS: Mapping[str, type[MegatronFields]] = {"transformer": MegatronTransformerFields, "ddp": MegatronDDPFields}
+"""The tables of keys that have a section of the recipe, with its fields."""
 
 
 def _modules(value: Any) -> list[str]:
@@ -61,20 +56,6 @@ STAGES = frozenset(
     }
 )
 """Keys of the recipe about the layers of each pipeline stage."""
-DISTRIBUTED_OPTIMIZER = "the optimizer is always distributed"
-GROUPED_EXPERTS = "experts are always computed as one grouped multiplication"
-
-
-@dataclass(frozen=True)
-class RouterLoss(Mapped):
-    """Maps the weight of the router's auxiliary loss, which has no effect without load balancing."""
-
-    def __call__(self, draft: Draft, source: str) -> None:
-        section, _, _ = source.rpartition(".")
-        balancing = f"{section}.moe_router_load_balancing_type"
-        if draft.get(balancing) == "none":
-            draft.implied(source, f"{balancing} is none, so that there is no auxiliary loss")
-        super().__call__(draft, source)
 
 
 def _weights(value: Any) -> float | list[float]:
@@ -88,15 +69,23 @@ def _balancing(value: Any) -> Any:
 _BALANCING = one_of(**{name: name for name in get_args(Balancing)})
 
 
-def _by_name(section: type[MegatronFields], name: str) -> dict[str, Rule]:
-    """Return rules for the fields of a section that map to themselves, and for those that no recipe can set."""
-    handed_on = HANDED_ON[section.owner] | (STAGES if section is MegatronTransformerFields else frozenset())
-    refused = {field: off(reason) for field, reason in REFUSED[section.owner].items()}
-    return {**refused, **{field: _handed_on(f"actor.megatron.{name}.{field}") for field in sorted(handed_on)}}
+def _router_loss(draft: Draft, source: str) -> None:
+    """Map the weight of the router's auxiliary loss, which has no effect without load balancing."""
+    balancing = f"{source.rpartition('.')[0]}.moe_router_load_balancing_type"
+    if draft.get(balancing) == "none":
+        draft.implied(source, f"{balancing} is none, so that there is no auxiliary loss")
+    draft.mapped(source, "actor.megatron.transformer.moe_aux_loss_coeff", _weights(draft.get(source)))
 
 
-def _handed_on(key: str) -> Rule:
-    """Map a field of Megatron-Core to the recipe's key of its name, whose own rules tell what the value must be."""
+def _by_name(section: type[MegatronFields], name: str) -> dict[str, Row]:
+    """Return rows for the fields of a section that map to themselves, and for those that no recipe can set."""
+    passed_on = HANDED_ON[section.owner] | (STAGES if section is MegatronTransformerFields else frozenset())
+    refused = {field: Row(off(reason)) for field, reason in REFUSED[section.owner].items()}
+    return {**refused, **{field: Row(_same(f"actor.megatron.{name}.{field}")) for field in sorted(passed_on)}}
+
+
+def _same(key: str) -> Rule:
+    """Map a field of Megatron-Core to the recipe's key of its name, whose own rules say what the value must be."""
 
     def rule(draft: Draft, source: str) -> None:
         if (value := draft.get(source)) is None:
@@ -107,11 +96,11 @@ def _handed_on(key: str) -> Rule:
     return rule
 
 
-def _offsets_rate(draft: Draft, source: str) -> None:
-    """Map the step of the routers' offsets, which only routers that have them read."""
+def _bias_rate(draft: Draft, source: str) -> None:
+    """Map the step of the routers' biases, which only routers that have them read."""
     if draft.get(source.rpartition(".")[0] + ".moe_router_enable_expert_bias"):
         draft.mapped(source, "actor.megatron.transformer.moe_router_bias_update_rate", number(draft.get(source)))
-    draft.implied(source, "only routers with offsets read this (moe_router_enable_expert_bias)")
+    draft.implied(source, "only routers with biases read this (moe_router_enable_expert_bias)")
 
 
 def _balance(draft: Draft, source: str) -> None:
@@ -122,82 +111,14 @@ def _balance(draft: Draft, source: str) -> None:
         draft.mapped(source, "actor.megatron.transformer.moe_router_load_balancing_type", kind)
 
 
-TRANSFORMER: Mapping[str, Rule] = {
-    **_by_name(MegatronTransformerFields, "transformer"),
-    # Mixture of experts
-    "moe_router_dtype": to("actor.megatron.router_dtype", one_of(fp32="fp32", float32="fp32")),
-    "moe_token_dispatcher_type": to(
-        "actor.megatron.token_dispatcher", one_of(alltoall="alltoall", allgather="allgather", flex="flex")
-    ),
-    "moe_aux_loss_coeff": RouterLoss("actor.megatron.transformer.moe_aux_loss_coeff", _weights),
-    "moe_z_loss_coeff": to("actor.megatron.transformer.moe_z_loss_coeff", number),
-    "moe_router_load_balancing_type": _balance,
-    "moe_router_num_groups": _handed_on("actor.megatron.transformer.moe_router_num_groups"),
-    "moe_router_group_topk": _handed_on("actor.megatron.transformer.moe_router_group_topk"),
-    "moe_router_enable_expert_bias": implied("the model's config.json says whether its routers have offsets"),
-    "moe_router_bias_update_rate": _offsets_rate,
-    "moe_grouped_gemm": only(True, holds=GROUPED_EXPERTS),
-    "moe_permute_fusion": implied(reasons.KERNELS),
-    "moe_enable_deepep": off(ALL_TO_ALL),
-    "moe_expert_capacity_factor": unsupported(DROPLESS),
-    "moe_pad_expert_input_to_capacity": off(DROPLESS),
-    "moe_token_drop_policy": implied(DROPLESS),
-    "moe_enable_routing_replay": off(reasons.NO_ROUTER_REPLAY),
-    # Recomputation
-    "recompute_granularity": implied(reasons.ONLY_TRAINING_RECOMPUTES),
-    "moe_layer_recompute": implied(reasons.ONLY_TRAINING_RECOMPUTES),
-    **dict.fromkeys(RECOMPUTED, implied(reasons.ONLY_TRAINING_RECOMPUTES)),
-    "distribute_saved_activations": off(SHARED_OUT),
-    # Parallelism
-    "sequence_parallel": implied("sequence parallelism is on if t is above 1"),
-    "use_distributed_optimizer": only(True, holds=DISTRIBUTED_OPTIMIZER),
-    "overlap_p2p_comm": implied(FOLLOWS_SCHEDULE),
-    "batch_p2p_comm": implied(FOLLOWS_SCHEDULE),
-    # Kernels and number formats
-    "transformer_impl": implied(reasons.KERNELS),
-    "attention_backend": implied(reasons.KERNELS),
-    "use_flash_attn": implied(reasons.KERNELS),
-    "apply_rope_fusion": implied(reasons.KERNELS),
-    "persist_layer_norm": implied(reasons.KERNELS),
-    "masked_softmax_fusion": implied(reasons.KERNELS),
-    "bias_dropout_fusion": implied(reasons.KERNELS),
-    "gradient_accumulation_fusion": implied(reasons.KERNELS),
-    "cross_entropy_loss_fusion": implied(reasons.KERNELS),
-    "bf16": implied("actor.dtype is the number format"),
-    "cuda_graph*": off("CUDA graphs are not captured in training"),
-    "fp8*": off(reasons.MIXED_PRECISION),
-    # Sequences and losses
-    "variable_seq_lengths": implied("sequences are always packed at their own lengths"),
-    "calculate_per_token_loss": implied("actor.loss_aggregation is how the loss is averaged"),
-    "mtp_num_layers": off("multi-token prediction is not offered"),
-    "*": unknown("Megatron-Core"),
+TABLES: Mapping[str, Table] = {
+    title: Table(_by_name(SECTIONS[title], title)) | table if title in SECTIONS else table
+    for title, table in read_tables("megatron", globals()).items()
 }
-"""Options of Megatron-Core's TransformerConfig.
+"""Options of Megatron-Core's TransformerConfig and DistributedDataParallelConfig, and of its optimizer's precision.
 
-The degrees of parallelism and, for the actor, what is recomputed are read by `degrees` and `recompute`.
+`degrees` and `recompute` convert the degrees of parallelism and, for the actor, recomputation.
 """
-
-DDP: Mapping[str, Rule] = {
-    **_by_name(MegatronDDPFields, "ddp"),
-    "overlap_grad_reduce": to("actor.megatron.ddp.overlap_grad_reduce", flag),
-    "use_distributed_optimizer": TRANSFORMER["use_distributed_optimizer"],
-    "average_in_collective": off("gradients are summed, then divided by global counts"),
-    # Most of these options are flags: one that is off asks for nothing.
-    "*": off("this option of Megatron-Core's DistributedDataParallelConfig is not among those that are converted"),
-}
-"""Options of Megatron-Core's DistributedDataParallelConfig."""
-
-OPTIMIZER_STATE: Mapping[str, Rule] = {
-    "use_precision_aware_optimizer": implied(reasons.EACH_STATE),
-    "exp_avg_dtype": to("actor.megatron.optimizer.exp_avg_dtype", DTYPE),
-    "exp_avg_sq_dtype": to("actor.megatron.optimizer.exp_avg_sq_dtype", DTYPE),
-    "store_param_remainders": to("actor.megatron.optimizer.store_param_remainders", flag),
-    **dict.fromkeys(
-        ("main_grads_dtype", "main_params_dtype"),
-        only("float32", "fp32", "torch.float32", holds="master weights and their gradients are float32"),
-    ),
-}
-"""Options of Megatron-Core's OptimizerConfig for the precision of its state."""
 
 
 def degrees(draft: Draft, role: Role, prefix: str) -> None:
@@ -276,5 +197,4 @@ def router_defaults(draft: Draft, prefix: str, model: str, known: Mapping[str, A
 
 def ignore(draft: Draft, section: str) -> None:
     """Make Megatron-Core's options below `section` implied, for a source that trains with another engine."""
-    for key in draft.keys(f"{section}*"):
-        draft.implied(key, "only Megatron-Core reads this, and the source trains with another engine")
+    draft.all_implied(f"{section}*", "only Megatron-Core reads this, and the source trains with another engine")

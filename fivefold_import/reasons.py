@@ -16,11 +16,14 @@ NO_CORRECTION = "samples are not weighted by the mismatch of rollout and trainer
 NO_ROUTER_REPLAY = "the rollout's router choices are not replayed in training"
 OLD_LOGPROBS = "old log-probabilities are computed where they can differ from the rollout's"
 TRUNCATED_TRAINED = "a response that is cut off keeps its reward; actor.mask_truncated leaves it out of training"
+IN_MEMORY = "samples go from rollout to trainer in memory"
 SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
 AHEAD = "rollout.max_head_offpolicyness says how far the rollout may be ahead, and bounds what waits to be trained"
 GOES_ON = "completions that are running when weights change go on with the new ones"
 KEEPS_ALL = "no sample is dropped: a prompt begins only if it will be young enough when it is trained"
 FIXED_BATCH = "each step samples train_dataset.batch_size prompts"
+NO_CRITIC = "the run has no critic, because its advantages need none"
+NO_STAGES = "a run has one stage"
 NO_AGENTS = "each prompt gets one response: there are no tools, turns or environments"
 ADAMW = "the optimizer is AdamW"
 
@@ -31,7 +34,10 @@ NO_REWARD_MODEL = (
     "reward.fn=judge; a model with a score head is reward.model, with reward.fn=model"
 )
 OWN_REWARD = "a response's reward is what reward.fn returns, or the weighted sum of reward.rewards"
+OWN_REWARD_KWARGS = f"{OWN_REWARD}; give reward.kwargs"
 REWARDS_TOGETHER = "rewards are computed concurrently"
+
+TEACHER_LAID_OUT = "the teacher is laid out as the actor, on its devices, by Fivefold's trainer: change teacher.backend"
 
 # Training on given answers
 
@@ -77,6 +83,7 @@ NOT_FSDP = "this option of FSDP has no counterpart"
 LAYER_UNITS = "each layer is gathered on its own, while the one before it computes"
 WHOLE_IN_PASSES = "weights stay whole in the forward and the backward pass: none is gathered or freed"
 STATES_SHARDED = "weights, gradients and optimizer states are sharded over all replicas"
+NO_SHARD_GROUPS = f"{STATES_SHARDED}, not over groups of them"
 SPLIT_CONTEXTS = "context parallelism is the degree c of a Megatron layout"
 WHOLE_WEIGHTS = (
     "Archon shards the weights too; Megatron's distributed optimizer, laid out in its place, shards the "
@@ -111,6 +118,7 @@ AS_IN_TRAINING = "evaluation samples as training does"
 
 # The run
 
+ONE_WORKER = "Ray places one worker on each device"
 NO_RETRY = "an error ends the run: nothing is tried again"
 SAME_COMMAND = "an error ends the run, and the same command goes on from its newest checkpoint"
 ONE_SEED = "the recipe's `seed` is the only one"
@@ -121,7 +129,7 @@ OWN_CODE = "this selects between versions of the framework's own code"
 OWN_OUTPUTS = "everything is written below <cluster.fileroot>/<experiment_name>/<trial_name>"
 SAMPLES_FILE = "the samples of each step are written to samples.jsonl"
 METRICS = "metrics go to the console, TensorBoard and metrics.jsonl"
-RECORDED = "profile.steps names the steps of which traces and snapshots of memory are written"
+RECORDED = "profile.steps names the steps whose traces and snapshots of memory are written"
 BETWEEN_STEPS = "weights are written between steps"
 LAST_WEIGHTS = "the weights are saved after the last step, as a Hugging Face folder"
 OWN_FREQUENCY = "it is off: checkpoints are written every recover.freq_secs, unless recover.mode is disabled"

@@ -202,7 +202,7 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         recipe["scheduler.type"] = "ray"
         draft.notes.append("scheduler.type=ray: a run on several nodes joins a Ray cluster (docs/cluster.md)")
     complete(draft)
-    needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) else []))
+    needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) and draft.schema is TrainRecipe else []))
     missing = [key for key in needed if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return missing

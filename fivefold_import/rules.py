@@ -1,18 +1,8 @@
-"""The words that a framework's rule table is written with.
-
-A table maps patterns of keys to rules; a rule says what becomes of a key that no other key decides about:
-
-    RULES = {
-        "trainer.nnodes": to("cluster.n_nodes", whole),                      # mapped
-        "trainer.balance_batch": implied("ranks are always balanced"),       # holds in Fivefold anyway
-        "trainer.val_only": off("to evaluate only, use `fivefold eval`"),    # implied if off, else unsupported
-        "trainer.*": unsupported("the option has no counterpart"),           # every other key of the section
-    }
-"""
+"""Rules: what becomes of a key that no other key decides about. `tables` says how a framework's table names them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +111,11 @@ def unsupported(reason: str) -> Rule:
     return lambda draft, source: draft.unsupported(source, reason)
 
 
+def is_among(value: Any, accepted: Sequence[Any]) -> bool:
+    """Return whether a value is one of some: True == 1 in Python, but not in a configuration."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted)
+
+
 def only(*accepted: Any, holds: str, otherwise: str | None = None) -> Rule:
     """Make the accepted values implied, because `holds`, and all others unsupported.
 
@@ -131,9 +126,7 @@ def only(*accepted: Any, holds: str, otherwise: str | None = None) -> Rule:
     """
 
     def rule(draft: Draft, source: str) -> None:
-        value = draft.get(source)
-        # True == 1 in Python, but not in a configuration.
-        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+        if is_among(draft.get(source), accepted):
             draft.implied(source, holds)
         else:
             draft.unsupported(source, otherwise or holds)
@@ -144,16 +137,6 @@ def only(*accepted: Any, holds: str, otherwise: str | None = None) -> Rule:
 def off(reason: str) -> Rule:
     """Make the key implied if it is switched off, empty or 0, and otherwise unsupported, because of `reason`."""
     return only(False, 0, -1, "", [], {}, "none", "None", "disabled", holds="it is switched off", otherwise=reason)
-
-
-def under(prefix: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rules for keys that begin with `prefix`."""
-    return {prefix + pattern: rule for pattern, rule in rules.items()}
-
-
-def for_each(prefixes: Iterable[str], rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the same rules below each of several prefixes."""
-    return {pattern: rule for prefix in prefixes for pattern, rule in under(prefix, rules).items()}
 
 
 def unknown(owner: str) -> Rule:

@@ -70,6 +70,16 @@ def one_of(**names: Any) -> Convert:
     return convert
 
 
+def texts(value: Any) -> list[str]:
+    """Return a text, or a list of texts, as a list."""
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Return a whole number, or a list of whole numbers, as a list."""
+    return [whole(item) for item in value] if isinstance(value, list) else [whole(value)]
+
+
 def run_name(value: Any) -> str:
     """Return a name for a run's folder: characters that a folder's name should not have become `-`."""
     name = re.sub(r"[^\w.-]+", "-", str(value)).strip("-.")

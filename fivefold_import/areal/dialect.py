@@ -11,17 +11,14 @@ from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold_import import megatron, reasons
-from fivefold_import.areal.defaults import CRITICS, ENGINES, NORMALISATION, OF_DPO, RUN
 from fivefold_import.areal.layout import TRAINERS, backends, trainers_backend
-from fivefold_import.areal.native import FREQUENCIES
-from fivefold_import.areal.rules import GIVEN, GIVEN_KEYS, RULES
+from fivefold_import.areal.rules import CRITICS, GIVEN, RULES, TABLES
 from fivefold_import.corrections import decoupled
 from fivefold_import.critic import ADVANTAGE, NOT_NORMALISED, WHITENS, ForCritic, has_critic
 from fivefold_import.defaults import own_default
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
 from fivefold_import.layouts import engine_of
-from fivefold_import.rules import under
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
@@ -53,7 +50,7 @@ def convert(draft: Draft) -> None:
     _repeated(draft)
     _engines(draft)
     _evaluation(draft)
-    draft.apply(RULES)
+    draft.apply(RULES.rules)
     if "train_dataset.path" in draft.recipe:
         ask_as_user(draft, "AReaL")
     _note_data(
@@ -72,7 +69,7 @@ def convert_given(draft: Draft) -> None:
         draft.recipe["valid_dataset.split"] = "test"
     if draft.get("ref.path") is not None and draft.get("ref.path") == draft.get("actor.path"):
         draft.implied("ref.path", "the actor's initial weights")
-    draft.apply(GIVEN)
+    draft.apply(GIVEN.rules)
     is_sft = draft.schema is SFTRecipe
     keys = "prompt_key and response_key" if is_sft else "prompt_key, chosen_key and rejected_key"
     columns = "prompt and response" if is_sft else "prompt, chosen and rejected"
@@ -81,7 +78,7 @@ def convert_given(draft: Draft) -> None:
 
 def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
     """Add notes on what AReaL does with weights and data where its keys do not say so."""
-    if any(f"saver.{name}" in draft.recipe for name in FREQUENCIES):
+    if any(f"saver.{name}" in draft.recipe for name in ("freq_epochs", "freq_steps", "freq_secs")):
         draft.recipe["saver.max_to_keep"] = None
         draft.notes.append("AReaL keeps all the weights that it saves: saver.max_to_keep=null, each in its own folder")
     if "train_dataset.path" in draft.recipe:
@@ -109,8 +106,7 @@ def _critic(draft: Draft) -> None:
         return
     key, target = "critic.scheduling_strategy.type", "critic.scheduling_strategy.target"
     is_beside = draft.get(key) == "colocation" and draft.get(target) == "actor"
-    draft.recipe["critic.colocate"] = is_beside
-    draft.mapped(key, "critic.colocate", is_beside)
+    draft.sets(key, "critic.colocate", is_beside)
     draft.implied(target, f"it follows from {key}")
 
 
@@ -126,15 +122,14 @@ def _advantages(draft: Draft) -> None:
     is_white = _whitens(draft, own)
     section, other = (rewards, own) if is_white or draft.keys(rewards + "*") else (own, rewards)
     if draft.keys(section + "*"):
-        draft.assume(under(section, NORMALISATION))
+        draft.assume(TABLES["normalisation"].under(section).defaults)
     n_samples = draft.read("gconfig.n_samples", positive)
     for name, target in (("mean_level", MEAN_LEVEL), ("std_level", STD_LEVEL)):
         level = draft.get(section + name)
         draft.recipe.setdefault(target, level if level in ("group", "batch") else "none")
         note = "" if section == rewards else "rewards are normalised"
         draft.mapped(section + name, target, draft.recipe[target], note)
-    for key in draft.keys(other + "*"):
-        draft.unsupported(key, f"rewards are normalised once, as {section}* says")
+    draft.all_unsupported(other + "*", f"rewards are normalised once, as {section}* says")
     if draft.recipe[STD_LEVEL] == "none":
         draft.implied(section + "eps", "no standard deviation divides")
     elif draft.get(section + "eps") is not None:
@@ -158,8 +153,7 @@ def _whitens(draft: Draft, section: str) -> bool:
     for name in ("mean_level", "std_level"):
         draft.mapped(f"{section}{name}", "actor.whiten_advantages", True)
     draft.recipe["actor.whiten_advantages"] = True
-    for key in draft.keys(section + "*"):
-        draft.implied(key, "advantages are whitened over all tokens of the step")
+    draft.all_implied(section + "*", "advantages are whitened over all tokens of the step")
     return True
 
 
@@ -192,8 +186,7 @@ def _kl(draft: Draft) -> None:
     has_reference = bool(draft.keys("ref.*"))
     if weight > 0 and has_reference:
         draft.recipe["actor.kl_in"] = "reward"
-        draft.recipe["actor.kl_ctl"] = weight
-        draft.mapped("actor.kl_ctl", "actor.kl_ctl", weight, "actor.kl_in=reward")
+        draft.sets("actor.kl_ctl", "actor.kl_ctl", weight, "actor.kl_in=reward")
         draft.recipe["actor.kl_estimator"] = draft.get("actor.kl_estimator", "k1")
         if draft.get("ref.path") == draft.get("actor.path"):
             draft.implied("ref.path", "the actor's initial weights")
@@ -201,15 +194,15 @@ def _kl(draft: Draft) -> None:
     if weight > 0:
         draft.implied("actor.kl_ctl", "no reference is configured")
     draft.implied("actor.kl_estimator", "there is no KL term")
-    for key in draft.keys("ref.*"):
-        draft.implied(key, reasons.NO_REFERENCE)
+    draft.all_implied("ref.*", reasons.NO_REFERENCE)
 
 
 def _unused(draft: Draft, trainers: set[str]) -> None:
     """Make the options of engines that the source does not train with implied."""
     for name in sorted(set(TRAINERS) - trainers):
-        for key in draft.keys(f"actor.{name}.*"):
-            draft.implied(key, f"only {name} reads this, and the source trains with {' and '.join(sorted(trainers))}")
+        draft.all_implied(
+            f"actor.{name}.*", f"only {name} reads this, and the source trains with {' and '.join(sorted(trainers))}"
+        )
 
 
 def _recompute(draft: Draft, trainers: set[str]) -> None:
@@ -227,8 +220,7 @@ def _recompute(draft: Draft, trainers: set[str]) -> None:
                 draft.implied(name, f"{switch} is off")
         megatron.recompute_ways(draft, "actor.megatron.", granularity)
     megatron.checkpoint_layers(draft, switch, is_on, engine)
-    for unused in draft.keys("ref.gradient_checkpointing"):
-        draft.implied(unused, reasons.ONLY_TRAINING_RECOMPUTES)
+    draft.all_implied("ref.gradient_checkpointing", reasons.ONLY_TRAINING_RECOMPUTES)
     if draft.writes("critic.gradient_checkpointing"):
         is_on = draft.read("critic.gradient_checkpointing", flag)
         megatron.checkpoint_layers(ForCritic(draft), "critic.gradient_checkpointing", is_on, engine_of(draft, "critic"))
@@ -258,8 +250,7 @@ def _decoupled(draft: Draft) -> None:
             "m2_threshold",
         )
         for name in (f"actor.{name}" for name in names):
-            for unused in draft.keys(name):
-                draft.implied(unused, f"{key} is off")
+            draft.all_implied(name, f"{key} is off")
 
 
 # Keys that repeat others, and evaluation
@@ -287,12 +278,11 @@ def _repeated(draft: Draft) -> None:
 def _engines(draft: Draft) -> None:
     """Make the options of engines that do not generate implied."""
     backends = f"{draft.recipe.get('allocation_mode', '')} {draft.recipe.get('rollout.backend', '')}"
-    for engine, table in ENGINES.items():
+    for engine in ("sglang", "vllm"):
         if engine in backends:
-            draft.assume(table)
+            draft.assume(TABLES[engine].defaults)
         else:
-            for key in draft.keys(f"{engine}.*"):
-                draft.implied(key, f"the rollout does not run {engine}")
+            draft.all_implied(f"{engine}.*", f"the rollout does not run {engine}")
 
 
 def _evaluation(draft: Draft) -> None:
@@ -334,14 +324,15 @@ def _renamed_inside(value: Any) -> Any:
 def _of_given(schema: type[Recipe]) -> Conversion:
     """Return the conversion of sources whose recipes are of another kind, with the defaults of the keys that it has."""
     known = set(known_keys(schema))
-    defaults = {key: value for key, value in {**RUN, **OF_DPO}.items() if GIVEN_KEYS.get(key, key) in known}
+    renamed = {"beta": "actor.beta", "loss_type": "actor.loss_type"}
+    defaults = {key: value for key, value in GIVEN.defaults.items() if renamed.get(key, key) in known}
     return Conversion(convert_given, defaults)
 
 
 DIALECT = Dialect(
     "AReaL",
     {
-        REINFORCEMENT: Conversion(convert, RUN),
+        REINFORCEMENT: Conversion(convert, RULES.defaults),
         SFT: _of_given(SFTRecipe),
         PREFERENCES: _of_given(DPORecipe),
         REWARD_MODEL: _of_given(RMRecipe),

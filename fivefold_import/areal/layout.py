@@ -108,5 +108,4 @@ def _colocation(draft: Draft) -> None:
             draft.mapped(key, "rollout.colocate", True)
             draft.implied(target, f"it follows from {key}")
         draft.implied(key, "roles have devices of their own where the cluster has room")
-    for key in draft.keys("ref.scheduling_strategy*"):
-        draft.implied(key, "the reference runs in the actor's processes")
+    draft.all_implied("ref.scheduling_strategy*", "the reference runs in the actor's processes")

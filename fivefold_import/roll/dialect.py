@@ -12,10 +12,23 @@ from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.distillation import NO_REWARD, train_on_teacher_alone
 from fivefold_import.draft import Draft
 from fivefold_import.roll import given
-from fivefold_import.roll.defaults import BATCH, CRITICS, HELD_OUT_SAMPLES, RUN, TRAINING_SAMPLES
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
-from fivefold_import.roll.rules import CONFIG, CRITIC, INFER, MIXED, PURE, REF, RULES, TRAIN
+from fivefold_import.roll.rules import (
+    CONFIG,
+    CRITIC,
+    CRITICS,
+    GENERATING,
+    HELD_OUT,
+    INFER,
+    OF_SECTIONS,
+    PURE,
+    REF,
+    RULES,
+    TEACHER,
+    TRAIN,
+    has_teacher,
+)
 from fivefold_import.settings import (
     MEAN_LEVEL,
     STD_LEVEL,
@@ -79,8 +92,8 @@ def convert(draft: Draft) -> None:
     """Convert the keys that need other keys, then the rest by the rule table."""
     _sections(draft)
     lay_out(draft)
-    if True in (draft.get(PURE), draft.get(MIXED)):
-        lay_out_frozen(draft, "teacher", "teacher.")
+    if has_teacher(draft):
+        lay_out_frozen(draft, "teacher", TEACHER)
     router(draft)
     _lengths(draft)
     _advantages(draft)
@@ -93,7 +106,7 @@ def convert(draft: Draft) -> None:
     draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     convert_rewards(draft)
-    draft.apply(RULES)
+    draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
     if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
         draft.recipe["train_dataset.answer_key"] = ANSWERS
@@ -102,13 +115,9 @@ def convert(draft: Draft) -> None:
 
 def _sections(draft: Draft) -> None:
     """Take the defaults of the sections that the source has."""
-    for section, table in (
-        (TRAIN, BATCH),
-        (INFER + "generating_args.", TRAINING_SAMPLES),
-        ("validation.generating_args.", HELD_OUT_SAMPLES),
-    ):
+    for section, defaults in OF_SECTIONS.items():
         if draft.keys(section + "*"):
-            draft.assume(table)
+            draft.assume(defaults)
 
 
 # Batches and lengths
@@ -126,8 +135,8 @@ def _lengths(draft: Draft) -> None:
         draft.mapped(response, "gconfig.max_new_tokens", draft.read(response, whole))
     else:
         return
-    for section in (INFER, "validation."):
-        draft.implied(section + "generating_args.max_new_tokens", f"{stronger} overrides it")
+    for section in (GENERATING, HELD_OUT):
+        draft.implied(section + "max_new_tokens", f"{stronger} overrides it")
     _held_out_length(draft, draft.recipe["gconfig.max_new_tokens"])
 
 
@@ -248,10 +257,10 @@ def _gae(draft: Draft) -> None:
     """Convert the keys of PPO with a critic; the critic's own section is converted by the rule table."""
     draft.assume(CRITICS)
     gae(draft, "adv_estimator", {"gamma": "actor.discount", "lambd": "actor.gae_lambda"})
-    draft.recipe["critic.eps_clip"] = draft.read("value_clip", number) if draft.writes("value_clip") else None
-    draft.mapped("value_clip", "critic.eps_clip", draft.recipe["critic.eps_clip"])
-    draft.recipe[WHITENS] = draft.get("whiten_advantages") is True
-    draft.mapped("whiten_advantages", WHITENS, draft.recipe[WHITENS])
+    draft.sets(
+        "value_clip", "critic.eps_clip", draft.read("value_clip", number) if draft.writes("value_clip") else None
+    )
+    draft.sets("whiten_advantages", WHITENS, draft.get("whiten_advantages") is True)
     for key in ("norm_mean_type", "norm_std_type", "reward_norm"):
         if draft.get(key) is not None:
             draft.unsupported(key, NOT_NORMALISED)
@@ -317,8 +326,7 @@ def _clipping(draft: Draft) -> None:
         draft.recipe |= {"actor.eps_clip": 1.0, "actor.eps_clip_higher": 0.0}
     if draft.get(TRAIN + "pg_variant") == "cispo":
         for key, target in (("cispo_epsilon_low", "actor.eps_clip"), ("cispo_epsilon_high", "actor.eps_clip_higher")):
-            draft.recipe[target] = draft.read(TRAIN + key, number, 0.1)
-            draft.mapped(TRAIN + key, target, draft.recipe[target])
+            draft.sets(TRAIN + key, target, draft.read(TRAIN + key, number, 0.1))
     if draft.get(TRAIN + "pg_variant") in ("cispo", "tis"):
         for key in ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss"):
             draft.implied(key, "the variant has a clip range of its own")
@@ -337,18 +345,17 @@ def _clipping(draft: Draft) -> None:
 
 def _evaluation(draft: Draft) -> None:
     """Convert the sampling of held-out prompts: it has a temperature, the rest is as in training."""
-    own = "validation.generating_args."
+    own = HELD_OUT
     if not draft.writes(own + "temperature"):
         return
     temperature = draft.read(own + "temperature", number)
     is_greedy = temperature == 0 or draft.get(own + "do_sample") is False
-    draft.recipe["evaluator.greedy"] = is_greedy
-    draft.mapped(own + "do_sample", "evaluator.greedy", is_greedy)
+    draft.sets(own + "do_sample", "evaluator.greedy", is_greedy)
     if not is_greedy:
         note = "sampled: evaluator.greedy=false"
         draft.mapped(own + "temperature", "evaluator.temperature", temperature, note)
     for name in ("temperature", "top_p", "top_k"):
-        as_trained = draft.get(own + name) == draft.get(INFER + "generating_args." + name)
+        as_trained = draft.get(own + name) == draft.get(GENERATING + name)
         if is_greedy or as_trained:
             draft.implied(own + name, reasons.GREEDY if is_greedy else reasons.AS_IN_TRAINING)
         draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
@@ -356,7 +363,7 @@ def _evaluation(draft: Draft) -> None:
 
 DIALECT = Dialect(
     "ROLL",
-    {REINFORCEMENT: Conversion(convert, RUN, count_updates), SFT: given.FINE_TUNING, PREFERENCES: given.DPO},
+    {REINFORCEMENT: Conversion(convert, RULES.defaults, count_updates), SFT: given.FINE_TUNING, PREFERENCES: given.DPO},
     SIGNS,
     merge=merge,
 )

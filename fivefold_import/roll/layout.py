@@ -78,8 +78,9 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         plan.keys[section + STRATEGY] = ""
         if strategy.startswith("deepspeed"):
             plan.keys[section + STRATEGY] = reasons.ON_FSDP
-            for option in draft.keys(section + CONFIG + "*"):
-                draft.unsupported(option, "FSDP trains in DeepSpeed's place, and does not read its options")
+            draft.all_unsupported(
+                section + CONFIG + "*", "FSDP trains in DeepSpeed's place, and does not read its options"
+            )
         if draft.writes(section + "model_args.ulysses_size"):
             draft.lay_out(section + "model_args.ulysses_size", role, "cp")
     else:

@@ -41,8 +41,7 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
         _score_model(draft, own, to)
         return True
     if _judges_with_a_model(draft, own):
-        for key in draft.keys(f"{own}*"):
-            draft.unsupported(key, reasons.NO_REWARD_MODEL)
+        draft.all_unsupported(f"{own}*", reasons.NO_REWARD_MODEL)
         return False
     hosting = tuple(own + part for part in HOSTING)
     if "MathRule" in worker:

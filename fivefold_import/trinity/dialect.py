@@ -18,14 +18,22 @@ from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold_import.draft import Draft, RolePlan
 from fivefold_import.imitation import convert_mix, is_mixed
-from fivefold_import.rules import under
 from fivefold_import.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, ask_as_user, rollout_engine
 from fivefold_import.source import INTERPOLATION, Document
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.trinity import given
-from fivefold_import.trinity.algorithm_rules import TYPE
-from fivefold_import.trinity.defaults import ENGINE, RUN, TASKS
-from fivefold_import.trinity.rules import ADVANTAGE_FN, OLD_NAMES, ON_POLICY, RULES, TREE, is_on
+from fivefold_import.trinity.rules import (
+    ADVANTAGE_FN,
+    ENGINE,
+    LOSS_FN,
+    OLD_NAMES,
+    ON_POLICY,
+    RULES,
+    TASKS,
+    TREE,
+    TYPE,
+    has_teacher,
+)
 from fivefold_import.trinity.trainer import (
     finish,
     micro_batches,
@@ -35,8 +43,7 @@ from fivefold_import.trinity.trainer import (
 )
 from fivefold_import.values import number, positive
 from fivefold_import.verl import tree as verl_tree
-from fivefold_import.verl.actor_rules import ACTOR
-from fivefold_import.verl.defaults import CRITICS
+from fivefold_import.verl.rules import ACTOR, OF_CRITICS
 
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
@@ -52,7 +59,6 @@ ESTIMATORS = {
 """Advantages of algorithms that have not their own name."""
 WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", ON_POLICY)
 """Algorithms that have no KL term unless one is written."""
-LOSS_FN = "algorithm.policy_loss_fn"
 OWN_DEFAULTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     "gspo": {
         "actor.eps_clip": ("clip_range*", 3e-4),
@@ -118,7 +124,7 @@ def convert(draft: Draft) -> None:
     _lay_out(draft)
     _batches(draft, n_samples)
     _tasks(draft)
-    finish(draft, RULES)
+    finish(draft, RULES.rules)
 
 
 # Algorithm
@@ -128,13 +134,12 @@ def _group_size(draft: Draft) -> int:
     """Convert the responses of a prompt, and return their number."""
     key = "algorithm.repeat_times"
     size: int = draft.read(key, positive, GROUP_SIZES.get(str(draft.get("algorithm.algorithm_type")), 2))
-    draft.recipe["gconfig.n_samples"] = size
-    draft.mapped(key, "gconfig.n_samples", size)
+    draft.sets(key, "gconfig.n_samples", size)
     return size
 
 
 def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
-    if is_on(draft):
+    if has_teacher(draft):
         _distillation(draft)
         return
     if is_mixed(draft, algorithm):
@@ -145,7 +150,7 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     estimator = str(draft.get(key, ESTIMATORS.get(algorithm, algorithm)))
     written = key if draft.writes(key) else "algorithm.algorithm_type"
     if estimator in ("gae", "ppo"):
-        draft.assume(under(TREE, CRITICS))
+        draft.assume({TREE + key: value for key, value in OF_CRITICS.items()})
         constants = {f"{key}_args.gamma": "actor.discount", f"{key}_args.lam": "actor.gae_lambda"}
         gae(draft, written, constants)
     elif estimator in ("opmd", "asymre", "rec", "reinforce"):
@@ -182,16 +187,14 @@ def _scale_of_opmd(draft: Draft, algorithm: str, estimator: str) -> None:
     scale = 1.0 / (1.0 + tau) if loss == "opmd" else 1.0
     shift, temperature = f"{ADVANTAGE_FN}_args.baseline_shift", f"{ADVANTAGE_FN}_args.tau"
     if loss == "opmd":
-        draft.recipe["actor.reward_scaling"] = scale
-        draft.mapped(f"{LOSS_FN}_args.tau", "actor.reward_scaling", scale, "1 / (1 + tau)")
+        draft.sets(f"{LOSS_FN}_args.tau", "actor.reward_scaling", scale, "1 / (1 + tau)")
     if estimator == "asymre":
         draft.recipe["actor.advantage_kwargs.baseline_shift"] = scale * draft.read(shift, number, -0.1)
         draft.mapped(
             shift, "actor.advantage_kwargs.baseline_shift", draft.recipe["actor.advantage_kwargs.baseline_shift"]
         )
     if draft.recipe.get(ADVANTAGE) == "opmd":
-        draft.recipe["actor.advantage_kwargs.tau"] = scale * draft.read(temperature, number, 1.0)
-        draft.mapped(temperature, "actor.advantage_kwargs.tau", draft.recipe["actor.advantage_kwargs.tau"])
+        draft.sets(temperature, "actor.advantage_kwargs.tau", scale * draft.read(temperature, number, 1.0))
     draft.implied(temperature, "only the baseline logavgexp reads this")
 
 
@@ -227,8 +230,7 @@ def _distillation(draft: Draft) -> None:
         draft.implied(key, NO_REWARD)
     draft.mapped(weight, COEFF, draft.recipe[COEFF])
     if draft.get("algorithm.policy_loss_fn", "importance_sampling") == "importance_sampling":
-        draft.recipe["actor.loss"] = "reinforce"
-        draft.mapped("algorithm.policy_loss_fn", "actor.loss", "reinforce", "the same gradient at the first update")
+        draft.sets("algorithm.policy_loss_fn", "actor.loss", "reinforce", "the same gradient at the first update")
 
 
 def _kl(draft: Draft, algorithm: str) -> None:
@@ -250,13 +252,11 @@ def _kl(draft: Draft, algorithm: str) -> None:
         if kind == "corrected_k3" and place == "loss":
             draft.recipe["actor.kl_unbiased"] = True
         draft.recipe["actor.kl_in"] = place
-        draft.recipe["actor.kl_ctl"] = draft.read(weight, number, 0.001)
-        draft.mapped(weight, "actor.kl_ctl", draft.recipe["actor.kl_ctl"])
+        draft.sets(weight, "actor.kl_ctl", draft.read(weight, number, 0.001))
         if not (draft.writes(key) and draft.writes(weight)):
             draft.notes.append(f"{key}={kind} with weight {draft.recipe['actor.kl_ctl']:g}, the default of {algorithm}")
         if estimator is not None:
-            draft.recipe["actor.kl_estimator"] = estimator
-            draft.mapped(key, "actor.kl_estimator", estimator)
+            draft.sets(key, "actor.kl_estimator", estimator)
         draft.unsupported(key, f"the estimator {kind!r} is not offered; there are {', '.join(KL_ESTIMATORS)}")
     if draft.get(penalty, "none") != "none" and place == "loss":
         draft.unsupported(penalty, reasons.ONE_KL)
@@ -340,8 +340,7 @@ def _tasks(draft: Draft) -> None:
     for number_ in evaluations:
         held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
         if number_ != "0":
-            for key in draft.keys(held_out + "*"):
-                draft.unsupported(key, "there is one held-out data set: the first is taken")
+            draft.all_unsupported(held_out + "*", "there is one held-out data set: the first is taken")
             continue
         path_of_data(draft, held_out, "valid_dataset")
         temperature = held_out + "rollout_args.temperature"
@@ -366,7 +365,7 @@ def _system_prompt(draft: Draft) -> None:
 
 DIALECT = Dialect(
     "Trinity-RFT",
-    {REINFORCEMENT: Conversion(convert, RUN), SFT: given.CONVERSION, PREFERENCES: given.CONVERSION},
+    {REINFORCEMENT: Conversion(convert, RULES.defaults), SFT: given.CONVERSION, PREFERENCES: given.CONVERSION},
     SIGNS,
     merge=merge,
 )

@@ -12,7 +12,7 @@ from fivefold_import.settings import TOKEN_BUDGET_KEY, warmup
 from fivefold_import.trinity.rules import TREE
 from fivefold_import.values import whole
 from fivefold_import.verl import tree as verl_tree
-from fivefold_import.verl.actor_rules import ACTOR
+from fivefold_import.verl.rules import ACTOR
 
 
 def override_layout(draft: Draft) -> None:

@@ -6,12 +6,9 @@ after `trigger_parameter_sync_step` times the rollout gets its weights, which is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fivefold_import.draft import Draft, Rule
-from fivefold_import.rules import every_steps, implied, to
-from fivefold_import.values import positive, whole
-from fivefold_import.verl.actor_rules import ACTOR
+from fivefold_import.draft import Draft
+from fivefold_import.values import positive
+from fivefold_import.verl.rules import ACTOR
 
 BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}ppo_mini_batch_size"
 AGE = "rollout.max_head_offpolicyness"
@@ -23,13 +20,6 @@ TRAINERS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 ROLLOUTS = ("rollout.nnodes", "rollout.n_gpus_per_node")
 MOST_ON_A_NODE = 8
 """GPUs of a node that verl's trainer and rollout may share, each with some of them."""
-
-ROLLOUT_RULES: Mapping[str, Rule] = {
-    "rollout.n": implied("it follows from actor_rollout_ref.rollout.n"),
-    "rollout.total_epochs": to("total_train_epochs", whole),
-    "rollout.test_freq": every_steps("evaluator.freq_steps"),
-}
-"""Keys of a section that only these trainers have."""
 
 
 def prompts_of_step(draft: Draft) -> object:
@@ -77,8 +67,7 @@ def lay_out_apart(draft: Draft) -> int | None:
         return None
     for keys in (TRAINERS, ROLLOUTS):
         for key, to_, value in zip(keys, ("cluster.n_nodes", "cluster.n_gpus_per_node"), cluster, strict=True):
-            draft.recipe[to_] = value
-            draft.mapped(key, to_, value, "trainer and rollout together")
+            draft.sets(key, to_, value, "trainer and rollout together")
     draft.is_shared = False
     draft.implied("actor_rollout_ref.hybrid_engine", "rollout and actor have devices of their own")
     if not draft.keys(f"{SECTION}*"):

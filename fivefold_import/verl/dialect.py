@@ -7,9 +7,7 @@ from fivefold_import.dialect import Conversion, Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.tasks import EVALUATION, REINFORCEMENT, SFT, Sign
 from fivefold_import.verl import sft
-from fivefold_import.verl.actor_rules import ACTOR
-from fivefold_import.verl.defaults import TREE
-from fivefold_import.verl.rules import RULES
+from fivefold_import.verl.rules import ACTOR, RULES
 from fivefold_import.verl.tree import Tree, convert_tree, training_steps, warmup_and_rates
 
 SIGNS = (
@@ -24,8 +22,10 @@ def convert(draft: Draft) -> None:
     """Convert verl's keys; Megatron-Core takes the tensor degree for an expert tensor degree that is not written."""
     convert_tree(draft, Tree(etp_follows_tp=True))
     warmup_and_rates(draft, ACTOR + "optim.", training_steps(draft, ""))
-    draft.apply(RULES)
+    draft.apply(RULES.rules)
     note_kept(draft, "verl")
 
 
-DIALECT = Dialect("verl", {REINFORCEMENT: Conversion(convert, TREE), SFT: Conversion(sft.convert, sft.DEFAULTS)}, SIGNS)
+DIALECT = Dialect(
+    "verl", {REINFORCEMENT: Conversion(convert, RULES.defaults), SFT: Conversion(sft.convert, sft.DEFAULTS)}, SIGNS
+)

@@ -1,33 +1,16 @@
-"""verl's section `distillation`: a teacher on the student's own samples."""
+"""The rules of verl's section `distillation`: a teacher on the student's own samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fivefold_import.distillation import (
-    COEFF,
-    LAID_OUT,
-    NO_REWARD,
-    NOT_CLIPPED,
-    ONE_TEACHER,
-    TEACHER_PATH,
-    only_with_teacher,
-)
-from fivefold_import.draft import Draft, Rule
-from fivefold_import.rules import implied, only, unknown, unsupported
+from fivefold_import.distillation import COEFF, NO_REWARD, ONE_TEACHER, TEACHER_PATH
+from fivefold_import.draft import Draft
 from fivefold_import.values import flag, number, text, whole
 
-ENABLED = "distillation.enabled"
 LOSS = "distillation.distillation_loss."
 OF_TOP_K = {"forward_kl_topk": "forward", "reverse_kl_topk": "reverse"}
 """Modes over the teacher's most likely tokens, with their direction."""
 OF_SAMPLED = ("k1", "kl")
 """Modes at the sampled token that are an advantage with `use_policy_gradient`."""
-
-
-def is_on(draft: Draft) -> bool:
-    """Return whether the source has a teacher."""
-    return bool(draft.get(ENABLED) is True)
 
 
 def _trains_on_rewards(draft: Draft) -> bool:
@@ -36,8 +19,7 @@ def _trains_on_rewards(draft: Draft) -> bool:
 
 def _switch(draft: Draft, source: str) -> None:
     weight = draft.read(LOSS + "distillation_loss_coef", number, 1.0) if _trains_on_rewards(draft) else 1.0
-    draft.recipe[COEFF] = weight
-    draft.mapped(source, COEFF, weight)
+    draft.sets(source, COEFF, weight)
 
 
 def _weight(draft: Draft, source: str) -> None:
@@ -80,26 +62,3 @@ def _path(draft: Draft, source: str) -> None:
     if source == draft.keys("distillation.teacher_model*.model_path")[0]:
         draft.mapped(source, TEACHER_PATH, text(draft.get(source)))
     draft.unsupported(source, ONE_TEACHER)
-
-
-DISTILLATION_RULES: Mapping[str, Rule] = only_with_teacher(
-    is_on,
-    {
-        ENABLED: _switch,
-        "distillation.teacher_model.model_path": _path,
-        "distillation.teacher_models.*.model_path": _path,
-        "distillation.teacher_model*.*": implied(LAID_OUT),
-        "distillation.teacher_key": implied("there is one teacher for all prompts"),
-        "distillation.n_gpus_per_node": implied(LAID_OUT),
-        "distillation.nnodes": implied(LAID_OUT),
-        LOSS + "loss_mode": _mode,
-        LOSS + "topk": _top_k,
-        LOSS + "use_task_rewards": _task_rewards,
-        LOSS + "distillation_loss_coef": _weight,
-        LOSS + "task_loss_coef": only(1, holds="the loss of the rewards has the weight 1"),
-        LOSS + "use_policy_gradient": implied("the mode says how the divergence is trained on"),
-        LOSS + "loss_max_clamp": unsupported(NOT_CLIPPED),
-        LOSS + "log_prob_min_clamp": unsupported(NOT_CLIPPED),
-        "distillation.*": unknown("distillation"),
-    },
-)

@@ -1,4 +1,4 @@
-"""verl's key tree, as far as a key needs other keys to be converted; `rules` and `actor_rules` hold the rest.
+"""verl's key tree, as far as a key needs other keys to be converted; `keys.yaml` and `rules` have the rest.
 
 siiRL and Trinity-RFT took the tree over (data, actor_rollout_ref, critic, algorithm, trainer), so their dialects call
 these functions too. `at` is the section that the tree stands under: empty, or Trinity-RFT's `trainer.trainer_config.`.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from fivefold_import import megatron, reasons
 from fivefold_import.critic import ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.draft import Draft, Role, RolePlan
-from fivefold_import.rules import under
 from fivefold_import.settings import (
     STD_LEVEL,
     advantages,
@@ -22,11 +21,8 @@ from fivefold_import.settings import (
     warmup,
 )
 from fivefold_import.values import KL_ESTIMATOR, LOSS_AGGREGATION, Unfit, flag, number, positive, whole
-from fivefold_import.verl.actor_rules import ACTOR, AGGREGATION, MODEL, OVERRIDE, REF
 from fivefold_import.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
-from fivefold_import.verl.critic_rules import CRITIC
-from fivefold_import.verl.defaults import CRITICS
-from fivefold_import.verl.rules import ROLLOUT
+from fivefold_import.verl.rules import ACTOR, AGGREGATION, CRITIC, MODEL, OF_CRITICS, OVERRIDE, REF, ROLLOUT
 
 
 @dataclass(frozen=True)
@@ -261,7 +257,7 @@ def _advantages(draft: Draft, at: str) -> None:
     estimator, n_samples = str(draft.get(key, "gae")), draft.read(at + ROLLOUT + "n", positive, 1)
     divides = draft.get(std, True) is True
     if estimator in ("gae", "ppo"):
-        draft.assume(under(at, CRITICS))
+        draft.assume({at + key: value for key, value in OF_CRITICS.items()})
         gae(draft, key, {at + "algorithm.gamma": "actor.discount", at + "algorithm.lam": "actor.gae_lambda"})
         draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
         return
@@ -269,11 +265,9 @@ def _advantages(draft: Draft, at: str) -> None:
     if estimator in ("grpo", "grpo_vectorized"):
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
     if estimator == "grpo_passk":
-        draft.recipe["actor.advantage_kwargs.divide_by_std"] = divides
-        draft.mapped(std, "actor.advantage_kwargs.divide_by_std", divides)
+        draft.sets(std, "actor.advantage_kwargs.divide_by_std", divides)
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
-    for other in draft.keys(at + "critic.*"):
-        draft.implied(other, f"{estimator} has no critic")
+    draft.all_implied(at + "critic.*", f"{estimator} has no critic")
 
 
 def kl(draft: Draft, at: str) -> None:
@@ -290,8 +284,7 @@ def kl(draft: Draft, at: str) -> None:
         draft.implied(switch, "it is off, as by default")
         for key in keys:
             draft.implied(key, f"{switch} is off")
-    for key in draft.keys(at + "algorithm.kl_ctrl.*"):
-        draft.implied(key, "the weight of the KL term is fixed")
+    draft.all_implied(at + "algorithm.kl_ctrl.*", "the weight of the KL term is fixed")
 
 
 def _adaptive_weight(draft: Draft, section: str) -> None:
@@ -299,8 +292,7 @@ def _adaptive_weight(draft: Draft, section: str) -> None:
     if draft.get(section + "type", "fixed") != "adaptive" or draft.recipe.get("actor.kl_in") != "reward":
         return
     target = draft.read(section + "target_kl", number, 0.1)
-    draft.recipe["actor.kl_target"] = target
-    draft.mapped(section + "target_kl", "actor.kl_target", target)
+    draft.sets(section + "target_kl", "actor.kl_target", target)
     draft.mapped(section + "type", "actor.kl_target", target, "the weight is adapted")
     draft.mapped(section + "horizon", "actor.kl_horizon", draft.read(section + "horizon", whole, 10_000))
 
@@ -312,15 +304,13 @@ def _kl_term(draft: Draft, switch: str, place: str, weight: str, estimator: str,
             draft.unsupported(key, f"there is one KL term, and it is in the {draft.recipe.get('actor.kl_in')}")
         return
     value = draft.read(weight, number, 0.001)
-    draft.recipe["actor.kl_ctl"] = value
-    draft.mapped(weight, "actor.kl_ctl", value)
+    draft.sets(weight, "actor.kl_ctl", value)
     try:
         kind = KL_ESTIMATOR(draft.get(estimator, default))
     except Unfit as error:
         draft.unsupported(estimator, str(error))
         return
-    draft.recipe["actor.kl_estimator"] = kind
-    draft.mapped(estimator, "actor.kl_estimator", kind)
+    draft.sets(estimator, "actor.kl_estimator", kind)
 
 
 def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
@@ -335,8 +325,7 @@ def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
     if draft.writes(low) or draft.writes(high):
         for key, target in ((low, "actor.eps_clip"), (high, "actor.eps_clip_higher")):
             value = draft.read(key, number, draft.read(both, number, 0.2) if unwritten is None else unwritten)
-            draft.recipe[target] = value
-            draft.mapped(key, target, value)
+            draft.sets(key, target, value)
         draft.implied(both, f"{low} and {high} override it")
     elif unwritten is not None and draft.get(both, unwritten) != unwritten:
         reason = f"clip_ratio_low and clip_ratio_high override it, and are {unwritten} unless written"

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from dialect_conversion import SOURCES, convert_fixture, convert_text, convert_words
 
+from fivefold.config.problems import COMMANDS, known_keys
 from fivefold.config.schema.train import TrainRecipe
-from fivefold_import.defaults import UNKNOWN, own_default
+from fivefold_import.defaults import own_default
 from fivefold_import.framework import Framework
 from fivefold_import.rules import Mapped
+from fivefold_import.tables import read_tables
 
 CONFIG = "actor_train.strategy_args.strategy_config."
 LOSS = "actor.megatron.transformer.moe_aux_loss_coeff"
 
 
-def tables(framework: Framework) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of all of a framework's tables of defaults."""
-    module = import_module(f"fivefold_import.{framework}.defaults")
-    found = [value for value in vars(module).values() if isinstance(value, Mapping)]
-    for table in found:
-        for key, value in table.items():
-            yield from value.items() if isinstance(value, Mapping) else [(key, value)]
-
-
 @pytest.mark.parametrize("framework", get_args(Framework))
-def test_every_key_that_is_mapped_has_a_default_in_its_frameworks_tables(framework: Framework) -> None:
-    rules = import_module(f"fivefold_import.{framework}.rules").RULES
-    known = dict(tables(framework))
-    mapped = [key for key, rule in rules.items() if isinstance(rule, Mapped) and "*" not in key]
-    # The options of `additional_configs` are those of Megatron-Core, given a second time.
-    assert [key for key in mapped if key not in known and ".additional_configs." not in key] == []
-    for key in mapped:
-        if (value := known.get(key)) is not None and value is not UNKNOWN:
-            rules[key].convert(value)
+def test_rows_of_tables_name_keys_of_the_recipe_and_their_defaults_can_be_converted(framework: Framework) -> None:
+    rows = import_module(f"fivefold_import.{framework}.dialect").RULES.rows
+    mapped = {key: row for key, row in rows.items() if isinstance(row.rule, Mapped)}
+    assert len(mapped) > 40
+    known = {key for schema in COMMANDS for key in known_keys(schema)}
+    options = ("actor.loss_kwargs.", "actor.rollout_correction.")  # those of the loss that is chosen
+    assert [
+        row.rule.key for row in mapped.values() if row.rule.key not in known and not row.rule.key.startswith(options)
+    ] == []
+    for row in mapped.values():
+        if row.default is not None:
+            row.rule.convert(row.default)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {to: {lr: [actor.optimizer.lr, number]}}",  # no default, not even `~`
+        "a: {to: {lr: [actor.optimizer.lr, no_such_conversion, ~]}}",
+        "a: {code: {lr: no_such_rule}}",
+        "a: {use: [no_such_table]}",
+        "a: {no_such_part: {lr: x}}",
+        "a: {when: {on: true}, off: {lr: x}}",  # without a reason
+        "a: {implied: {lr: x}, off: {KERNELS: [lr]}}",  # a key in two parts
+    ],
+)
+def test_tables_with_mistakes_are_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("fivefold_import.tables.FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="table a"):
+        read_tables("keys", {})
 
 
 def test_defaults_that_differ_are_written_and_told_and_others_are_neither() -> None:
