@@ -36,12 +36,10 @@ from fivefold.rollout.hf_weights import file_tensors
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.weights.cuda_ipc import collect
 from fivefold.weights.device_buckets import DeviceBucket
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import NcclLink
-from fivefold.weights.sender import WeightSender
-from fivefold.weights.stacks import stacked
+from fivefold.weights.stream import stacked
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
@@ -119,19 +117,21 @@ def update(engine: ServerEngine, weights: Weights, version: int, args: argparse.
     if args.transport == "folder":
         engine.update_weights(((name, tensor.cpu()) for name, tensor in weights.items()), version)
     else:
-        sender = WeightSender(stacked(weights.items()), route(args), 0, link)
-        engine.load_buckets(ahead(sender), version)
-        del sender
-        collect()
+        way = route(args)
+        sender = way.transport.sender(way, rank=0, timeout_s=120)
+        if link is not None:
+            sender.link = link
+        engine.load_buckets(ahead(sender.items(stacked(weights.items()))), version)
+        sender.free()
     return time.perf_counter() - began
 
 
-def ahead(sender: WeightSender) -> Iterator[DeviceBucket]:
+def ahead(items: Iterator[DeviceBucket]) -> Iterator[DeviceBucket]:
     """Yield announcements; each bucket is sent, and the next is filled, while the reader hands it to the server."""
     with ThreadPoolExecutor(1) as thread:
-        bucket = sender.next()
+        bucket = next(items, None)
         while bucket is not None:
-            upcoming = thread.submit(sender.next)
+            upcoming = thread.submit(next, items, None)
             yield bucket
             bucket = upcoming.result()
 

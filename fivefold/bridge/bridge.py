@@ -20,7 +20,7 @@ from fivefold.bridge.participants import find_part
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
 from fivefold.observe.progress import counting
-from fivefold.weights.stacks import Stack
+from fivefold.weights.stream import Stack
 from fivefold.weights.transport import GATHER_BYTES
 
 LOADING = "loading weights"

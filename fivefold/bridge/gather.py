@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Domain, Shape, WeightMapping
 from fivefold.bridge.participants import Part
-from fivefold.weights.stacks import Stack
+from fivefold.weights.stream import Stack
 
 # torch 2.11 knows only the second name; later versions deprecate it.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.pieces import Piece
-from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.stream import Stack, alone
 
 Shape = tuple[int, ...]
 Domain = Literal["replicated", "tensor", "expert"]

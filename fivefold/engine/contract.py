@@ -15,7 +15,7 @@ import torch
 from fivefold.algorithms.loss import Loss
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.types import StepResult
-from fivefold.weights.stacks import Stack
+from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
     from fivefold.engine.ema import EMAWeights

@@ -24,7 +24,7 @@ from fivefold.engine.sharing import Share
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.shape import ModelShape
 from fivefold.types import StepResult
-from fivefold.weights.stacks import Stack, unstacked
+from fivefold.weights.stream import Stack, unstacked
 
 
 class Stepping(Protocol):

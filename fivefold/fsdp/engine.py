@@ -50,7 +50,7 @@ from fivefold.fsdp.optimizer import Optimizer
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.observe.progress import counting
-from fivefold.weights.stacks import Stack
+from fivefold.weights.stream import Stack
 
 
 class FSDPEngine(SharedVerbs[Optimizer]):

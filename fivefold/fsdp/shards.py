@@ -27,7 +27,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
-from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.stream import Stack, alone
 from fivefold.weights.transport import GATHER_BYTES
 
 

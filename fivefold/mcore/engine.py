@@ -66,7 +66,7 @@ from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
 from fivefold.types import StepResult
-from fivefold.weights.stacks import Stack
+from fivefold.weights.stream import Stack
 
 
 class MegatronEngine(SharedVerbs[Optimizer]):

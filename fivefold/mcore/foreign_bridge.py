@@ -23,7 +23,7 @@ from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.mapping import TensorReader
 from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
 from fivefold.families.shape import ModelShape
-from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.stream import Stack, alone
 
 
 class ForeignBridge(Bridge, ABC):

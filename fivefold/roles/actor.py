@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,6 @@ from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker
-from fivefold.weights.device_buckets import DeviceBucket, merged
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.nccl_link import Invitation, Meeting
 from fivefold.weights.offer import WeightOffer
@@ -70,8 +71,8 @@ class Actor(TrainedModel):
         group = self.trainer.group
         if self._route.transport.carries_weights:
             return WeightOffer(version, self.host_buckets())
-        buckets = _announced(lambda: group.call(TrainerWorker.next_bucket, self._route))
-        return WeightOffer(version, buckets, close=lambda: _free(group))
+        items = self._announced(lambda: group.call(TrainerWorker.next_item, self._route))
+        return WeightOffer(version, items, close=lambda: _free(group, self._route))
 
     def copy_weights(self, version: int) -> WeightOffer:
         """Return a copy of the current weights in host memory, which the actor may then change."""
@@ -81,32 +82,31 @@ class Actor(TrainedModel):
             buckets = deque(self.host_buckets())
             return WeightOffer(version, (buckets.popleft() for _ in range(len(buckets))))
         group.call(TrainerWorker.copy_weights, self._route)
-        return WeightOffer(version, _announced(lambda: group.control(TrainerWorker.next_copied)))
+        return WeightOffer(version, self._announced(lambda: group.control(TrainerWorker.next_copied, self._route)))
 
     def host_buckets(self) -> Iterator[Remote]:
         """Yield all weights in buckets in host memory, which are filled while they are read."""
-        return self.trainer.group.stream(TrainerWorker.offer_weights, self._route.checksum)
+        route = replace(THROUGH_HOST, checksum=self._route.checksum)
+        return self.trainer.group.stream(TrainerWorker.stream_weights, route)
 
     def open_link(self, meeting: Meeting) -> Invitation:
         """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
-        [invitation, *_] = self.trainer.group.call(TrainerWorker.open_link, meeting, self._route.n_receivers)
-        assert invitation is not None
+        [invitation, *_] = self.trainer.group.call(TrainerWorker.open_link, self._route, meeting)
         return invitation
 
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
-        return self.trainer.group.start(TrainerWorker.enter_link)
+        return self.trainer.group.start(TrainerWorker.enter_link, self._route)
+
+    def _announced(self, ask: Callable[[], Sequence[Any]]) -> Iterator[Remote]:
+        """Yield items of all ranks. Each is made while the rollout loads the one before it.
+
+        The reader asks for an item once the rollout has begun to load the last one, and so no longer reads the buffer
+        that is filled next.
+        """
+        while (item := self._route.transport.merged(ask())) is not None:
+            yield put(item)
 
 
-def _announced(next_bucket: Callable[[], Sequence[DeviceBucket | None]]) -> Iterator[Remote]:
-    """Yield announcements of buckets. A bucket is filled while the rollout loads the one before it.
-
-    The reader asks for a bucket once the rollout has begun to load the last one, and so has done with the buffer that
-    is filled next.
-    """
-    while (bucket := merged(next_bucket())) is not None:
-        yield put(bucket)
-
-
-def _free(group: WorkerGroup) -> None:
-    group.call(TrainerWorker.free_buckets)
+def _free(group: WorkerGroup, route: Route) -> None:
+    group.call(TrainerWorker.free_items, route)

@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.rendezvous import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.roles.responses import Responses
-from fivefold.rollout.engines import DIALECTS, build_engine, weights_device
+from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.types import Columns, Completion, Prompt, Trajectory
-from fivefold.weights.buckets import Bucket, unpack
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation, Meeting
 
@@ -65,8 +66,7 @@ class RolloutWorker:
         run = f"{spec.run}-{os.environ[NODE]}"
         place = NodePlace(run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
-        self._device = weights_device(spec)
-        self._route = spec.route
+        self._transport = spec.route.transport
         self._n_devices = spec.tp * spec.pp
         if followers:
             own = followers[int(os.environ["RANK"])]
@@ -178,21 +178,14 @@ class RolloutWorker:
         report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
         return report, Columns.of(trajectories) if trajectories else None
 
-    def take_weights(self, buckets: Iterator[Any], version: int) -> None:
-        """Replace all weights by those in `buckets`, whose version is `version`.
-
-        The buckets are `Bucket`s with the weights, or with another transport than `folder` announcements of
-        `DeviceBucket`s.
-        """
+    def take_weights(self, items: Iterator[Any], version: int) -> None:
+        """Replace all weights by a transport's items, whose version is `version`."""
         self._reported_at = None
-        if self._route.transport.carries_weights:
-            self._engine.update_weights(unpack(buckets, self._device), version)
-        else:
-            self._engine.load_buckets(buckets, version)
+        self._engine.receive(items, version)
 
-    def stage_weights(self, buckets: Iterator[Bucket], version: int) -> None:
-        """Take the weights of the next `swap_weights`, in buckets in host memory; this runs beside `advance`."""
-        self._engine.stage_weights(unpack(buckets), version)
+    def stage_weights(self, items: Iterator[Any], version: int) -> None:
+        """Take the weights of the next `swap_weights`, in host memory, in parallel with `advance`."""
+        self._engine.stage_weights(self._transport.receiver()(items, torch.device("cpu")), version)
 
     def swap_weights(self) -> None:
         """Replace all weights by those of the last `stage_weights`."""

@@ -60,6 +60,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
         tokenizer_path=spec.tokenizer_path,
         load_weights=spec.load_weights,
         recomputes=not spec.keeps_cache,
+        transport=spec.route.transport,
     )
 
 

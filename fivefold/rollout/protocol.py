@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from torch import Tensor
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.types import Completion, FinishReason
-from fivefold.weights.device_buckets import DeviceBucket
 
 MONITORED_SHARE = 1 / 8
 """Share of the prompts whose log-probs are asked for where they only tell how far rollout and trainer are apart."""
@@ -243,8 +242,8 @@ class RolloutEngine(Protocol):
             RuntimeError: the engine is asleep.
         """
 
-    def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
-        """Do what `update_weights` does, with buckets on the trainer's devices, each done before the next is taken.
+    def receive(self, items: Iterator[Any], version: int) -> None:
+        """Do what `update_weights` does, with the items of the run's transport, each done before the next is taken.
 
         Raises:
             ValueError: as `update_weights`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion
-from fivefold.weights import cuda_ipc
-from fivefold.weights.device_buckets import CHECKSUMS, Checksum, DeviceBucket, check_arrived
+from fivefold.weights.host_memory import THROUGH_HOST
+from fivefold.weights.transport import Transport
 
 
 class TransformersEngine:
@@ -35,6 +36,7 @@ class TransformersEngine:
         max_batch_size: int,
         weight_version: int | None,
         recomputes: bool = False,
+        transport: Transport = THROUGH_HOST.transport,
     ) -> None:
         """Wrap a model.
 
@@ -45,6 +47,7 @@ class TransformersEngine:
             max_batch_size: most rows that are decoded at one time.
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
             recomputes: whether new weights compute the keys and values of submitted requests anew.
+            transport: how weights come.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -54,6 +57,7 @@ class TransformersEngine:
         self._stream: EmbeddedStream | None = None
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
+        self._receiver = transport.receiver()
         self._staged: tuple[int, list[tuple[str, Tensor]]] | None = None
         """Version and tensors of the next `swap_weights`."""
         self._shapes = [parameter.shape for parameter in model.parameters()]
@@ -70,6 +74,7 @@ class TransformersEngine:
         tokenizer_path: str | None,
         load_weights: bool,
         recomputes: bool = False,
+        transport: Transport = THROUGH_HOST.transport,
     ) -> TransformersEngine:
         """Build the engine of a model.
 
@@ -82,6 +87,7 @@ class TransformersEngine:
             load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
                 waits for `update_weights`.
             recomputes: whether new weights compute the keys and values of submitted requests anew.
+            transport: how weights come.
 
         Raises:
             ValueError: a path without a model or a tokenizer, or a model that cannot run here.
@@ -98,6 +104,7 @@ class TransformersEngine:
             max_batch_size=max_batch_size,
             weight_version=0 if load_weights else None,
             recomputes=recomputes,
+            transport=transport,
         )
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
@@ -209,25 +216,9 @@ class TransformersEngine:
         (version, weights), self._staged = self._staged, None
         self.update_weights(weights, version)
 
-    def load_buckets(self, buckets: Iterator[DeviceBucket], version: int) -> None:
-        """Copy the weights out of buffers that the trainer has on this engine's GPU, as `update_weights` does.
-
-        Raises:
-            RuntimeError: what arrived is not what was sent, too.
-        """
-        self.update_weights(self._opened(buckets), version)
-
-    def _opened(self, buckets: Iterator[DeviceBucket]) -> Iterator[tuple[str, Tensor]]:
-        uuid = cuda_ipc.device_uuid(self._device)
-        for bucket in buckets:
-            arrived = Checksum(
-                bucket.tensors(cuda_ipc.opened(bucket.handles[uuid], self._device)), bucket.checksum is not None
-            )
-            yield from arrived
-            if self._device.type == "cuda":  # the trainer fills the buffer again once the copies are made
-                torch.cuda.synchronize(self._device)
-            if bucket.checksum is not None:
-                check_arrived([arrived.total % CHECKSUMS], bucket.checksum)
+    def receive(self, items: Iterator[Any], version: int) -> None:
+        """Copy the weights out of a transport's items (`RolloutEngine`)."""
+        self.update_weights(self._receiver(items, self._device), version)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights under their names in Hugging Face files, as views that an update changes.

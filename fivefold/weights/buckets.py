@@ -1,11 +1,11 @@
-"""Named tensors as a stream of flat buckets, for transports that carry few large arrays well and many small ones badly.
+"""Both ends of host memory: named tensors as a stream of flat buckets, few large arrays in place of many small ones.
 
     tensors   embed [V, H]        q [H, H]   k [H, K]        norm [H]
     buckets   |embed 1|embed 2|   |q     |k     |norm |
     entries    whole buckets       name, dtype, shape, offset in the bucket
 
-A tensor that does not fit into what is left of a bucket opens the next one; one that is larger than a whole bucket is
-spread over several. No buffer is ever larger than the limit, whatever the model's largest tensor.
+A tensor that does not fit into the rest of a bucket starts the next one; one that is larger than a bucket is spread
+over several. No buffer is larger than the limit, whatever the model's largest tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fivefold.weights.stream import Sender, Stack, unstacked
+from fivefold.weights.transport import Route
+
 _ALIGNMENT = 16
 """Tensors start at multiples of this many bytes, which suits every dtype and vectorised loads."""
 
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A tensor in a bucket, or the part of it that lies there."""
+    """A tensor in a bucket, or a part of it."""
 
     name: str
     dtype: str
@@ -36,9 +39,9 @@ class BucketEntry:
     offset: int
     """Offset in the bucket, in bytes."""
     n_bytes: int
-    """Number of the tensor's bytes in this bucket."""
+    """The tensor's bytes in this bucket."""
     tensor_offset: int
-    """Number of the tensor's bytes in earlier buckets."""
+    """The tensor's bytes in earlier buckets."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,26 @@ class Bucket:
     data: np.ndarray
     """uint8 [bytes], in host memory. Read-only if it comes out of an object store."""
     checksum: int | None = None
-    """CRC-32 of `data`; None: nobody asked for it."""
+    """CRC-32 of `data`; None: the run does not check it."""
+
+
+class HostSender(Sender):
+    """Packs the weights on rank 0."""
+
+    def __init__(self, route: Route, rank: int, max_bytes: int) -> None:
+        """Take this process's rank in the trainer, and the bytes of a bucket."""
+        self._reads, self._checksum, self._max_bytes = rank in route.readers, route.checksum, max_bytes
+
+    def items(self, weights: Iterable[Stack]) -> Iterator[Bucket]:
+        """Yield all weights in buckets on rank 0; the other ranks gather with it."""
+        if self._reads:
+            yield from pack(unstacked(weights), self._max_bytes, with_checksum=self._checksum)
+        else:
+            for _ in weights:
+                yield from ()
+
+    def free(self) -> None:
+        """Keep nothing: the buckets are in the object store."""
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, with_checksum: bool = False) -> Iterator[Bucket]:
@@ -64,17 +86,31 @@ def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, with_checksum
     """
     if max_bytes < _ALIGNMENT:
         raise ValueError(f"max_bytes={max_bytes} is below {_ALIGNMENT}, the alignment of tensors in a bucket: raise it")
-    bucket = _OpenBucket(max_bytes, with_checksum)
+    flat, end, entries = torch.empty(0, dtype=torch.uint8), 0, list[BucketEntry]()
     for name, tensor in weights:
         source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if not bucket.has_room(source.numel()):
-            yield bucket.close()
-        sent = bucket.add(name, tensor, source, 0)
-        while sent < source.numel():
-            yield bucket.close()
-            sent += bucket.add(name, tensor, source, sent)
-    if not bucket.is_empty:
-        yield bucket.close()
+        dtype, packed = str(tensor.dtype).removeprefix("torch."), 0
+        while True:
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if entries and offset + source.numel() - packed > max_bytes:
+                yield _closed(flat[:end], entries, with_checksum)
+                offset, entries = 0, []
+            if not entries:
+                flat = torch.empty(max_bytes, dtype=torch.uint8, device=source.device)
+            piece = source[packed : packed + max_bytes - offset]
+            end = offset + piece.numel()
+            flat[offset:end] = piece
+            entries.append(BucketEntry(name, dtype, tuple(tensor.shape), offset, piece.numel(), packed))
+            packed += piece.numel()
+            if packed == source.numel():
+                break
+    if entries:
+        yield _closed(flat[:end], entries, with_checksum)
+
+
+def _closed(flat: Tensor, entries: list[BucketEntry], with_checksum: bool) -> Bucket:
+    data = flat.cpu().numpy()
+    return Bucket(tuple(entries), data, zlib.crc32(data.data) if with_checksum else None)
 
 
 def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -85,9 +121,9 @@ def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Ite
 
     Raises:
         ValueError: a part of a tensor is missing.
-        RuntimeError: a bucket's checksum is another than that of its data.
+        RuntimeError: a bucket's checksum does not match its data.
     """
-    split = _SplitTensor()
+    name, whole, received = "", torch.empty(0, dtype=torch.uint8), 0
     for bucket in buckets:
         if bucket.checksum is not None and zlib.crc32(bucket.data.data) != bucket.checksum:
             first = bucket.entries[0].name
@@ -96,96 +132,34 @@ def unpack(buckets: Iterable[Bucket], device: torch.device | str = "cpu") -> Ite
             )
         flat = _as_tensor(bucket.data).to(device)
         for entry in bucket.entries:
-            piece = flat[entry.offset : entry.offset + entry.n_bytes]
-            whole = piece if entry.n_bytes == _size(entry) else split.add(entry, piece)
-            if whole is not None:
-                yield entry.name, whole.view(_dtype(entry)).view(entry.shape)
-    split.check_complete()
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            size = math.prod(entry.shape) * dtype.itemsize
+            tensor = flat[entry.offset : entry.offset + entry.n_bytes]
+            if entry.n_bytes < size:
+                if entry.tensor_offset == 0:
+                    _check_complete(name, whole, received)
+                    name, received = entry.name, 0
+                    whole = torch.empty(size, dtype=torch.uint8, device=device)
+                if (entry.name, entry.tensor_offset) != (name, received):
+                    raise ValueError(
+                        f"a bucket continues tensor {entry.name!r} at byte {entry.tensor_offset}, but {received} bytes "
+                        f"of {name!r} came before it: buckets must arrive in order, none left out"
+                    )
+                whole[received : received + entry.n_bytes] = tensor
+                received += entry.n_bytes
+                if received < size:
+                    continue
+                tensor = whole
+            yield entry.name, tensor.view(dtype).view(entry.shape)
+    _check_complete(name, whole, received)
 
 
-class _OpenBucket:
-    """The bucket being filled."""
-
-    def __init__(self, max_bytes: int, with_checksum: bool) -> None:
-        self._max_bytes = max_bytes
-        self._with_checksum = with_checksum
-        self._entries: list[BucketEntry] = []
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._end = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._entries
-
-    @property
-    def _next_offset(self) -> int:
-        return -(-self._end // _ALIGNMENT) * _ALIGNMENT
-
-    def has_room(self, n_bytes: int) -> bool:
-        """Return whether a tensor may begin here: it fits, or the bucket is empty, so that no other has more room."""
-        return self.is_empty or self._next_offset + n_bytes <= self._max_bytes
-
-    def add(self, name: str, tensor: Tensor, source: Tensor, sent: int) -> int:
-        """Take as many bytes of `source`, from `sent` on, as fit; return their number."""
-        if self.is_empty:
-            self._flat = torch.empty(self._max_bytes, dtype=torch.uint8, device=source.device)
-        offset = self._next_offset
-        piece = source[sent : sent + self._max_bytes - offset]
-        self._end = offset + piece.numel()
-        self._flat[offset : self._end] = piece
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._entries.append(BucketEntry(name, dtype, tuple(tensor.shape), offset, piece.numel(), sent))
-        return piece.numel()
-
-    def close(self) -> Bucket:
-        """Return the bucket, and begin the next one."""
-        data = self._flat[: self._end].cpu().numpy()
-        bucket = Bucket(tuple(self._entries), data, zlib.crc32(data.data) if self._with_checksum else None)
-        self._entries, self._end = [], 0
-        return bucket
-
-
-class _SplitTensor:
-    """Assembles a tensor that is spread over several buckets."""
-
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._received = 0
-
-    def add(self, entry: BucketEntry, piece: Tensor) -> Tensor | None:
-        """Add a piece; return the whole tensor's bytes if it was the last one, else None."""
-        if entry.tensor_offset == 0:
-            self.check_complete()
-            self._name, self._received = entry.name, 0
-            self._bytes = torch.empty(_size(entry), dtype=torch.uint8, device=piece.device)
-        if entry.name != self._name or entry.tensor_offset != self._received:
-            raise ValueError(
-                f"a bucket continues tensor {entry.name!r} at byte {entry.tensor_offset}, but {self._received} bytes "
-                f"of {self._name!r} came before it: buckets must arrive in order, none left out"
-            )
-        self._bytes[self._received : self._received + entry.n_bytes] = piece
-        self._received += entry.n_bytes
-        if self._received < len(self._bytes):
-            return None
-        self._name = None
-        return self._bytes
-
-    def check_complete(self) -> None:
-        if self._name is not None:
-            raise ValueError(
-                f"the buckets end {self._received} bytes into tensor {self._name!r} of {len(self._bytes)} bytes: "
-                "buckets must arrive in order, none left out"
-            )
-
-
-def _dtype(entry: BucketEntry) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype
-
-
-def _size(entry: BucketEntry) -> int:
-    return math.prod(entry.shape) * _dtype(entry).itemsize
+def _check_complete(name: str, whole: Tensor, received: int) -> None:
+    if received < len(whole):
+        raise ValueError(
+            f"the buckets end {received} bytes into tensor {name!r} of {len(whole)} bytes: buckets must arrive in "
+            "order, none left out"
+        )
 
 
 def _as_tensor(data: np.ndarray) -> Tensor:

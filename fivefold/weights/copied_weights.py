@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fivefold.weights.device_buckets import BufferFiller, DeviceBucket, checksum, dtype_of
-from fivefold.weights.sender import Link
-from fivefold.weights.stacks import Stack
+from fivefold.weights.device_buckets import BufferFiller, DeviceBucket
+from fivefold.weights.nccl_link import NcclLink
+from fivefold.weights.stream import Stack
 from fivefold.weights.transport import DEVICE_BYTES, Route
 
 
@@ -26,7 +26,7 @@ class CopiedWeights:
     broadcast wait until an engine is ready, and would hold up all that is behind them.
     """
 
-    def __init__(self, link: Link, max_bytes: int = DEVICE_BYTES) -> None:
+    def __init__(self, link: NcclLink, max_bytes: int = DEVICE_BYTES) -> None:
         """Begin without a copy.
 
         Args:
@@ -48,15 +48,8 @@ class CopiedWeights:
     def fill(self, weights: Iterable[Stack], route: Route) -> None:
         """Copy all tensors, in the dtype of the route; return once they may change."""
         filler = BufferFiller(weights, dtype=getattr(torch, route.dtype), n_buffers=1, max_bytes=self._max_bytes)
-        while (filled := filler.fill()) is not None:
-            tensors, buffer = filled
-            bucket = DeviceBucket(
-                names=tuple(name for name, _ in tensors),
-                shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-                dtype=dtype_of(tensors),
-                handles={},
-                checksum=checksum(tensors) if route.checksum else None,
-            )
+        for tensors, buffer in filler:
+            bucket = DeviceBucket.of(tensors, {}, with_checksum=route.checksum)
             memory = self._host_memory(len(self._waiting), bucket.n_bytes, pinned=buffer.is_cuda)
             memory.copy_(buffer[: bucket.n_bytes])
             self._waiting.append((bucket, memory))
@@ -66,7 +59,7 @@ class CopiedWeights:
                 self._buffer = torch.empty(most, dtype=torch.uint8, device=buffer.device)
 
     def next(self) -> DeviceBucket | None:
-        """Send the bucket that the last call announced, and announce the next one, as `WeightSender.next`.
+        """Send the bucket that the last call announced, and announce the next one, as `NCCLSender.items`.
 
         Returns:
             The announcement of the next bucket; None: there is none, and all are sent.

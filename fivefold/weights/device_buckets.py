@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fivefold.families.latent_attention import loaded_together
 from fivefold.families.sigmoid_experts import is_router_offset
-from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.stream import Stack, alone
 from fivefold.weights.transport import DEVICE_BYTES
 
 CHECKSUMS = 2**61
@@ -50,6 +50,19 @@ class DeviceBucket:
     """The handle of the buffer on each device, by the device's UUID; none where NCCL carries the bytes."""
     checksum: int | None
     """Checksum of all tensors; None: nobody asked for it, or this rank does not have them."""
+
+    @staticmethod
+    def of(
+        tensors: Sequence[tuple[str, Tensor]], handles: Mapping[str, Handle], *, with_checksum: bool
+    ) -> DeviceBucket:
+        """Return the bucket of tensors of one dtype, which lie end to end in a buffer."""
+        return DeviceBucket(
+            names=tuple(name for name, _ in tensors),
+            shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
+            dtype=str(tensors[0][1].dtype).removeprefix("torch."),
+            handles=handles,
+            checksum=checksum(tensors) if with_checksum else None,
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -121,6 +134,10 @@ class BufferFiller:
         self._offsets: deque[Stack] = deque()
         """Copies of the routers' offsets that were read."""
         self._read()
+
+    def __iter__(self) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor]]:
+        """Yield what `fill` returns, up to the last tensors."""
+        return iter(self.fill, None)
 
     def fill(self) -> tuple[list[tuple[str, Tensor]], Tensor] | None:
         """Fill the next buffer with tensors. The one before it stays as it is if there are two.
@@ -231,11 +248,6 @@ def check_arrived(arrived: Sequence[int], sent: int) -> None:
             f"the weights that arrived are not those that were sent: in process {', '.join(map(str, wrong))} of "
             f"{len(arrived)} their checksum is another than {wanted}"
         )
-
-
-def dtype_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """Return the name of the dtype of a bucket's tensors, which all have one."""
-    return str(tensors[0][1].dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

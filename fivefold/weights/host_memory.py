@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fivefold.layout.placement import Placement
 from fivefold.weights.transport import Route, Transport
+
+if TYPE_CHECKING:
+    from fivefold.weights.stream import Receiver, Sender
 
 HOST_BYTES = 128 * 2**20
 """Bytes of a bucket; it is filled on the trainer's device."""
@@ -33,6 +36,18 @@ class HostMemory(Transport):
     def device_bytes(self, largest: int) -> int:
         """Return the bytes of the bucket that is filled on the device; larger tensors are spread over several."""
         return HOST_BYTES
+
+    def sender(self, route: Route, rank: int, timeout_s: float) -> Sender:
+        """Return what packs buckets."""
+        from fivefold.weights.buckets import HostSender
+
+        return HostSender(route, rank, HOST_BYTES)
+
+    def receiver(self) -> Receiver:
+        """Return what unpacks buckets."""
+        from fivefold.weights.buckets import unpack
+
+        return unpack
 
 
 THROUGH_HOST = Route(HostMemory(), "float32", checksum=False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.layout.placement import Placement
-from fivefold.weights.transport import DEVICE_BYTES, Transport, stages_obstacle
+from fivefold.weights.transport import DEVICE_BYTES, Route, Transport, stages_obstacle
+
+if TYPE_CHECKING:
+    from fivefold.weights.stream import Receiver, Sender
 
 N_BUFFERS = 2
 """An engine reads one buffer while the other is filled."""
@@ -33,6 +37,24 @@ class IPC(Transport):
     def device_bytes(self, largest: int) -> int:
         """Return the bytes of the buffers, each of which holds the largest tensor."""
         return N_BUFFERS * max(DEVICE_BYTES, largest)
+
+    def sender(self, route: Route, rank: int, timeout_s: float) -> Sender:
+        """Return what fills the buffers."""
+        from fivefold.weights.ipc_buffers import IPCSender
+
+        return IPCSender(route, rank, N_BUFFERS)
+
+    def receiver(self) -> Receiver:
+        """Return what opens the buffers."""
+        from fivefold.weights.ipc_buffers import opened_tensors
+
+        return opened_tensors
+
+    def merged(self, parts: Sequence[Any]) -> Any:
+        """Return the bucket with the handles of all ranks."""
+        from fivefold.weights.device_buckets import merged
+
+        return merged(parts)
 
     def readers(self, placement: Placement) -> frozenset[int]:
         """Return the ranks whose devices an engine is on."""

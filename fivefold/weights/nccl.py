@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fivefold.layout.placement import Placement
-from fivefold.weights.transport import DEVICE_BYTES, Transport, stages_obstacle
+from fivefold.weights.transport import DEVICE_BYTES, Route, Transport, stages_obstacle
+
+if TYPE_CHECKING:
+    from fivefold.weights.stream import Receiver, Sender
 
 
 @dataclass(frozen=True)
@@ -32,3 +35,13 @@ class NCCL(Transport):
     def device_bytes(self, largest: int) -> int:
         """Return the bytes of the buffer: it is sent before it is filled again."""
         return max(DEVICE_BYTES, largest)
+
+    def sender(self, route: Route, rank: int, timeout_s: float) -> Sender:
+        """Return what broadcasts."""
+        from fivefold.weights.nccl_sender import NCCLSender
+
+        return NCCLSender(route, rank, timeout_s)
+
+    def receiver(self) -> Receiver:
+        """Raise an error: only servers are in the group, which load the broadcasts themselves."""
+        raise ValueError("weights by NCCL go to servers alone: set rollout.weight_transport=auto")

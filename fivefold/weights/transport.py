@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.placement import Placement
+
+if TYPE_CHECKING:
+    from fivefold.weights.stream import Receiver, Sender
 
 GATHER_BYTES = 256 * 2**20
 """Bytes of full tensors that a trainer gathers at one time, unless one is larger."""
@@ -45,6 +49,18 @@ class Transport(ABC):
         Args:
             largest: bytes of the largest tensor.
         """
+
+    @abstractmethod
+    def sender(self, route: Route, rank: int, timeout_s: float) -> Sender:
+        """Return the end of a trainer's rank, which waits at most `timeout_s` seconds for the engines."""
+
+    @abstractmethod
+    def receiver(self) -> Receiver:
+        """Return the end of an engine that takes tensors."""
+
+    def merged(self, parts: Sequence[Any]) -> Any:
+        """Return the item that the ranks have made, each its part; None: there are no more."""
+        return parts[0]
 
     def readers(self, placement: Placement) -> frozenset[int]:
         """Return the trainer's ranks that send, each of which needs all weights in full."""

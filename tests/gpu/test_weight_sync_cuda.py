@@ -19,10 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from fivefold.weights import cuda_ipc
 from fivefold.weights.device_buckets import CHECKSUMS, DeviceBucket, checksum
+from fivefold.weights.ipc_buffers import IPCSender
 from fivefold.weights.nccl_communicator import NcclCommunicator
 from fivefold.weights.nccl_link import Invitation, NcclLink
-from fivefold.weights.sender import WeightSender
-from fivefold.weights.stacks import stacked
+from fivefold.weights.nccl_sender import NCCLSender
+from fivefold.weights.stream import stacked
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
@@ -58,16 +59,17 @@ def test_another_process_reads_every_bucket_and_the_memory_comes_back() -> None:
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
     for seed in range(3):
-        sender = WeightSender(stacked(weights(seed)), route, 0, None, max_bytes=BUCKET)
-        total, bucket = 0, sender.next()
+        sender = IPCSender(route, 0, n_buffers=2, max_bytes=BUCKET)
+        items = sender.items(stacked(weights(seed)))
+        total, bucket = 0, next(items, None)
         while bucket is not None:
             announced.put(bucket)
-            upcoming = sender.next()  # the other buffer is filled while this one is read
+            upcoming = next(items, None)  # the other buffer is filled while this one is read
             found = arrived.get(timeout=WAIT_S)
             assert found == (bucket.checksum or 0) % CHECKSUMS
             total, bucket = total + found, upcoming
         assert total % CHECKSUMS == checksum(weights(seed)) % CHECKSUMS
-        del sender
+        sender.free()
     announced.put(None)
     reader.join(WAIT_S)
     assert reader.exitcode == 0
@@ -139,9 +141,9 @@ def test_another_gpu_gets_every_bucket(meeting: Any, dies: bool) -> None:
     receiver.start()
     link.enter()
     route = Route(TRANSPORTS["nccl"], "bfloat16", checksum=True, n_receivers=1)
-    sender = WeightSender(stacked(weights(0)), route, 0, link, max_bytes=BUCKET)
+    sender = NCCLSender(route, 0, WAIT_S, link, max_bytes=BUCKET)
     sent: list[DeviceBucket] = []
-    while (bucket := sender.next()) is not None:  # sends the bucket before
+    for bucket in sender.items(stacked(weights(0))):  # sends the bucket before
         if sent:
             assert arrived.get(timeout=WAIT_S) == (sent[-1].checksum or 0) % CHECKSUMS
         sent.append(bucket)

@@ -13,7 +13,7 @@ from fivefold.config.schema.engine import EngineConfig, FSDPConfig
 from fivefold.fsdp.engine import FSDPEngine
 from fivefold.fsdp.optimizer import gradient
 from fivefold.layout.parser import parse_backend
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 
 class OpenFSDPEngine(WholeBatches, FSDPEngine):

@@ -22,7 +22,7 @@ from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.stage_timers import BUBBLE
 from fivefold.types import Batch
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

@@ -15,7 +15,7 @@ from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.read import find_shape
 from fivefold.mcore import mbridge
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 pytest.importorskip("mbridge")
 

@@ -23,7 +23,7 @@ from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.state import optimizer_state
 from fivefold.fsdp import optimizer as fsdp_optimizer
 from fivefold.mcore import compat
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}

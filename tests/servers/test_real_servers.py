@@ -30,9 +30,9 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_r
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion
-from fivefold.weights import cuda_ipc
 from fivefold.weights.folder import NodePlace
-from fivefold.weights.sender import WeightSender
+from fivefold.weights.ipc_buffers import IPCSender
+from fivefold.weights.stream import stacked
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout.conftest import END, byte_tokenizer
@@ -122,10 +122,10 @@ class Served:
         if self.transport == "ipc":
             # This process is the trainer: it shares the GPU with the server, and sends in small buckets.
             route = route_of(self.backend, self.transport)
-            sender = WeightSender(weights.items(), route, 0, None, max_bytes=100_000)
-            self.engine.load_buckets(iter(sender.next, None), version)
-            del sender, weights
-            cuda_ipc.collect()
+            sender = IPCSender(route, 0, n_buffers=2, max_bytes=100_000)
+            self.engine.load_buckets(sender.items(stacked(weights.items())), version)
+            del weights
+            sender.free()
         else:
             self.engine.update_weights(weights.items(), version)
         model = AutoModelForCausalLM.from_pretrained(

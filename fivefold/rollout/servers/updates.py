@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,17 @@ class UpdatedServer(LivingServer):
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         super().__init__(dialect, spec)
+
+    def receive(self, items: Iterator[Any], version: int) -> None:
+        """Replace all weights of the server by a transport's items (`RolloutEngine`).
+
+        Raises as `update_weights` and `load_buckets`.
+        """
+        transport = self._spec.route.transport
+        if transport.carries_weights:
+            self.update_weights(transport.receiver()(items, torch.device("cpu")), version)
+        else:
+            self.load_buckets(items, version)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights of the server, cast to its dtype; the server drops what it has cached with other weights.

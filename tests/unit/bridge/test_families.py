@@ -18,7 +18,7 @@ from fivefold.families.latent_attention import loaded_together
 from fivefold.families.read import load_shape
 from fivefold.families.registry import FAMILIES
 from fivefold.observe.progress import current_progress
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 NAMES = sorted(FAMILIES)
 

@@ -8,7 +8,7 @@ import torch
 from fivefold.bridge.gather import Item
 from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Row
 from fivefold.bridge.participants import RankGroups, parts
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 
 N_EXPERTS, FFN, HIDDEN = 12, 6, 5
 UP = ExpertGatedMLP("up", "experts.{expert}.gate", "experts.{expert}.up", N_EXPERTS, (FFN, HIDDEN))

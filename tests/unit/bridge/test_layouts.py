@@ -20,7 +20,7 @@ from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.families.read import load_shape
-from fivefold.weights.stacks import unstacked
+from fivefold.weights.stream import unstacked
 from tests.forks import forking
 
 WORLD = 8

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from fivefold.roles import weight_sending
 from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.weight_sending import SendsWeights
+from fivefold.weights import nccl_sender
 from fivefold.weights.nccl_link import NcclLink
-from fivefold.weights.stacks import Stack, alone
+from fivefold.weights.stream import Stack, alone
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
@@ -91,15 +92,16 @@ class Weights:
 
 
 def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sending, "NcclLink", NotedLink)
-    monkeypatch.setattr(weight_sending.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(nccl_sender, "NcclLink", NotedLink)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     sends, route = SendsWeights(Weights(), timeout_s=1.0), Route(TRANSPORTS["nccl"], "float32", checksum=False)  # type: ignore[arg-type]
     links: list[Any] = []
     for n_left in range(3):
-        links.append(sends.open_link("unique_id", 2))
+        links.append(sends.open_link(route, "unique_id"))
         assert [link.has_left for link in links] == [True] * n_left + [False]
-        assert sends._copy is None or sends._copy.link is links[-1], "a copy is sent in the group of now"
+        copy = sends._linked(route)._copy
+        assert copy is None or copy.link is links[-1], "a copy is sent in the group of now"
         sends.copy_weights(route)
 
 

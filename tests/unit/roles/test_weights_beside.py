@@ -42,7 +42,7 @@ class NotedGroup:
         self._log.append(method.__name__)
         return [None, None]
 
-    def control(self, method: Callable[..., Any]) -> list[DeviceBucket | None]:
+    def control(self, method: Callable[..., Any], *args: Any) -> list[DeviceBucket | None]:
         self._log.append(method.__name__)
         return [self._left.pop(0) if self._left else None, None]
 

@@ -38,7 +38,7 @@ from fivefold.weights import cuda_ipc
 from fivefold.weights.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation
-from fivefold.weights.stacks import stacked
+from fivefold.weights.stream import stacked
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
@@ -712,7 +712,7 @@ def test_the_embedded_engine_opens_the_trainers_buffers(
     """The handles stand for buffers in this process's own memory."""
     engine = TransformersEngine.from_path(
         str(model_folder("qwen3_moe")), dtype="float32", device="cpu", max_batch_size=2, tokenizer_path=None,
-        load_weights=False,
+        load_weights=False, transport=TRANSPORTS["ipc"],
     )  # fmt: skip
     monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: "uuid-0")
     monkeypatch.setattr(cuda_ipc, "opened", lambda handle, device: handle[0])
@@ -724,7 +724,7 @@ def test_the_embedded_engine_opens_the_trainers_buffers(
             names, shapes = tuple(name for name, _ in tensors), tuple(tuple(tensor.shape) for _, tensor in tensors)
             yield DeviceBucket(names, shapes, "float32", {"uuid-0": (buffer,)}, checksum(tensors) % CHECKSUMS + spoils)
 
-    engine.load_buckets(buckets(spoils=False), 3)
+    engine.receive(buckets(spoils=False), 3)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.weights())
     with pytest.raises(RuntimeError, match="not those that were sent"):
-        engine.load_buckets(buckets(spoils=True), 4)
+        engine.receive(buckets(spoils=True), 4)

@@ -21,8 +21,8 @@ from fivefold.weights.device_buckets import (
     checksum,
     merged,
 )
-from fivefold.weights.sender import WeightSender
-from fivefold.weights.stacks import Stack, stacked
+from fivefold.weights.nccl_sender import NCCLSender
+from fivefold.weights.stream import Stack, stacked
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
@@ -177,17 +177,17 @@ class RecordingLink:
 def test_a_sender_broadcasts_each_bucket_after_it_was_announced() -> None:
     sources, link = tensors(), RecordingLink()
     route = Route(TRANSPORTS["nccl"], "bfloat16", checksum=True)
-    sender = WeightSender(stacked(sources.items()), route, 0, link, max_bytes=256)
+    sender = NCCLSender(route, 0, 1.0, link, max_bytes=256).items(stacked(sources.items()))
     outlines = {name: tensor.to("meta") for name, tensor in sources.items()}
-    other = WeightSender(stacked(outlines.items()), route, 1, None, max_bytes=256)
+    other = NCCLSender(route, 1, 1.0, max_bytes=256).items(stacked(outlines.items()))
     announced: list[DeviceBucket] = []
-    while (bucket := sender.next()) is not None:
-        outline = other.next()
+    for bucket in sender:
+        outline = next(other)
         assert outline == replace(bucket, checksum=None)
         assert merged([bucket, outline]) == merged([outline, bucket]) == bucket
         assert len(link.sent) == len(announced)
         announced.append(bucket)
-    assert other.next() is None
+    assert next(other, None) is None
     arrived = {
         name: tensor for bucket, flat in zip(announced, link.sent, strict=True) for name, tensor in bucket.tensors(flat)
     }
@@ -231,11 +231,10 @@ def test_offsets_of_routers_come_last_and_stay_float32(reads: bool) -> None:
     if reads:
         copy = CopiedWeights(link, max_bytes=256)
         copy.fill(stacked(mixed.items()), route)
-        following = copy.next
+        announced = list(iter(copy.next, None))
     else:
         outlines = {name: tensor.to("meta") for name, tensor in mixed.items()}
-        following = WeightSender(stacked(outlines.items()), route, 1, None, max_bytes=256).next
-    announced = list(iter(following, None))
+        announced = list(NCCLSender(route, 1, 1.0, max_bytes=256).items(stacked(outlines.items())))
     assert [name for bucket in announced for name in bucket.names] == [*names, *offsets]
     assert [bucket.dtype for bucket in announced] == [*["bfloat16"] * (len(announced) - 1), "float32"]
     assert announced[-1].names == tuple(offsets)
@@ -250,4 +249,4 @@ def test_a_failure_of_the_weights_is_the_senders() -> None:
         raise ValueError("a parameter is missing")
 
     with pytest.raises(ValueError, match="a parameter is missing"):
-        WeightSender(stacked(weights()), Route(TRANSPORTS["nccl"], "float32", checksum=False), 0, None).next()
+        list(NCCLSender(Route(TRANSPORTS["nccl"], "float32", checksum=False), 0, 1.0).items(stacked(weights())))
