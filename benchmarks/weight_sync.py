@@ -32,7 +32,7 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.hf_model import build_model
-from fivefold.rollout.hf_weights import file_tensors
+from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine

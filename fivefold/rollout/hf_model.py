@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fivefold.bridge.finite import not_finite_error
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
-from fivefold.rollout.hf_weights import not_finite
+from fivefold.rollout.hf_names import not_finite
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
 """The type is Any because transformers declares that its factories return a base class."""

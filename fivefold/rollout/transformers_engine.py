@@ -14,7 +14,8 @@ from fivefold.rollout.checks import check_requests
 from fivefold.rollout.decode import decode_wave
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.hf_weights import audited, file_tensors, receive_weights
+from fivefold.rollout.hf_names import file_tensors
+from fivefold.rollout.hf_weights import audited, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule

@@ -13,7 +13,7 @@ import torch
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.checks import check_requests
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.hf_weights import file_tensors
+from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
