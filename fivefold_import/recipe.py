@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import COMMANDS, RecipeError, problems_of
+from fivefold.config.roles import ROLES
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.yaml_reader import write_yaml
@@ -56,6 +57,7 @@ YIELDING = (
     "rollout.max_head_offpolicyness",
 )
 """If two keys of the recipe contradict each other, the one that is listed here is taken back."""
+SECTIONS_OF_ROLES = tuple(role.key for role in ROLES.values())
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
     *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
@@ -225,6 +227,9 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
             draft.demote(key, "there is no KL term", "implied")
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
+    if not recipe.get(COEFF):
+        for key in [key for key in recipe if key.startswith("teacher.")]:
+            draft.demote(key, "the weight of the teacher is 0", "implied")
     if recipe.get("recover.mode") == "disabled":
         for key in [key for key in recipe if key.startswith("recover.") and key != "recover.mode"]:
             draft.demote(key, "recover.mode is disabled: no checkpoints are written", "implied")
@@ -327,7 +332,10 @@ def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str)
         return keys
     section = f"{location}." if location else ""
     inside = [key for key in YIELDING if key in recipe and key.startswith(section)]
-    return [key for key in inside if key.removeprefix(section) in problem][:1]
+    if yielding := [key for key in inside if key.removeprefix(section) in problem]:
+        return yielding[:1]
+    # A section whose parts contradict one another is of no use either, unless it is a role's.
+    return [key for key in recipe if key.startswith(section)] if location and location not in SECTIONS_OF_ROLES else []
 
 
 def _nested(flat: Mapping[str, Any], schema: type[Recipe] = TrainRecipe) -> dict[str, Any]:

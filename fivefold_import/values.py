@@ -44,6 +44,13 @@ def number(value: Any) -> float:
     return float(value)
 
 
+def above_zero(value: Any) -> float:
+    """Return a number above 0."""
+    if number(value) <= 0:
+        raise Unfit(f"{value!r} is not above 0")
+    return float(value)
+
+
 def flag(value: Any) -> bool:
     """Return true or false."""
     if not isinstance(value, bool):

@@ -41,7 +41,7 @@ from fivefold_import.trinity.trainer import (
     path_of_data,
     sequence_length,
 )
-from fivefold_import.values import number, positive
+from fivefold_import.values import above_zero, number, positive
 from fivefold_import.verl import tree as verl_tree
 from fivefold_import.verl.rules import ACTOR, OF_CRITICS
 
@@ -225,7 +225,7 @@ def _distillation(draft: Draft) -> None:
     """Convert on-policy distillation, whose advantage is kl_coef (log q - log p) of teacher and student."""
     named = [key for key in (TYPE, ADVANTAGE_FN) if draft.get(key) == ON_POLICY]
     weight = f"{ADVANTAGE_FN}_args.kl_coef"
-    train_on_teacher_alone(draft, named[0], draft.read(weight, number, 1.0))
+    train_on_teacher_alone(draft, named[0], draft.read(weight, above_zero, 1.0))
     for key in (TYPE, ADVANTAGE_FN):
         draft.implied(key, NO_REWARD)
     draft.mapped(weight, COEFF, draft.recipe[COEFF])

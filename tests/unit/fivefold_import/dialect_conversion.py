@@ -18,7 +18,10 @@ from fivefold_import.report import Report
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SOURCES: list[tuple[Framework, str]] = [
-    (framework, path.name) for framework in get_args(Framework) for path in sorted(FIXTURES.glob(f"{framework}_*"))
+    (framework, path.name)
+    for framework in get_args(Framework)
+    for path in sorted(FIXTURES.glob(f"{framework}_*"))
+    if ".golden." not in path.name
 ]
 """Each fixture with the framework that it is written for."""
 ENVIRONMENT = {"HOME": "/home/someone"}

@@ -450,14 +450,6 @@ def test_expert_data_of_trinity() -> None:
     }  # fmt: skip
     assert "actor.loss" not in mix.recipe
     assert not {word.partition("=")[0] for word in data} & mix.unsupported()
-    words = ("mu_peak=0.9", "mu_valley=0.05", "mu_warmup_steps=2", "mu_decay_steps=8", "train_batch_size_expert=16")
-    chord = convert_words("trinity", "algorithm.algorithm_type=mix_chord", *(LOSS + word for word in words), *data)
-    wanted = {
-        "weight": 0.9, "final_weight": 0.05, "warmup_steps": 2, "decay_steps": 8, "token_weight": "phi",
-        "loss_aggregation": "token_mean",
-    }  # fmt: skip
-    assert {name: chord.recipe[f"expert_dataset.{name}"] for name in wanted} == wanted
-    assert not {f"{LOSS}{word.partition('=')[0]}" for word in words} & chord.unsupported()
 
 
 def test_the_order_of_trinitys_tasks() -> None:

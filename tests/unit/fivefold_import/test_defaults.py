@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 from dialect_conversion import SOURCES, convert_fixture, convert_text, convert_words
 
-from fivefold.config.problems import COMMANDS, known_keys
+from fivefold.config.keys import known_keys
+from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.train import TrainRecipe
 from fivefold_import.defaults import own_default
 from fivefold_import.framework import Framework

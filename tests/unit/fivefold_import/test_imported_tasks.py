@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from dialect_conversion import convert_fixture, convert_text, convert_words
+from dialect_conversion import convert_text, convert_words
 
 from fivefold_import.framework import Framework
 
@@ -56,115 +55,6 @@ def test_a_task_that_no_command_does_is_refused_by_what_tells_it(
         ValueError, match=rf"{task}.*{re.escape(found)}.*reinforcement learning.*fivefold (train|eval|sft)"
     ):
         convert_text(framework, tmp_path, text)
-
-
-CONVERTED: list[tuple[Framework, str, dict[str, Any], set[str]]] = [
-    (
-        "verl",
-        "verl_sft_megatron.sh",
-        {
-            "actor.backend": "megatron:d2p2t2",
-            "actor.mb_spec.max_tokens_per_mb": 16384,
-            "actor.optimizer.min_lr_ratio": 0.1,
-            "train_dataset.messages_key": "talk",
-            "valid_dataset.messages_key": "talk",
-            "saver.freq_epochs": 1,
-            "recover.freq_epochs": 1,
-        },
-        {"trainer.test_freq"},
-    ),
-    (
-        "verl",
-        "verl_sft_fsdp.yaml",
-        {
-            "actor.backend": "fsdp:d4c2",
-            "actor.mb_spec.max_tokens_per_mb": 8 * 2048,
-            "actor.optimizer.warmup_steps_proportion": 0.1,
-            "train_dataset.response_key": "solution",
-            "train_dataset.apply_chat_template": True,
-            "recover.freq_steps": 100,
-        },
-        {"data.truncation"},
-    ),
-    (
-        "roll",
-        "roll_sft.yaml",
-        {
-            "actor.backend": "megatron:d4t2",
-            "actor.mb_spec.max_tokens_per_mb": 2 * 2048,
-            "actor.optimizer.warmup_steps": 10,
-            "train_dataset.batch_size": 2 * 4 * 4,
-            "train_dataset.shuffle": False,
-            "train_dataset.response_key": "solution",
-            "valid_dataset.path": "data/sums_test.jsonl",
-            "total_train_epochs": 2,
-        },
-        {"system_envs.CUDA_DEVICE_MAX_CONNECTIONS", "eval_steps"},
-    ),
-    (
-        "roll",
-        "roll_dpo.yaml",
-        {
-            "actor.beta": 0.2,
-            "actor.label_smoothing": 0.1,
-            "actor.device_mapping": "0-3",
-            "ref.backend": "megatron:d1t4",
-            "ref.device_mapping": "4-7",
-            "train_dataset.batch_size": 4 * 2 * 2,
-            "train_dataset.prompt_key": "instruction",
-            "train_dataset.chosen_key": "better",
-            "total_train_steps": 300,
-        },
-        {"eval_steps"},
-    ),
-    (
-        "trinity",
-        "trinity_sft.yaml",
-        {
-            "actor.backend": "megatron:(attn:d8t2|ffn:d1t2e8)",
-            "train_dataset.max_length": 4096,
-            "train_dataset.messages_key": "messages",
-            "train_dataset.mask_history": True,
-            "train_dataset.batch_size": 128,
-        },
-        set(),
-    ),
-    (
-        "trinity",
-        "trinity_dpo.yaml",
-        {
-            "actor.beta": 0.2,
-            "actor.label_smoothing": 0.05,
-            "actor.backend": "fsdp:d4c2",
-            "actor.mb_spec.max_tokens_per_mb": 2 * 1536,
-            "actor.optimizer.min_lr_ratio": 0.1,
-            "train_dataset.path": "someone/pairs:english",
-            "train_dataset.rejected_key": "worse",
-        },
-        {"algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args.kl_coef"},
-    ),
-    (
-        "areal",
-        "areal_sft.yaml",
-        {"actor.backend": "fsdp:d*", "actor.fsdp.recompute": "full", "valid_dataset.split": "test"},
-        {"evaluator.freq_epochs"},
-    ),
-    (
-        "areal",
-        "areal_dpo.yaml",
-        {"actor.beta": 0.05, "actor.loss_type": "ipo", "ref.mb_spec.max_tokens_per_mb": 10240},
-        set(),
-    ),
-    ("areal", "areal_rw.yaml", {"actor.backend": "megatron:d4p2t1"}, {"evaluator.freq_epochs"}),
-]
-
-
-def test_what_a_task_has_of_its_own_is_converted() -> None:
-    for framework, fixture, expected, unsupported in CONVERTED:
-        conversion = convert_fixture(framework, fixture)
-        assert {key: conversion.recipe.get(key) for key in expected} == expected, fixture
-        assert conversion.unsupported() == unsupported, fixture
-        assert conversion.report.problems == (), fixture
 
 
 def test_the_model_of_areals_first_releases_is_read_by_its_later_name() -> None:

@@ -24,19 +24,8 @@ def converted(*words: str) -> Conversion:
 
 
 def test_a_step_has_the_prompts_between_two_updates_of_the_rollouts_weights() -> None:
-    """The trainer takes 4 times 3 x 32 prompts, in mini-batches of 32, before the rollout gets its weights."""
-    words = [f"{ASYNC}staleness_threshold=0.5", f"{ASYNC}require_batches=3", f"{ASYNC}trigger_parameter_sync_step=4"]
-    streamed = ["data.train_batch_size=0", "data.gen_batch_size=1", "rollout.total_rollout_steps=4000"]
-    conversion = converted(*streamed, *words, *ON_ONE_NODE, f"{ACTOR}optim.lr_warmup_steps=10")
-    assert conversion.recipe[BATCH] == 4 * 3 * 32
-    assert conversion.recipe["actor.ppo_n_minibatches"] == 12
-    assert conversion.recipe["total_train_steps"] == 4000 // 384
-    # A step of verl's makes 3 updates.
-    assert conversion.recipe["actor.optimizer.warmup_steps"] == 10 * 3
-    assert conversion.recipe["rollout.max_head_offpolicyness"] == 1
-    assert conversion.unsupported() == set()
-    # verl's own default is 4 times one mini-batch.
-    assert converted(words[0]).recipe[BATCH] == 4 * 32
+    """verl's default is 4 times one mini-batch; `verl_async_fsdp.sh` has other numbers."""
+    assert converted(f"{ASYNC}staleness_threshold=0.5").recipe[BATCH] == 4 * 32
 
 
 def test_one_step_off_is_one_step_ahead_with_batches_of_its_own() -> None:
