@@ -70,7 +70,7 @@ class Actor(TrainedModel):
         """Offer the current weights to a rollout; they are gathered while it reads them."""
         group = self.trainer.group
         if self._route.transport.carries_weights:
-            return WeightOffer(version, self.host_buckets())
+            return WeightOffer(version, self._streamed(self._route))
         items = self._announced(lambda: group.call(TrainerWorker.next_item, self._route))
         return WeightOffer(version, items, close=lambda: _free(group, self._route))
 
@@ -78,16 +78,15 @@ class Actor(TrainedModel):
         """Return a copy of the current weights in host memory, which the actor may then change."""
         group = self.trainer.group
         if self._route.transport.carries_weights:
-            # Each bucket is forgotten when it is taken, and its memory is then free.
-            buckets = deque(self.host_buckets())
-            return WeightOffer(version, (buckets.popleft() for _ in range(len(buckets))))
+            # A replica that takes an item frees its memory: nothing else refers to it.
+            items = deque(self._streamed(self._route))
+            return WeightOffer(version, (items.popleft() for _ in range(len(items))))
         group.call(TrainerWorker.copy_weights, self._route)
         return WeightOffer(version, self._announced(lambda: group.control(TrainerWorker.next_copied, self._route)))
 
     def host_buckets(self) -> Iterator[Remote]:
         """Yield all weights in buckets in host memory, which are filled while they are read."""
-        route = replace(THROUGH_HOST, checksum=self._route.checksum)
-        return self.trainer.group.stream(TrainerWorker.stream_weights, route)
+        return self._streamed(replace(THROUGH_HOST, checksum=self._route.checksum))
 
     def open_link(self, meeting: Meeting) -> Invitation:
         """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
@@ -97,6 +96,10 @@ class Actor(TrainedModel):
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
         return self.trainer.group.start(TrainerWorker.enter_link, self._route)
+
+    def _streamed(self, route: Route) -> Iterator[Remote]:
+        """Yield the items of a transport that carries weights; the actor runs ahead of the reader."""
+        return self.trainer.group.stream(TrainerWorker.stream_weights, route)
 
     def _announced(self, ask: Callable[[], Sequence[Any]]) -> Iterator[Remote]:
         """Yield items of all ranks. Each is made while the rollout loads the one before it.
