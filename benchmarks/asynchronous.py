@@ -132,7 +132,7 @@ def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, A
         train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in own) - weights,
         update_seconds=weights,
         # With a look-ahead, the first of them is the copy alone.
-        weights_beside=WeightsBeside(weights, staging, swap),
+        weights_overlap=WeightsBeside(weights, staging, swap),
         max_age=age,
     )
     lengths = Lengths(tuple(length for _, lengths in steps for length in lengths))

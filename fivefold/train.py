@@ -46,7 +46,7 @@ from fivefold.roles.launch import launch_roles, replica_spec
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.teacher import Teacher
-from fivefold.roles.weights_beside import copy_weights, give_weights
+from fivefold.roles.weights_overlap import copy_weights, give_weights
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.run.keeper import Keeper, keep

@@ -59,9 +59,9 @@ class Choice:
     """Seconds of a synchronous step on its fastest split, divided by those of this one."""
 
     @property
-    def weights_beside(self) -> WeightsBeside | None:
+    def weights_overlap(self) -> WeightsBeside | None:
         """How new weights come beside the next step; None: the trainer waits for the replicas."""
-        return self.split.setting.weights_beside if self.max_age else None
+        return self.split.setting.weights_overlap if self.max_age else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _setting(recipe: TrainRecipe, blueprint: Blueprint, lengths: Lengths, *, sha
         logprob_seconds=LOGPROB_SECONDS if layout.is_server else 0.0,
         train_seconds=_train_seconds(recipe, blueprint, prompt + lengths.mean),
         update_seconds=_update_seconds(blueprint, shares=shares),
-        weights_beside=_weights_beside(recipe, blueprint),
+        weights_overlap=_weights_overlap(recipe, blueprint),
         shares_devices=shares,
         reread_seconds=0.0 if keeps_cache else reading_seconds(layout, question.shape, question.gpu),
         prompt_tokens=prompt,
@@ -224,7 +224,7 @@ def _train_seconds(recipe: TrainRecipe, blueprint: Blueprint, length: float) -> 
     return n_steps * (time.total * config.ppo_epochs + forward * n_forward)
 
 
-def _weights_beside(recipe: TrainRecipe, blueprint: Blueprint) -> WeightsBeside | None:
+def _weights_overlap(recipe: TrainRecipe, blueprint: Blueprint) -> WeightsBeside | None:
     """Return the parts of new weights with a look-ahead; None: the trainer waits for the replicas.
 
     Through host memory, they add up to the seconds for which a trainer waits. By NCCL, the copy is an extra one.

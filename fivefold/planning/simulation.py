@@ -63,7 +63,7 @@ class Setting:
     """Time of a training step, without generation and new weights."""
     update_seconds: float
     """Time in which all replicas and the trainer stand still for new weights."""
-    weights_beside: WeightsBeside | None = None
+    weights_overlap: WeightsBeside | None = None
     """How weights come beside the next step, if there is a look-ahead; None: the trainer waits for the replicas."""
     max_age: int = 0
     """Most versions between the weights that sample a token and those that are trained on it."""
@@ -88,10 +88,10 @@ class Setting:
             raise ValueError(
                 "max_age, train_seconds, update_seconds, logprob_seconds and reread_seconds must be at least 0"
             )
-        if self.weights_beside is not None and min(astuple(self.weights_beside)) < 0:
-            raise ValueError(f"{self.weights_beside}: its times must be at least 0")
-        if self.weights_beside is not None and self.shares_devices:
-            raise ValueError("weights_beside needs replicas on devices of their own: drop it, or shares_devices")
+        if self.weights_overlap is not None and min(astuple(self.weights_overlap)) < 0:
+            raise ValueError(f"{self.weights_overlap}: its times must be at least 0")
+        if self.weights_overlap is not None and self.shares_devices:
+            raise ValueError("weights_overlap needs replicas on devices of their own: drop it, or shares_devices")
 
     @property
     def _times(self) -> tuple[float, ...]:
@@ -106,7 +106,7 @@ class Setting:
         if self.shares_devices:
             return own + generating
         waiting = max(own, generating + self.update_seconds)
-        if (beside := self.weights_beside) is None:
+        if (beside := self.weights_overlap) is None:
             return waiting
         training = self.train_seconds + beside.copy_seconds
         return min(waiting, max(training, generating + beside.swap_seconds, sum(astuple(beside))))
@@ -284,8 +284,8 @@ class _Run:
             self._advance_all(now)
         else:
             self._run_until(trained)
-        if setting.weights_beside is not None and setting.max_age > 0:
-            return self._send_beside(turn + 1, trained, setting.weights_beside)
+        if setting.weights_overlap is not None and setting.max_age > 0:
+            return self._send_beside(turn + 1, trained, setting.weights_overlap)
         end = trained + setting.update_seconds
         self._stand_still(end)
         self._have_weights(turn + 1, end)

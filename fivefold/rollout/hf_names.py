@@ -46,7 +46,7 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
         if is_expert and moe is None:
             known = ", ".join(family.model_type for family in FAMILIES.values() if family.moe is not None)
             raise ValueError(
-                f"model_type {model_type!r} has experts whose names in files are not known; known are those of {known}"
+                f"model_type {model_type!r} has experts whose names in files are not known; known are {known}"
             )
         if moe is None:
             tensors[name] = FileTensor(parameter)

@@ -152,7 +152,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "colocate": split.setting.shares_devices,
         "train_seconds": split.setting.train_seconds,
         "update_seconds": split.setting.update_seconds,
-        "weights_beside": asdict(beside) if (beside := choice.weights_beside) else None,
+        "weights_overlap": asdict(beside) if (beside := choice.weights_overlap) else None,
         "gain": choice.gain,
         **outcome,
     }

@@ -67,7 +67,7 @@ def keys(choice: Choice) -> str:
 
 
 def _times(choice: Choice) -> str:
-    setting, beside = choice.split.setting, choice.weights_beside
+    setting, beside = choice.split.setting, choice.weights_overlap
     full = setting.token_seconds[-1]
     weights = f"{setting.update_seconds:.1f} s"
     if beside is not None:

@@ -25,7 +25,7 @@ _FORMAT = "flattened_bucket"
 
 @dataclass
 class FlattenedTensorMetadata:
-    """SGLang's record of a tensor in a bucket, which it reads as an object of its own class."""
+    """SGLang's record of a tensor in a bucket, which it reads as an object of its class."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,10 +91,10 @@ class SGLangWeights:
 
 
 def check_held(http: HttpClient, version: int) -> None:
-    """Compare the version of the server's weights with that of an update.
+    """Check that the server's weights have the version of an update.
 
     Raises:
-        RuntimeError: it is another one.
+        RuntimeError: they have another one.
     """
     check_version(http.get("/model_info", weights.READY_S)["weight_version"], version)
 
@@ -134,7 +134,7 @@ def _serialized(bucket: DeviceBucket, uuid: str) -> str:
         dtype = getattr(torch, bucket.dtype)
         metadata.append(FlattenedTensorMetadata(name, shape, dtype, start, start + size, size))
         start += size
-    # The server looks for a device of this UUID; the indices of its devices are not those of the trainer's.
+    # The server looks for a device of this UUID; its indices of devices differ from the trainer's.
     shared = _Shared(on_device(bucket.handles[uuid], uuid))
     value = {"flattened_tensor": shared, "metadata": metadata}
     return base64.b64encode(pickled(value, FlattenedTensorMetadata)).decode()

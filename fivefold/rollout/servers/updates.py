@@ -1,6 +1,6 @@
 """How a server gets new weights: from files, or from buckets on the trainer's devices.
 
-interrupt ─> files (`stage_weights`, `swap_weights`) or buckets (`load_buckets`) ─> its version is new, and it goes on
+interrupt ─> files (`stage_weights`, `swap_weights`) or buckets (`load_buckets`) ─> its version is new, and it resumes
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UpdatedServer(LivingServer):
         The server answers meanwhile.
 
         Raises:
-            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+            ValueError: as `update_weights`; the engine then keeps the weights that it has.
         """
         assert self._folder is not None, "the weights of this replica do not come as files"
         dtype = getattr(torch, self._spec.dtype)
@@ -130,10 +130,10 @@ class UpdatedServer(LivingServer):
 
     @contextmanager
     def _replacing(self, version: int) -> Iterator[None]:
-        """Interrupt the server for the block, which replaces its weights by those of `version`; it then goes on.
+        """Interrupt the server for the block, which replaces its weights by `version`; it then resumes.
 
-        One that dies meanwhile is started again, and has no weights before the next update. By NCCL it is not: the
-        trainer and the other servers wait in a transfer that cannot end.
+        One that dies meanwhile starts again, without weights until the next update. By NCCL it does not: the trainer
+        and the other servers wait in a transfer that cannot end.
         """
         self._interrupt()
         self._server.wait_until_ready()
@@ -157,8 +157,8 @@ class UpdatedServer(LivingServer):
     def expect_transfer(self) -> bool:
         """Prepare for weights that the trainer is about to send by NCCL; return whether the server is in a group.
 
-        One that has died or hangs is started again, and is in none. To show that it does not hang, a server with
-        requests aborts them, and goes on with the weights that come; one without requests samples a token.
+        One that has died or hangs starts again, outside any group. To show that it does not hang, a server with
+        requests aborts them, and resumes with the weights that come; one without requests samples a token.
         """
         try:
             self._server.check()

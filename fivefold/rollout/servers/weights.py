@@ -49,8 +49,8 @@ class WeightLoader(Protocol):
         Args:
             buckets: the weights.
             version: their version.
-            is_paused: whether the server has been made to stand still already. It then does so on return, because it
-                may not have the memory of its cache yet.
+            is_paused: whether the server pauses already. It then still does on return, because it may not have the
+                memory of its cache yet.
 
         Raises:
             ServerHangs: the server did not prepare for weights within `READY_S`, or take a bucket within `BUCKET_S`.

@@ -197,11 +197,11 @@ def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> 
         assert choice["rollout"].startswith("sglang:d")
     assert "rollout.max_head_offpolicyness=" in text
     # Weights go through host memory, and so beside the next step where there is one.
-    assert choices[0]["weights_beside"] is None
-    [beside] = {tuple(c["weights_beside"].values()) for c in choices[1:] if not c["colocate"]}
+    assert choices[0]["weights_overlap"] is None
+    [beside] = {tuple(c["weights_overlap"].values()) for c in choices[1:] if not c["colocate"]}
     assert sum(beside) == pytest.approx(next(c["update_seconds"] for c in choices if not c["colocate"]))
     alone = printed_json(*arguments, "rollout.overlap_weight_sync=false")["look_ahead"]["choices"]
-    assert all(choice["weights_beside"] is None for choice in alone)
+    assert all(choice["weights_overlap"] is None for choice in alone)
 
 
 def test_a_look_ahead_of_held_requests_reads_nothing_anew(recipe: str) -> None:

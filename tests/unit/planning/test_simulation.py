@@ -64,24 +64,24 @@ def measured(outcome: Outcome) -> tuple[float, float, float, float, int]:
         pytest.param({"max_age": 4, "slots": 99}, (6, 0, 1 / 6, 4, 4), id="the trainer is always at work"),
         # With weights beside the step, the trainer waits for the copy alone.
         pytest.param(
-            {"max_age": 4, "slots": 99, "weights_beside": WeightsBeside(0.5, 2, 1)},
+            {"max_age": 4, "slots": 99, "weights_overlap": WeightsBeside(0.5, 2, 1)},
             (5.5, 0, 1 / 5.5, 4, 4),
             id="weights come beside the trainer",
         ),
         pytest.param(
-            {"max_age": 4, "slots": 99, "weights_beside": WeightsBeside(0.5, 9, 1)},
+            {"max_age": 4, "slots": 99, "weights_overlap": WeightsBeside(0.5, 9, 1)},
             (10.5, 0, 1 / 10.5, 4, 4),
             id="weights wait for those before",
         ),
         # Prompts begin 10.5 + 0.5 + 2 + 1 s after the step before the last began, and take 10 s: two steps take 24 s,
         # in each of which the trainer works for 11 s and the replica for 10 s.
         pytest.param(
-            {"max_age": 1, "train_seconds": 10.5, "weights_beside": WeightsBeside(0.5, 2, 1)},
+            {"max_age": 1, "train_seconds": 10.5, "weights_overlap": WeightsBeside(0.5, 2, 1)},
             (12, 1 / 12, 2 / 12, 1, 1),
             id="prompts wait for weights on their way",
         ),
         pytest.param(
-            {"weights_beside": WeightsBeside(0.5, 9, 1)},
+            {"weights_overlap": WeightsBeside(0.5, 9, 1)},
             (16, 10 / 16, 6 / 16, 0, 0),
             id="without a look-ahead the trainer waits",
         ),
@@ -151,7 +151,7 @@ def test_without_a_look_ahead_a_step_is_the_longest_answer_and_the_training(shar
         {"max_running": 3},
         {"reread_seconds": 1e-4, "n_replicas": 3},
         {"train_seconds": 0.0, "update_seconds": 0.0},
-        {"weights_beside": WeightsBeside(0.1, 3.0, 0.4)},
+        {"weights_overlap": WeightsBeside(0.1, 3.0, 0.4)},
     ],
 )
 def test_every_prompt_is_finished_once_and_young_enough(changes: dict[str, Any], age: int) -> None:
@@ -206,8 +206,8 @@ def test_the_fastest_split_is_that_of_a_look_at_all() -> None:
         ({"token_seconds": (0.0,)}, "token_seconds"),
         ({"train_seconds": -1.0}, "at least 0"),
         ({"max_age": -1}, "at least 0"),
-        ({"weights_beside": WeightsBeside(0.1, -1.0, 0.4)}, "at least 0"),
-        ({"weights_beside": WeightsBeside(0.1, 1.0, 0.4), "shares_devices": True}, "devices of their own"),
+        ({"weights_overlap": WeightsBeside(0.1, -1.0, 0.4)}, "at least 0"),
+        ({"weights_overlap": WeightsBeside(0.1, 1.0, 0.4), "shares_devices": True}, "devices of their own"),
     ],
 )
 def test_a_setting_that_cannot_be_is_an_error(changes: dict[str, Any], message: str) -> None:

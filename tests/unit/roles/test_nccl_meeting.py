@@ -1,4 +1,4 @@
-"""The NCCL group of a trainer and its rollout, which all enter anew when a server was started again."""
+"""The NCCL group of a trainer and its rollout, which all enter again after a server has restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Done:
 
 
 class Replicas:
-    """Two replicas, of which `linked` says whether they are in the group."""
+    """Two replicas; `linked` says whether each is in the group."""
 
     def __init__(self) -> None:
         self.linked = [False, False]

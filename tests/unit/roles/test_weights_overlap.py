@@ -1,4 +1,4 @@
-"""Weights that a rollout takes while the actor trains on: what is copied first, and what comes later."""
+"""Weights that a rollout takes in parallel with training: what is copied first, and what comes later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fivefold.roles import actor as actor_module
 from fivefold.roles.actor import Actor
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.weights_beside import copy_weights, give_weights
+from fivefold.roles.weights_overlap import copy_weights, give_weights
 from fivefold.weights.device_buckets import DeviceBucket
 from fivefold.weights.offer import WeightOffer
 from fivefold.weights.table import TRANSPORTS
@@ -30,7 +30,7 @@ def is_held(lock: threading.RLock) -> bool:
 
 
 class NotedGroup:
-    """The actor's two ranks, the first of which has a copy of three buckets."""
+    """The actor's two ranks; the first one has a copy of three buckets."""
 
     actor: Actor
 
