@@ -1,7 +1,7 @@
-"""Weights that NCCL sends out of a copy in host memory, while the trainer changes its own.
+"""Weights that NCCL broadcasts from a copy in host memory, in parallel with training.
 
-trainer's memory   tensors ──fill──> bucket, bucket, ...    pinned host memory, kept for the next version
-its device         one buffer  <──────── next ────┘ ──broadcast──> engines        on a stream of its own
+trainer's host     tensors ──fill──> bucket, bucket, ...    pinned memory, which the next version fills again
+its device         one buffer  <──────── next ────┘ ──broadcast──> engines        on a separate stream
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fivefold.weights.transport import DEVICE_BYTES, Route
 
 
 class CopiedWeights:
-    """The sending rank's copy of all weights of one version. `fill`, then `next` until nothing is left.
+    """The sending rank's copy of all weights of one version: call `fill`, then `next` until nothing is left.
 
-    `next` may run in another thread than the training. Its kernels are on a stream of their own, because those of a
-    broadcast wait until an engine is ready, and would hold up all that is behind them.
+    `next` may run in another thread than training. Its kernels are on a separate stream: a broadcast waits until all
+    engines are ready, and would hold up every kernel after it.
     """
 
     def __init__(self, link: NcclLink, max_bytes: int = DEVICE_BYTES) -> None:
@@ -34,19 +34,19 @@ class CopiedWeights:
             max_bytes: bytes of a bucket, unless a tensor is larger.
         """
         self.link = link
-        """The connection over which the next bucket goes; another may take its place between two transfers."""
+        """The connection for the next bucket; it may be replaced between two transfers."""
         self._max_bytes = max_bytes
         self._memory: list[Tensor] = []
         """uint8 each, in host memory: the bytes of one bucket."""
         self._waiting: deque[tuple[DeviceBucket, Tensor]] = deque()
-        """Buckets that are not announced, with their bytes."""
+        """Buckets that are not announced yet, with their bytes."""
         self._announced: Tensor | None = None
         """The bytes of the bucket that is announced and not sent, on the device."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def fill(self, weights: Iterable[Stack], route: Route) -> None:
-        """Copy all tensors, in the dtype of the route; return once they may change."""
+        """Copy all tensors, cast to the route's dtype; the trainer may change them then."""
         filler = BufferFiller(weights, dtype=getattr(torch, route.dtype), n_buffers=1, max_bytes=self._max_bytes)
         for tensors, buffer in filler:
             bucket = DeviceBucket.of(tensors, {}, with_checksum=route.checksum)
@@ -59,7 +59,7 @@ class CopiedWeights:
                 self._buffer = torch.empty(most, dtype=torch.uint8, device=buffer.device)
 
     def next(self) -> DeviceBucket | None:
-        """Send the bucket that the last call announced, and announce the next one, as `NCCLSender.items`.
+        """Broadcast the bucket that the last call announced, and announce the next one, as `NCCLSender.items`.
 
         Returns:
             The announcement of the next bucket; None: there is none, and all are sent.
@@ -76,14 +76,14 @@ class CopiedWeights:
         return bucket
 
     def _host_memory(self, index: int, n_bytes: int, *, pinned: bool) -> Tensor:
-        """Return memory for a bucket, which every version of the weights fills alike."""
+        """Return the memory of a bucket, which has the same size in every version."""
         if index == len(self._memory):
             self._memory.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned))
         return self._memory[index][:n_bytes]
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Have the kernels of the block on the stream of the broadcasts."""
+        """Run the kernels of the block on the stream of the broadcasts."""
         if self._stream is None:
             yield
         else:

@@ -3,11 +3,11 @@
     trainer rank   tensors ──BufferFiller──> buffer 0, buffer 1, buffer 0, ...      the same buckets on every rank
                                                │ handle: how a process on the same device opens the buffer
     driver         DeviceBucket: names, dtypes, shapes, and the handles of all ranks' devices
-    engine         opens the handle of its own device, or receives the buffer by NCCL
+    engine         opens the handle of its device, or receives the buffer by NCCL
 
-Unlike the buckets of `fivefold.weights.buckets`, these hold whole tensors, because the servers' loaders take no parts:
-a tensor larger than a bucket gets a buffer of its own size. Tensors that a loader fuses are in one bucket. The offsets
-of routers come last, in a bucket of their own, because they stay float32.
+Unlike the buckets of `fivefold.weights.buckets`, these hold whole tensors, because servers load no parts: a tensor that
+is larger than a bucket gets a buffer of its size. Tensors that a loader fuses share a bucket. Offsets of routers come
+last, in a separate bucket, because they stay float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype as which elements are added up, by their bytes."""
 
 Handle = tuple[Any, ...]
-"""Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`, of which the device's index is one."""
+"""Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`; the device's index is one of them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DeviceBucket:
     handles: Mapping[str, Handle]
     """The handle of the buffer on each device, by the device's UUID; none where NCCL carries the bytes."""
     checksum: int | None
-    """Checksum of all tensors; None: nobody asked for it, or this rank does not have them."""
+    """Checksum of all tensors; None: the run does not check it, or this rank does not have them."""
 
     @staticmethod
     def of(
@@ -93,10 +93,7 @@ class DeviceBucket:
 
 
 def merged(parts: Sequence[DeviceBucket | None]) -> DeviceBucket | None:
-    """Return the bucket of which each rank has a part: a handle, the checksum, or names and shapes alone.
-
-    None: the weights are at their end.
-    """
+    """Merge the ranks' parts of a bucket: a handle, the checksum, or names and shapes alone. None: no more are left."""
     first = parts[0]
     if first is None:
         return None
@@ -130,7 +127,7 @@ class BufferFiller:
         self._buffers: list[Tensor | None] = [None] * n_buffers
         self._turn = 0
         self._ahead: deque[Stack] = deque()
-        """What was read and is in no bucket: the next stack or its rest, behind what the last bucket held back."""
+        """What was read and is in no bucket: what the last bucket held back, then the next stack or its rest."""
         self._offsets: deque[Stack] = deque()
         """Copies of the routers' offsets that were read."""
         self._read()
@@ -182,7 +179,7 @@ class BufferFiller:
         if group is None:
             return
         first = next((index for index, (name, _) in enumerate(tensors) if loaded_together(name) == group), len(tensors))
-        # The buffer is another's by the time that they are copied from here.
+        # Another bucket has the buffer by the time that they are copied from here.
         self._ahead.extendleft(alone(name, tensor.clone()) for name, tensor in reversed(tensors[first:]))
         del tensors[first:]
 
@@ -207,14 +204,14 @@ class BufferFiller:
 
 
 class Checksum:
-    """Passes tensors on, and adds up a number that depends on the name and the bits of each, and not on their order.
+    """Passes tensors on, and adds up a number that depends on each name and all bits, but not on the order.
 
-    The sum of a tensor's elements, as integers, is taken on its device. It finds lost, stale and mixed-up tensors, and
-    not two elements of a tensor that change places. The code that runs inside vLLM computes the same number.
+    A tensor's elements are summed as integers on its device. The sum finds lost, stale and mixed-up tensors, but not
+    two elements of a tensor that change places. The code inside vLLM computes the same number.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], is_wanted: bool = True) -> None:
-        """Add nothing up unless `is_wanted`."""
+        """Count nothing unless `is_wanted`."""
         self._tensors = tensors
         self._is_wanted = is_wanted
         self.total = 0
@@ -236,7 +233,7 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def check_arrived(arrived: Sequence[int], sent: int) -> None:
-    """Compare the checksum that each process of an engine found with that of what was sent.
+    """Compare the checksum that each process of an engine found with the one that was sent.
 
     Raises:
         RuntimeError: they differ.

@@ -35,11 +35,11 @@ Save = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One replica among those of its role on the same node."""
+    """One replica among its role's on the same node."""
 
     run: str
-    """Identifier of the run on this node, different from that of every other run, and of this run on other nodes: these
-    may be containers of one machine, with one memory."""
+    """Identifier of the run on this node. It differs from other runs' and from this run's on other nodes, which may be
+    containers on one machine, with one memory."""
     index: int
     """Index of the replica, from 0."""
     count: int

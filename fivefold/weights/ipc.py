@@ -35,7 +35,7 @@ class IPC(Transport):
         return stages_obstacle(placement)
 
     def device_bytes(self, largest: int) -> int:
-        """Return the bytes of the buffers, each of which holds the largest tensor."""
+        """Return the bytes of the buffers; each holds the largest tensor."""
         return N_BUFFERS * max(DEVICE_BYTES, largest)
 
     def sender(self, route: Route, rank: int, timeout_s: float) -> Sender:

@@ -1,7 +1,7 @@
 """NCCL communicators between processes that share no group of torch.distributed, through NCCL's C interface.
 
-torch has bindings of its own in `torch.cuda.nccl`, but `init_rank` there fails with "SystemError: PY_SSIZE_T_CLEAN
-macro must be defined for '#' formats" (torch 2.11, Python 3.12). If a release of torch mends it, this file can go.
+torch has bindings in `torch.cuda.nccl`, but `init_rank` there fails with "SystemError: PY_SSIZE_T_CLEAN
+macro must be defined for '#' formats" (torch 2.11, Python 3.12). Once a release of torch fixes it, this file can go.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The trainer's end of an NCCL group with inference servers, of which it is rank 0.
+"""The trainer's end of an NCCL group with inference servers, as rank 0.
 
-How the servers enter the group differs, and each has its `Meeting`:
+Servers enter the group in different ways, each a `Meeting`:
 
-    unique_id      vLLM 0.26 and later take NCCL's own id of the group
-    vllm_store     vLLM 0.25 reads that id, as an object of its own class, from a store that the trainer opens
+    unique_id      vLLM 0.26 and later take NCCL's id of the group
+    vllm_store     vLLM 0.25 reads that id, as an object of a vLLM class, from a store that the trainer opens
     torch_group    SGLang makes a group of torch.distributed over a store that the trainer opens
 
-A process that has died leaves its group of no use. All others then enter another one, with its successor.
+A group is useless once a process in it has died. All others then enter another one, with its successor.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class NcclLink:
             self._communicator.broadcast(flat, source=0)
         else:
             dist.broadcast(flat, src=0, group=self._group)
-        # Training may go on beside, on other streams.
+        # Training may run in parallel, on other streams.
         torch.cuda.current_stream().synchronize()
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ def pickled_id(unique_id: bytes) -> bytes:
 
 
 def _torch_group(name: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:
-    """Make a group of torch.distributed beside the default one, as SGLang's `init_custom_process_group` does."""
+    """Make a second group of torch.distributed, as SGLang's `init_custom_process_group` does."""
     group, _ = c10d._new_process_group_helper(
         world_size,
         0,

@@ -1,4 +1,4 @@
-"""Pickles of objects whose classes belong to a server, and need not be installed beside the trainer."""
+"""Pickles of objects whose classes belong to a server, which the trainer's environment may lack."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Transport(ABC):
         return parts[0]
 
     def readers(self, placement: Placement) -> frozenset[int]:
-        """Return the trainer's ranks that send, each of which needs all weights in full."""
+        """Return the trainer's ranks that send; each needs all weights in full."""
         return frozenset({0})
 
     def suits(self, engine: str) -> bool:

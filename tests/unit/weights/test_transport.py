@@ -123,7 +123,7 @@ AHEAD = {"max_head_offpolicyness": 1}
 
 
 @pytest.mark.parametrize(
-    ("allocation", "rollout", "beside"),
+    ("allocation", "rollout", "overlaps"),
     [
         ("transformers:d1+megatron:d1", AHEAD, True),
         ("sglang:d1+megatron:d1", {}, False),
@@ -133,10 +133,10 @@ AHEAD = {"max_head_offpolicyness": 1}
     ],
 )
 def test_the_trainer_goes_on_where_a_copy_of_its_weights_is_all_that_the_engines_need(
-    allocation: str, rollout: dict[str, Any], beside: bool
+    allocation: str, rollout: dict[str, Any], overlaps: bool
 ) -> None:
-    assert route_of(allocation, 2, rollout).overlaps_training == beside
-    if not beside:
+    assert route_of(allocation, 2, rollout).overlaps_training == overlaps
+    if not overlaps:
         with pytest.raises(ValueError, match=r"overlap_weight_sync=true, but .*: set it to null"):
             route_of(allocation, 2, rollout | {"overlap_weight_sync": True})
     assert not route_of(allocation, 2, rollout | {"overlap_weight_sync": False}).overlaps_training

@@ -1,7 +1,7 @@
 """Runs inside vLLM's workers: loads weights in few steps, and tells a checksum of those that arrive.
 
-It is on vLLM's path and its class is vLLM's `--worker-extension-cls`, so it imports nothing of Fivefold, which need not
-be installed beside vLLM. The checksum is that of `fivefold.weights.device_buckets.checksum`.
+It is on vLLM's path and its class is vLLM's `--worker-extension-cls`. It imports nothing of Fivefold, which vLLM's
+environment may lack. The checksum is the same as `fivefold.weights.device_buckets.checksum`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_experts_together(model: Any, layer_class: Any) -> None:
     """Make the model's loader give all experts' tensors of one projection to vLLM's parameter at once.
 
     Symptom: vLLM 0.25 takes 0.35 ms for each tensor of an update, 7 s for the 18,867 of Qwen3-30B-A3B.
-    Cause: it passes each through five generators, compares its name with those of all experts' tensors, binds the
+    Cause: it passes each through five generators, compares its name with all experts' tensors, binds the
         arguments of each parameter's loader to its signature, and runs the loader twice, once to count what it copies.
     Instead: a projection's tensors are collected, stacked, and loaded as one of shape [experts, rows, columns], which
         the loader takes as well. Layers that hold some of the experts only, or quantized ones, load as before.
@@ -111,7 +111,7 @@ def _without_experts(layers: dict[str, Any], held: Held, weights: Weights) -> We
 
 
 def _load_stacked(layers: dict[str, Any], held: Held) -> Iterator[str]:
-    """Load each projection of which all experts have arrived. Yields the parameter's name."""
+    """Load each projection whose experts have all arrived. Yields the parameter's name."""
     for name, projection in list(held):
         layer, tensors = layers[name], held[name, projection]
         n_experts = layer.moe_config.num_logical_experts
@@ -138,7 +138,7 @@ def open_whole_buffers(engine: Any) -> None:
     """Make vLLM copy a buffer that it opens by CUDA IPC at once.
 
     Symptom: vLLM 0.25 takes 40 us for each tensor of a buffer before its model sees them.
-    Cause: it copies each tensor into memory of its own.
+    Cause: it copies each tensor into separate memory.
     Instead: one copy of the buffer, whose parts are the tensors.
     Remove this as `load_experts_together`.
 
