@@ -11,8 +11,8 @@ from fivefold.config.schema.preferences import DPORecipe
 from fivefold.data.examples import Examples
 from fivefold.data.preferences import Labelled, load_labelled
 from fivefold.data.sft import SFTExample, sft_columns
+from fivefold.observe.columns import KTO_COLUMNS
 from fivefold.observe.screens import ScreenKind
-from fivefold.observe.table import KTO_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch

@@ -202,8 +202,8 @@ def evaluate(
         check_judged(
             model_shape(recipe, roles_of(recipe)["reward"]), tokenizer, evaluator.data.prompts, evaluator.sampling
         )
-    status = StatusLine() if status is None else status
-    timers = PhaseTimers(on_change=status.enter)
+    status = StatusLine(PhaseTimers()) if status is None else status
+    timers = status.timers
     # A failure leaves the folder, because its message names a log file in it, until the next evaluation.
     private = PrivateFolder.create(Path(tempfile.gettempdir()), LOGS)
     with private.until_it_fails() as logs, Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:

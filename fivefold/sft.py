@@ -10,8 +10,8 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
+from fivefold.observe.columns import SFT_COLUMNS
 from fivefold.observe.screens import ScreenKind
-from fivefold.observe.table import SFT_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch

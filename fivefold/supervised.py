@@ -24,10 +24,10 @@ from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
 from fivefold.families.check import check_examples
+from fivefold.observe.columns import PAIR_COLUMNS, Column
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
-from fivefold.observe.table import PAIR_COLUMNS, Column
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.launch import launch_models

@@ -35,10 +35,10 @@ from fivefold.experience.step import StepSource
 from fivefold.experience.stream import StreamSource
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, taken_over
+from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
-from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.devices import Roles
@@ -301,7 +301,6 @@ class _Loop:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
         records = [as_record(sample, step=step) for sample in samples[: self.setup.recipe.stats.n_logged(len(samples))]]
         self.keeper.samples.write(records)
-        self.run.trackers.samples(records)
         return len(records)
 
     def _train(self, experience: Experience, step: int, n_logged: int) -> tuple[RemoteBatch, dict[str, float]]:

@@ -140,6 +140,6 @@ def _saved_results(recipe: RunConfig | None) -> str:
 
 def _how_to_go_on() -> str:
     """Return how to go on with the run from its last checkpoint."""
-    from fivefold.observe.about import command_line
+    from fivefold.observe.machine import command_line
 
     return f"To go on, run the same command again: {command_line()}"

@@ -21,8 +21,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.ray_nodes import RayNode, address_order, listing, ray_nodes, wait_for_nodes
-from fivefold.observe.gpu_memory import least_gpu_memory
-from fivefold.observe.versions import versions
+from fivefold.observe.machine import least_gpu_memory, versions
 
 GRANT_S = 30.0
 """Least seconds that Ray gets to grant devices that are free."""

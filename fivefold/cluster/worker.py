@@ -34,8 +34,8 @@ from ray import cloudpickle
 from fivefold.cluster.interrupt import keep_exit_statuses
 from fivefold.cluster.rendezvous import LOOPBACK
 from fivefold.imports import large_imports
-from fivefold.observe.events import MAIN, SUFFIX, EventLog
 from fivefold.observe.progress import Progress, counting, current_progress
+from fivefold.observe.timers import MAIN, SUFFIX, EventLog
 
 SIDES = {"feed": 1, "results": 1, "control": 2, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with their threads, for methods that run beside the one in progress. `control`

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from fivefold.observe.sample_log import TokenValues
+from fivefold.observe.sample_parts import TokenValues
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 
 TRAINER = "old_logprobs"

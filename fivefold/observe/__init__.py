@@ -1,1 +1,1 @@
-"""What a run shows and records: metrics, timers, console, TensorBoard, run folders."""
+"""What a run shows and records: screens, timers, metrics, samples, trackers, run folders."""

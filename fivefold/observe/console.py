@@ -1,4 +1,4 @@
-"""The screen of a run: a banner, one line for each step, a live status line, and the results' paths at the end.
+"""The screen of a run: a banner, one line per step, a live status line, and the paths of the results at the end.
 
 +- arithmetic / trial-0 -------------+
 | model    package:tiny-moe          |
@@ -12,14 +12,12 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 from unicodedata import category
 
 from rich.console import Console
@@ -28,29 +26,28 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.observe.columns import Column
+from fivefold.observe.output import standard_output
 from fivefold.observe.progress import Progress
 from fivefold.observe.status_line import StatusLine, live
-from fivefold.observe.table import Column, StepTable, number
+from fivefold.observe.table import StepTable, number
+from fivefold.observe.timers import PhaseTimers
 
-FILE_WIDTH = 160
-"""Characters of a line if neither the output nor the process has a terminal."""
-LEAST_WIDTH = 60
-"""Least characters of a line."""
 HEADER_EVERY = 25
 """Steps after which the labels are printed again."""
 SAMPLE_INDENT = "    "
 CUT = " ... "
 SILENCE_S = 60.0
-"""Seconds without a line after which what goes on is printed where there is no status line."""
+"""Seconds without a line after which the status is printed as a line, if there is no status line."""
 BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
-"""Metrics by which the best step is chosen: the first that several steps have, where larger is better."""
+"""Metrics that choose the best step, larger is better: the first that several steps have."""
 
 
 class RunConsole:
     """The screen of one run.
 
-        with RunConsole(TRAIN_COLUMNS) as screen:
-            timers = PhaseTimers(on_change=screen.phase)
+        timers = PhaseTimers()
+        with RunConsole(TRAIN_COLUMNS, timers) as screen:
             screen.banner("arithmetic / trial-0", {"model": ..., "actor": ...})
             screen.start(n_steps=50)
             ...
@@ -58,16 +55,16 @@ class RunConsole:
             screen.note("evaluation after step 20: accuracy 0.71")
             screen.end("finished in 1:23", {"weights": ...})
 
-    On a terminal a status line follows the phases; elsewhere (a pipe, a file) there are plain lines only, and after a
-    minute without one the text of that line. Several threads may write to it. The run goes on without
-    a screen if the reader of its output ends.
+    On a terminal, a status line follows the phases of the timers. Elsewhere (a pipe, a file) there are only plain
+    lines, and the status as a line after a minute without any. Several threads may write. The run continues without a
+    screen if the reader of its output ends.
     """
 
-    def __init__(self, columns: Sequence[Column], console: Console | None = None) -> None:
-        self.console = _default_console() if console is None else console
+    def __init__(self, columns: Sequence[Column], timers: PhaseTimers, console: Console | None = None) -> None:
+        self.console = standard_output() if console is None else console
         self._columns = columns
         self._table: StepTable | None = None
-        self._status = StatusLine()
+        self._status = StatusLine(timers)
         self._live: Live | None = None
         self._n_lines = 0
         self._printed = time.monotonic()
@@ -77,7 +74,7 @@ class RunConsole:
         self._best: dict[str, tuple[float, int]] = {}
         """Value and number of the best step so far, by metric."""
         self._n_measured: Counter[str] = Counter()
-        """Steps that have each metric."""
+        """Number of steps that have each metric."""
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print the run's name and facts about it."""
@@ -89,20 +86,16 @@ class RunConsole:
         Args:
             n_steps: steps of the whole run.
             done: steps that earlier starts of the run have made.
-            earlier: the metrics of those steps, with their numbers as `step`: the best of all may be among them.
+            earlier: metrics of those steps, with their numbers as `step`; one of them may be the best.
         """
         for record in earlier:
             self._remember_best(record["step"], record)
         self._table = StepTable(self._columns, n_steps, self.console.width)
-        self._status.begin(n_steps, done)
+        self._status.pace.begin(n_steps, done)
 
     def follow(self, workers: Callable[[], Mapping[str, Progress]], builds: Mapping[str, float]) -> None:
         """Show the progress of workers on the status line; see `StatusLine.follow`."""
         self._status.follow(workers, builds)
-
-    def phase(self, name: str) -> None:
-        """Show `name`, the phases in progress, on the status line; to be the `on_change` of `PhaseTimers`."""
-        self._status.enter(name)
 
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
         """Print one line: the numbers of `step` (counted from 1) and the seconds of its phases.
@@ -118,11 +111,11 @@ class RunConsole:
                     self._line(Text(line, style="bold"))
             self._n_lines += 1
             self._line(_painted(self._table.row(step, metrics, seconds)))
-        self._status.finish_step(step)
+        self._status.pace.finish_step(step)
         self._remember_best(step, metrics)
 
     def samples(self, step: int, samples: Sequence[tuple[float, str, str]]) -> None:
-        """Print samples of `step`, (reward, prompt, response) each, on three lines of the screen."""
+        """Print samples of `step`, each (reward, prompt, response), on three lines of the screen."""
         room = self.console.width - len(SAMPLE_INDENT) - len("response  ")
         for reward, prompt, response in samples:
             with self._lock:
@@ -131,15 +124,15 @@ class RunConsole:
                 self._line(Text(f"{SAMPLE_INDENT}response  {shortened(response, room)}"))
 
     def note(self, text: str, style: str = "") -> None:
-        """Print a text between the steps, whole however narrow the screen is."""
+        """Print a text between the steps, in full even on a narrow screen."""
         self._printed = time.monotonic()
         self.console.print(Text(text, style=style), soft_wrap=True)
 
     def end(self, title: str, facts: Mapping[str, object]) -> None:
-        """Stop the status line; print how the run ended and where its results are."""
+        """Stop the status line, and print how the run ended and where its results are."""
         self._stop()
         best: dict[str, object] = {}
-        if (name := self._told_best) is not None:
+        if (name := self._best_metric) is not None:
             value, step = self._best[name]
             best = {"best step": f"{step}, {name} {value:.3f}"}
         self._box(title, {**best, **facts}, style="green")
@@ -152,15 +145,15 @@ class RunConsole:
                 self._n_measured[name] += 1
                 if name not in self._best or value > self._best[name][0]:
                     self._best[name] = value, step
-        if (told := self._told_best) is not None:
-            value, best = self._best[told]
-            self._status.best = f"best {told} {value:.3f} at step {best}"
+        if (shown := self._best_metric) is not None:
+            value, best = self._best[shown]
+            self._status.best = f"best {shown} {value:.3f} at step {best}"
 
     @property
-    def _told_best(self) -> str | None:
-        """The first metric of `BEST_OF` that several steps have, for of one there is no best; None: there is none.
+    def _best_metric(self) -> str | None:
+        """The first metric of `BEST_OF` that several steps have; None if there is none.
 
-        An accuracy that has always been 0 gives way to the next one.
+        An accuracy that has always been 0 gives way to the next metric.
         """
         several = [name for name in BEST_OF if self._n_measured[name] > 1]
         return next((name for name in several if self._best[name][0] != 0), several[0] if several else None)
@@ -168,7 +161,7 @@ class RunConsole:
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._live = live(self._status, self.console)
-            # Drawn before its thread draws it, or the banner could be printed behind it on the same line.
+            # Drawn here before Live's thread draws it; otherwise the banner could be printed on the same line after it.
             self._live.start(refresh=True)
         else:
             self._watch_silence()
@@ -180,17 +173,17 @@ class RunConsole:
         self._stop()
 
     def _watch_silence(self) -> None:
-        """Tell what goes on, from a thread, whenever nothing has been printed for long."""
+        """Print the status, from a thread, whenever nothing has been printed for long."""
 
         def watch() -> None:
             while not self._ended.wait(max(self._printed + SILENCE_S - time.monotonic(), 1.0)):
                 if time.monotonic() - self._printed >= SILENCE_S:
-                    self._tell_status(self._status)
+                    self._print_status(self._status)
 
         threading.Thread(target=watch, name="silence", daemon=True).start()
 
-    def _tell_status(self, status: StatusLine) -> None:
-        """Print what goes on as a plain line."""
+    def _print_status(self, status: StatusLine) -> None:
+        """Print the status as a plain line."""
         self.note(status.text(self.console.width))
 
     def _stop(self) -> None:
@@ -201,7 +194,7 @@ class RunConsole:
 
     def _line(self, text: Text) -> None:
         self._printed = time.monotonic()
-        # Lines are cut and not folded, because a folded table cannot be read.
+        # Lines are cut instead of wrapped, because a wrapped table cannot be read.
         self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def _box(self, title: str, facts: Mapping[str, object], style: str) -> None:
@@ -222,9 +215,9 @@ class RunConsole:
 
 
 def shortened(text: str, width: int) -> str:
-    """Put a text on one line of at most `width` characters, without its middle if it is too long.
+    """Put a text on one line of at most `width` characters, cutting out its middle if it is too long.
 
-    Characters that would move the cursor or clear the screen, and those that have no encoding, are written as codes.
+    Control characters, which could move the cursor or clear the screen, and lone surrogates are escaped.
     """
     line = "".join(_visible(letter) for letter in " ".join(text.split()))
     if len(line) <= width:
@@ -238,40 +231,6 @@ def _visible(letter: str) -> str:
 
 
 def _painted(row: str) -> Text:
-    """Dim the seconds, so that the metrics stand out."""
+    """Dim the seconds so that the metrics stand out."""
     numbers, bar, seconds = row.partition("|")
     return Text.assemble(numbers, (bar + seconds, "dim"))
-
-
-class _Output(Console):
-    """Standard output, whose reader may end before the run, as `tee` does at Ctrl-C."""
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing from here on. Rich itself would end the process, in the middle of a step."""
-        self.quiet = True
-        discard(sys.stdout)
-
-
-def discard(stream: TextIO) -> None:
-    """Let all that is written to a stream go nowhere, because nobody reads it any more."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
-
-def _default_console() -> Console:
-    console = _Output(highlight=False)
-    return console if console.is_terminal else _Output(highlight=False, width=_width_elsewhere())
-
-
-def _width_elsewhere() -> int:
-    """Return the width of lines that do not go to a terminal: $COLUMNS, or that of the process's terminal, if any.
-
-    The output of `fivefold train ... | tee log` is read in the terminal into which the command was typed.
-    """
-    if os.environ.get("COLUMNS", "").isdecimal():
-        return max(int(os.environ["COLUMNS"]), LEAST_WIDTH)
-    for stream in (sys.stderr, sys.stdin):
-        if stream is not None and stream.isatty():
-            return max(os.get_terminal_size(stream.fileno()).columns, LEAST_WIDTH)
-    return FILE_WIDTH

@@ -1,8 +1,8 @@
-"""Files that are on the disk, and not only in the machine's memory, once they are written.
+"""Files that are on the disk, and not only in memory, once they are written.
 
     replacing   part file ─> fsync ─> rename ─> fsync of the folder
 
-Python leaves the path out of errors such as a full disk; here every error names its file.
+Python leaves the path out of some errors, such as a full disk. Here every error names its file.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import IO
 
 PART = ".part"
-"""Suffix of a file that is being written."""
+"""Suffix of a file while it is written."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `path` at the end of the block: a reader sees the old one or the new one.
+    """Open a file that replaces `path` at the end of the block. Readers see the old file or the new one.
 
     Raises:
-        OSError: it cannot be written; the error names `path`, and an earlier file is as it was.
+        OSError: it cannot be written; the error names `path`, and an earlier file is unchanged.
     """
     part = path.with_name(path.name + PART)
     with naming(path):
@@ -33,12 +33,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
             part.replace(path)
         finally:
-            part.unlink(missing_ok=True)  # it is there only if the file could not be written
+            part.unlink(missing_ok=True)  # it exists only if writing failed
         sync_folder(path.parent)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, in place of an earlier file.
+    """Write `content` to `path`, replacing an earlier file.
 
     Raises:
         OSError: as `replacing`.
@@ -63,10 +63,15 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of the body that names no file name `path`."""
+    """Name `path` in an OSError of the block that names no file."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        name_file(error, path)
+        raise
+
+
+def name_file(error: OSError, path: Path) -> None:
+    """Name `path` in an error that names no file."""
+    if error.filename is None and error.errno is not None:
+        error.filename = str(path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """A run failed after its set-up. The message is for the person who started it."""
+    """A run failed after its setup. The message is for the person who started it."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """A run ended early, after a whole step, because it was asked to. The same command goes on."""
+    """A run ended early, after a whole step, because it was asked to. The same command resumes it."""

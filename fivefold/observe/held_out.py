@@ -1,4 +1,4 @@
-"""Which measure of the held-out data tells in one line what a run came to."""
+"""The measure of the held-out data that sums up a run in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LABELS = {"accuracy": "held-out accuracy", "reward": "held-out reward", "nll": "held-out loss"}
-"""Measures that can stand in one line, the most telling first, and what they are called."""
+"""Measures that can sum up a run, the most telling first, with their labels."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class HeldOut:
 def held_out(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> HeldOut | None:
     """Return the first measure of `LABELS` that both evaluations have; None if there is none.
 
-    One that is 0 in both gives way to the next. The accuracy is, where rewards never reach 1, such as the scores of a
-    reward model.
+    A measure that is 0 in both gives way to the next. Accuracy is always 0 if rewards never reach 1, such as the scores
+    of a reward model.
     """
     found = [
         HeldOut(label, first, last)

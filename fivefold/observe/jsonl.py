@@ -11,27 +11,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fivefold.observe.durable import naming, replacing, write_file
+from fivefold.observe.durable import name_file, naming, replacing, write_file
 
 
 class JsonLines:
-    """A file with one JSON object per line, to which several threads may append."""
+    """A file with one JSON object per line. Several threads may append."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Half a surrogate pair has no UTF-8 encoding. JSON writes it as a backslash and its code point.
+        # UTF-8 cannot encode lone surrogates. JSON writes them as a backslash and the code point.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self._lock = threading.Lock()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`; floats that are not finite are written as null."""
+        """Append `record`. Floats that are not finite are written as null."""
         line = json.dumps(finite(record), ensure_ascii=False) + "\n"
-        with self._lock, naming(self._path):
-            self._file.write(line)
-            self._file.flush()
+        try:
+            with self._lock:
+                self._file.write(line)
+                self._file.flush()
+        except OSError as error:
+            name_file(error, self._path)
+            raise
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk, where they survive the machine."""
+        """Wait until all lines are on the disk and survive a crash of the machine."""
         with self._lock, naming(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -51,7 +55,7 @@ class JsonLines:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; a missing file has none, and lines that are not whole are left out."""
+    """Yield the records of a file. A missing file has none; incomplete lines are skipped."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -61,7 +65,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Delete, atomically, the lines of steps after `step`, and lines that are not whole; a missing file is left so."""
+    """Delete, atomically, incomplete lines and the lines of steps after `step`. A missing file stays missing."""
     if not path.exists():
         return
     with replacing(path) as part, path.open("rb") as lines:
@@ -69,19 +73,19 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None if it is not whole or has none."""
+    """Return the step of a line; None if the line is incomplete or has none."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
-    except ValueError:  # half a line, or bytes that a machine that lost its power has left
+    except ValueError:  # a partial line, or garbage after a power failure
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path` atomically: a reader sees the old file or the new one, never a part."""
+    """Write `value` to `path` atomically. Readers see the old file or the new one, never a part."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
     write_file(path, text.encode(errors="backslashreplace"))
 

@@ -1,12 +1,11 @@
-"""A folder in the temporary directory for one process, which is removed when the process has ended.
+"""A temporary folder for one process, which is removed after the process has ended.
 
     fivefold-x1y2z3/       readable by its user only
-        in-use             locked for as long as the process that made the folder lives
+        in-use             locked while the process that created the folder is alive
         contents/          the files of the process; other programs may change its permissions
 
-A process that is killed cannot remove its folder. Its lock is then released, so that the next process knows that the
-folder is abandoned, even if their process ids mean nothing to each other, as in two containers with one temporary
-directory.
+A killed process cannot remove its folder, but its lock is released, so the next process knows that the folder is
+abandoned. This works even between containers that share a temporary directory but not their process ids.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ class PrivateFolder:
 
     path: Path
     lock: int
-    """File descriptor of the locked file. A process to which it is passed keeps the folder as well."""
+    """File descriptor of the locked file. A process that inherits it keeps the folder, too."""
 
     @classmethod
     def create(cls, parent: Path, prefix: str = PREFIX) -> Self:
-        """Create a folder below `parent`, and remove the folders there that killed processes of this user have left.
+        """Create a folder in `parent`, and remove folders that killed processes of this user have left there.
 
         Args:
             parent: the folder in which to create it.
-            prefix: beginning of its name; folders with names of other beginnings are not removed.
+            prefix: prefix of its name. Only folders with this prefix are removed.
         """
         for abandoned in parent.glob(f"{prefix}*"):
             _remove_if_abandoned(abandoned)
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        # The lock file gets its name once it is locked, so that no process takes the folder for an abandoned one.
+        # The lock file gets its name once it is locked, so that no process considers the folder abandoned.
         unlocked = path / f"{_LOCK}-soon"
         lock = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -60,7 +59,7 @@ class PrivateFolder:
 
     @contextmanager
     def until_it_fails(self) -> Iterator[Path]:
-        """Yield the folder to write to, and remove it, unless the block fails: then the next process removes it."""
+        """Yield the folder to write to, and remove it afterwards. If the block fails, the next process removes it."""
         try:
             yield self.contents
         except BaseException:
@@ -75,7 +74,7 @@ class PrivateFolder:
 
 
 def short_folder() -> Path:
-    """Return a folder for sockets, whose paths are limited to about 100 characters: a user's TMPDIR may be longer."""
+    """Return a folder for sockets, whose paths are limited to about 100 characters. A user's TMPDIR may be longer."""
     return Path("/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir())
 
 
@@ -85,7 +84,7 @@ def _remove_if_abandoned(path: Path) -> None:
             return
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # The folder is of another kind, or is being created, or another process has removed it.
+        # Another kind of folder, or one that is being created or has just been removed.
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +96,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # A killed process may still have children that write here. If a file stays, the lock file must stay, too.
+    # Children of a killed process may still write here. If a file stays, the lock file must stay, too.
     shutil.rmtree(path / "contents", ignore_errors=True)
     if not (path / "contents").exists():
         shutil.rmtree(path, ignore_errors=True)

@@ -5,7 +5,7 @@
             ...
             count(tensor.nbytes)
 
-Any thread of the process can ask meanwhile: `current_progress()`. The driver asks its workers in this way.
+Meanwhile any thread of the process can call `current_progress()`, which is how the driver asks its workers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 LEAST_SHARE = 0.02
-"""Share of the whole from which on the time left is estimated: the beginning says too little."""
+"""Least share that must be done before the time left is estimated."""
 
 Count = Callable[[int], None]
-"""Is told of each number of units that have been done, by any thread."""
+"""Adds a number of units that have been done; any thread may call it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Something that takes long, while it goes on."""
+    """A long action in progress."""
 
     action: str
-    """What is being done, such as `loading weights`."""
+    """The action, such as `loading weights`."""
     done: int
     total: int
     """Units in all; 0: nothing can be counted."""
     seconds: float
-    """How long it has taken so far."""
+    """Time that it has taken so far."""
 
     @property
     def share(self) -> float | None:
@@ -49,13 +49,13 @@ class Progress:
 
 
 class _Counter:
-    """One thing that is being counted."""
+    """An action that is being counted."""
 
     def __init__(self, action: str, total: int) -> None:
         self._action = action
         self._done = 0
         self._total = total
-        self._began = time.monotonic()
+        self._began = time.perf_counter()
         self._lock = threading.Lock()
 
     def add(self, n: int) -> None:
@@ -63,19 +63,19 @@ class _Counter:
             self._done += n
 
     def progress(self) -> Progress:
-        return Progress(self._action, self._done, self._total, time.monotonic() - self._began)
+        return Progress(self._action, self._done, self._total, time.perf_counter() - self._began)
 
 
 _counters: list[_Counter] = []
-"""What this process counts, the innermost last."""
+"""The actions that this process counts, innermost last."""
 
 
 @contextmanager
 def counting(action: str, total: int = 0) -> Iterator[Count]:
-    """Let `current_progress` tell of the block, which is given a function for what it has done.
+    """Let `current_progress` report the block, which gets a function that counts what it has done.
 
     Args:
-        action: what is being done, as people read it.
+        action: what is being done, in words.
         total: units in all; 0: nothing can be counted.
     """
     counter = _Counter(action, total)
@@ -87,6 +87,6 @@ def counting(action: str, total: int = 0) -> Iterator[Count]:
 
 
 def current_progress() -> Progress | None:
-    """Return how far this process is with the innermost thing that it counts; None if it counts nothing."""
+    """Return the progress of the innermost action that this process counts; None if it counts nothing."""
     counters = tuple(_counters)
     return counters[-1].progress() if counters else None

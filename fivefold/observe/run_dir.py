@@ -1,22 +1,22 @@
 """The folder of a run: its files, the process that owns it, and how the run ended.
 
 runs/<experiment_name>/<trial_name>/
-    recipe.yaml      the resolved recipe: every key, also those left at their defaults
-    about.json       what the run's screen says first, the command, versions, and the machine
-    engine.yaml      the whole configuration of the training engine of each role, defaults included
+    recipe.yaml      the resolved recipe: every key, defaults included
+    about.json       the banner of the screen, the command, versions, and the machine
+    engine.yaml      the whole configuration of each role's training engine, defaults included
     status.json      setup | running | finished | failed | interrupted | killed, and when
-    heartbeat        touched every few seconds while the run goes on
-    metrics.jsonl    one line a step
+    heartbeat        touched every few seconds while the run is alive
+    metrics.jsonl    one line per step
     samples.jsonl    generations of each step
-    samples/         the same as parquet files, with values of each token
+    samples/         the same as parquet files, with the values of each token
     tensorboard/
-    trackers/        what other trackers keep on this machine, and the run's key in them
+    trackers/        local files of other trackers, and the run's key in them
     profile/         step-<n>/<role>/rank-<n>.trace.json.gz: traces of the steps of `profile.steps`
-    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; *.events: who did
-                     what when; start-<n>/ of earlier starts
-    checkpoints/     step-<n>/: the whole run at a step, from which it can go on
-    weights/         the trained model, Hugging Face format
-    critic/          the critic, if there is one, Hugging Face format
+    logs/            <role>-<rank>.log of each worker; driver.log if the driver failed; *.events: when each
+                     process did what; start-<n>/ of earlier starts
+    checkpoints/     step-<n>/: the whole run at a step, from which it can resume
+    weights/         the trained model in Hugging Face format
+    critic/          the critic in Hugging Face format, if there is one
     summary.json     accuracy before and after, seconds, versions, recipe
 """
 
@@ -41,13 +41,12 @@ import yaml
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
 from fivefold.config.schema.run import RunConfig
-from fivefold.observe import heartbeat
+from fivefold.observe import alive
+from fivefold.observe.alive import Heartbeat, is_near, is_this_process, still_runs, this_process
 from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.heartbeat import Heartbeat, beats, was_touched_lately
 from fivefold.observe.jsonl import cut_back, write_json
-from fivefold.observe.owner import is_near, is_this_process, still_runs, this_process
-from fivefold.observe.sample_log import cut_back_parts
+from fivefold.observe.sample_parts import cut_back_parts
 
 State = Literal["setup", "running", "finished", "failed", "interrupted", "killed"]
 GOING_ON: tuple[State, ...] = ("setup", "running")
@@ -60,7 +59,7 @@ class RunDir:
     """A run's folder; as a context manager it records how the run ends.
 
     with RunDir.create(recipe, overwrite=False) as run:     # or RunDir.resume(recipe, step=12)
-        ...                       set-up: a ValueError here is an error of the recipe, and stays a ValueError
+        ...                       setup: a ValueError here is an error of the recipe, and stays a ValueError
         run.started()
         ...                       the run: a ValueError or an OSError here, such as a full disk, becomes a RunFailed
         run.write_summary({...})
@@ -88,19 +87,19 @@ class RunDir:
         self._began = _now()
         self._heartbeat = Heartbeat(path / "heartbeat")
         self._resumed: tuple[RunConfig, int] | None = None
-        """Recipe and step of a run that goes on in this folder, until it has started."""
+        """Recipe and step of a resumed run until it has started."""
 
     @classmethod
     def of(cls, recipe: RunConfig) -> Self:
-        """Return the folder of the recipe's run, which is not created."""
-        # Absolute: on a joined cluster, workers have another working folder than the driver.
+        """Return the folder of the recipe's run without creating it."""
+        # Absolute, because workers of a joined cluster have another working folder than the driver.
         return cls(user_path(recipe.cluster.fileroot).resolve() / recipe.experiment_name / recipe.trial_name)
 
     @classmethod
     def create(cls, recipe: RunConfig, *, overwrite: bool) -> Self:
-        """Create the folder, for a run that starts at its first step, and write the resolved recipe into it.
+        """Create the folder for a run that starts at its first step, and write the resolved recipe into it.
 
-        A folder without results, of a run that ended before its first step, is replaced even without `overwrite`.
+        The folder of a run that ended without results is replaced even without `overwrite`.
 
         Raises:
             ValueError: `check_free` refuses the folder, or it cannot be created.
@@ -118,12 +117,12 @@ class RunDir:
 
     @classmethod
     def resume(cls, recipe: RunConfig, step: int) -> Self:
-        """Open the folder for a run that goes on after `step`. The results of later steps are deleted by `started`.
+        """Open the folder for a run that resumes after `step`. `started` deletes the results of later steps.
 
         The logs of the workers move to `logs/start-<n>/`.
 
         Raises:
-            ValueError: the run in the folder still goes on, or the folder cannot be written to.
+            ValueError: the run in the folder is still alive, or the folder cannot be written to.
         """
         run = cls.of(recipe)
         run.check_idle()
@@ -138,7 +137,7 @@ class RunDir:
         """Refuse a folder that a new run must not replace.
 
         Raises:
-            ValueError: it is not the folder of a run, its run still goes on, or it holds results without `overwrite`.
+            ValueError: it is not the folder of a run, its run is still alive, or it holds results without `overwrite`.
         """
         if not self.is_used():
             return
@@ -152,13 +151,12 @@ class RunDir:
             )
 
     def check_idle(self) -> None:
-        """Refuse a folder that is not a run's, or whose run still goes on.
+        """Refuse a folder that is not a run's, or whose run is still alive.
 
-        A run of another machine or container counts as ended if its heartbeat stands still for a minute, which is then
-        recorded.
+        A run of another machine or container counts as ended if its heartbeat pauses for a minute. This is recorded.
 
         Raises:
-            ValueError: as it says.
+            ValueError: the folder is refused.
         """
         if not self.is_used():
             return
@@ -172,20 +170,20 @@ class RunDir:
             return
         if self._is_alive(status):
             raise ValueError(
-                f"a run goes on in {self.path} (process {status['pid']} on {status['host']}): choose another "
+                f"a run is active in {self.path} (process {status['pid']} on {status['host']}): choose another "
                 f"trial_name, such as trial_name={self.free_name()}, or end that run first"
             )
 
     def is_used(self) -> bool:
         """Return whether there is anything at the folder's path that a new run would have to replace."""
-        # A run that was killed while it wrote its very first file has left a part of it.
+        # A run that was killed while writing its very first file leaves a part of it.
         first = f"{STATUS}{PART}"
         return self.path.exists() and (
             not self.path.is_dir() or any(file.name != first for file in self.path.iterdir())
         )
 
     def has_results(self) -> bool:
-        """Return whether an earlier run has left more than its recipe and its logs."""
+        """Return whether an earlier run has left more than its recipe and logs."""
         results = (self.metrics, self.samples, self.checkpoints, self.weights, self.critic, self.summary)
         return any(_has_content(path) for path in results)
 
@@ -195,7 +193,7 @@ class RunDir:
         return "killed" if status is None or status["state"] in GOING_ON else str(status["state"])
 
     def free_name(self) -> str:
-        """Return the next trial name that is free in the experiment's folder: trial-0 -> trial-1."""
+        """Return the next free trial name in the experiment's folder: trial-0 -> trial-1."""
         match = re.fullmatch(r"(.*?)(\d+)", self.path.name)
         stem, number = (match[1], int(match[2])) if match else (f"{self.path.name}-", 0)
         while (name := f"{stem}{number + 1}") and (self.path.parent / name).exists():
@@ -203,7 +201,7 @@ class RunDir:
         return name
 
     def read_status(self) -> dict[str, Any] | None:
-        """Return the content of `status.json`; None if there is none, or a machine that lost its power has torn it."""
+        """Return the content of `status.json`; None if it is missing or was damaged by a power failure."""
         try:
             status = json.loads(self.status.read_bytes())
         except (FileNotFoundError, ValueError):
@@ -211,7 +209,7 @@ class RunDir:
         return status if _is_status(status) else None
 
     def started(self) -> None:
-        """Record that the set-up is over and the run has begun; delete what a resumed run will do again."""
+        """Record that the setup is over and the run has begun. Delete what a resumed run will repeat."""
         if self._resumed is not None:
             recipe, step = self._resumed
             self._cut_back(step)
@@ -220,10 +218,10 @@ class RunDir:
         self._write_status("running")
 
     def present_state(self) -> State:
-        """Return the state of the run in the folder; `killed` if its process has ended without a word.
+        """Return the state of the run in the folder; `killed` if its process ended without recording it.
 
-        The run of another machine or container goes on if its heartbeat was touched within a minute, by the clock of
-        this machine.
+        A run of another machine or container is alive if its heartbeat was touched within the last minute, by the clock
+        of this machine.
 
         Raises:
             ValueError: the folder has no status.
@@ -236,7 +234,7 @@ class RunDir:
             return state
         if is_near(status):
             return state if still_runs(status) else "killed"
-        return state if was_touched_lately(self._heartbeat.path) else "killed"
+        return state if alive.was_touched_lately(self._heartbeat.path) else "killed"
 
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Write `about.json`."""
@@ -289,38 +287,38 @@ class RunDir:
             return
         had_started = self.state == "running"
         log = self.logs / "driver.log"
-        told = f"Traceback: {log}"
+        where = f"Traceback: {log}"
         try:
             self._write_status(
                 "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
             )
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
-        except OSError as failure:  # such as a full disk; the error to report is the one that ended the run
-            told = f"how the run ended could not be written to {self.path}: {failure}"
-            error.add_note(told)
+        except OSError as failure:  # such as a full disk; the error to report is still the one that ended the run
+            where = f"how the run ended could not be written to {self.path}: {failure}"
+            error.add_note(where)
         if had_started and isinstance(error, (ValueError, OSError)):
             is_full = isinstance(error, OSError) and error.errno == ENOSPC
             fix = ": free some space, and start the run again with the same command" if is_full else ""
-            raise RunFailed(f"{error}{fix}\n\n{told}") from error
+            raise RunFailed(f"{error}{fix}\n\n{where}") from error
 
     def _is_alive(self, status: dict[str, Any]) -> bool:
-        """Return whether the run of `status`, which has not recorded its end, still goes on."""
+        """Return whether the run of `status`, which has not recorded its end, is still alive."""
         if is_near(status):
             return still_runs(status)
         print(
-            f"A run on {status['host']} may still go on in {self.path}: watching its heartbeat for up to "
-            f"{heartbeat.WATCH_SECONDS:.0f} s.",
+            f"A run on {status['host']} may still be alive in {self.path}: watching its heartbeat for up to "
+            f"{alive.WATCH_SECONDS:.0f} s.",
             file=sys.stderr,
             flush=True,
         )
-        if beats(self._heartbeat.path):
+        if alive.beats(self._heartbeat.path):
             return True
-        write_json(self.status, status | {"state": "killed", "error": "it gave no sign of life"})
+        write_json(self.status, status | {"state": "killed", "error": "its heartbeat stopped"})
         return False
 
     @contextmanager
     def _writing(self, recipe: RunConfig) -> Iterator[None]:
-        """Let an OSError of the body become a ValueError about the recipe's folder."""
+        """Turn an OSError of the block into a ValueError about the recipe's folder."""
         try:
             yield
         except OSError as error:
@@ -333,7 +331,7 @@ class RunDir:
         write_file(self.recipe, resolved_yaml(recipe).encode())
 
     def _clear(self) -> None:
-        """Delete everything but the recipe and the status."""
+        """Delete everything except the recipe and the status."""
         if self.checkpoints.exists():
             self._delete(self.checkpoints)
         for path in self.path.iterdir():
@@ -343,7 +341,7 @@ class RunDir:
                 path.unlink()
 
     def _set_logs_aside(self) -> None:
-        """Move the logs of the start before into a folder of their own."""
+        """Move the logs of the previous start into `start-<n>`."""
         self.logs.mkdir(exist_ok=True)
         files = [path for path in self.logs.iterdir() if not _EARLIER_LOGS.fullmatch(path.name)]
         if files:
@@ -354,8 +352,8 @@ class RunDir:
                 path.replace(folder / path.name)
 
     def _cut_back(self, step: int) -> None:
-        """Delete the results of the steps after `step`, and those of the end of the run."""
-        # The checkpoints go first: a run that is interrupted here must not go on from one whose metrics are gone.
+        """Delete the results of the steps after `step` and of the end of the run."""
+        # Checkpoints first: a run that is interrupted here must not resume from one whose metrics are gone.
         saved = (folder for models in (self.weights, self.critic) for folder in models.glob("step-*"))
         for folder in (*self.checkpoints.glob("step-*"), *saved):
             number = folder.name.removeprefix("step-")
@@ -367,7 +365,7 @@ class RunDir:
         self.summary.unlink(missing_ok=True)
 
     def _delete(self, folder: Path) -> None:
-        """Delete a folder so that an interruption never leaves a half of it that looks whole."""
+        """Delete a folder so that an interruption never leaves a partial one that looks complete."""
         deleted = self.path / "deleted"
         if deleted.exists():
             shutil.rmtree(deleted)
@@ -398,7 +396,7 @@ def _has_content(path: Path) -> bool:
 
 
 def _is_status(value: Any) -> bool:
-    """Return whether a value is what `status.json` holds, with the times and the number that are computed with."""
+    """Return whether a value has the entries of `status.json`, with valid times and process id."""
     if not isinstance(value, dict) or not value.keys() >= {"state", "host", "pid", "changed"}:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The screens that a command may have: the table, as good as nothing, or JSON for programs.
+"""The kinds of screens of a command: the table, almost nothing, or JSON for programs.
 
 table    RunConsole
 quiet    notes, such as evaluations and warnings, and how the run ended
@@ -20,24 +20,32 @@ from contextlib import redirect_stdout
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from fivefold.observe.console import RunConsole, discard
+from fivefold.observe.columns import Column
+from fivefold.observe.console import RunConsole
 from fivefold.observe.jsonl import finite
+from fivefold.observe.output import discard
 from fivefold.observe.status_line import StatusLine
-from fivefold.observe.table import Column
+from fivefold.observe.timers import PhaseTimers
 
 LONGEST_TEXT = 1000
 """Most characters of a text for programs."""
 ScreenKind = Literal["table", "quiet", "json"]
 
 
-def open_screen(kind: ScreenKind, columns: Sequence[Column]) -> RunConsole:
-    """Return the screen of a run, whose table would have these columns."""
+def open_screen(kind: ScreenKind, columns: Sequence[Column], timers: PhaseTimers) -> RunConsole:
+    """Return the screen of a run.
+
+    Args:
+        kind: which screen.
+        columns: columns of the table.
+        timers: the phases that a status line shows.
+    """
     kinds = {"table": RunConsole, "quiet": QuietScreen, "json": JsonScreen}
-    return kinds[kind](columns)
+    return kinds[kind](columns, timers)
 
 
 class QuietScreen(RunConsole):
-    """Shows no table, no samples and no phases."""
+    """A screen without table, samples and phases."""
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print the warnings among the facts, if there are any."""
@@ -59,10 +67,10 @@ class QuietScreen(RunConsole):
 
 
 class JsonScreen(RunConsole):
-    """Prints one JSON object a line. What anything else prints meanwhile goes to the standard error stream."""
+    """Prints one JSON object per line. Everything else that is printed meanwhile goes to standard error."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        super().__init__(columns)
+    def __init__(self, columns: Sequence[Column], timers: PhaseTimers) -> None:
+        super().__init__(columns, timers)
         self._out = sys.stdout
         self._elsewhere = redirect_stdout(sys.stderr)
         self._printing = threading.Lock()
@@ -73,12 +81,13 @@ class JsonScreen(RunConsole):
 
     def step(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> None:
         """Print the event `step`."""
-        self._status.finish_step(step)
-        left = self._status.time_left
+        pace = self._status.pace
+        pace.finish_step(step)
+        left = pace.time_left
         self._print(
             event="step",
             step=step,
-            of=self._status.n_steps,
+            of=pace.n_steps,
             seconds_left=None if left is None else round(left.seconds, 1),
             metrics=dict(metrics),
             seconds=dict(seconds),
@@ -108,7 +117,7 @@ class JsonScreen(RunConsole):
         self._stop()
         self._elsewhere.__exit__(kind, error, trace)
 
-    def _tell_status(self, status: StatusLine) -> None:
+    def _print_status(self, status: StatusLine) -> None:
         """Print the event `progress`."""
         self._print(event="progress", text=status.text(LONGEST_TEXT))
 

@@ -4,91 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+
+from fivefold.observe.columns import Column, Kind
 
 MISSING = "-"
 GAP = " "
 BAR = " | "
-Kind = Literal["fixed", "short", "rate", "count"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table: one number of each step."""
-
-    label: str
-    keys: tuple[str, ...]
-    """Names of metrics, of which the first that the step has is shown."""
-    kind: Kind
-    width: int
-    """Characters of the column."""
-    rank: int = 0
-    """On a narrow screen, columns of the highest rank are left out first; those of rank 0 always stay."""
-    is_optional: bool = False
-    """Whether the column is left out if the step does not have the metric."""
-
-
-TRAIN_COLUMNS = (
-    Column("reward", ("reward/mean",), "fixed", 6),
-    Column("acc", ("accuracy",), "fixed", 5),
-    Column("KL", ("kl_ref", "teacher_kl", "ppo_kl_k3"), "short", 7, rank=3),
-    Column("entropy", ("entropy",), "fixed", 7, rank=4),
-    Column("clip", ("clip_fraction",), "fixed", 5, rank=5),
-    Column("gnorm", ("grad_norm",), "short", 7, rank=2),
-    Column("lr", ("lr",), "rate", 7, rank=6),
-    Column("EV", ("critic/explained_variance",), "fixed", 6, rank=7, is_optional=True),
-    Column("len", ("response_length/mean",), "count", 5),
-    Column("tok/s", ("tokens_per_second",), "count", 5),
-    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
-)
-"""Columns of reinforcement learning. KL is to the reference if there is one, else to a teacher, else to the policy that
-sampled."""
-
-SFT_COLUMNS = (
-    Column("loss", ("nll",), "short", 7),
-    Column("entropy", ("entropy",), "fixed", 7, rank=3),
-    Column("gnorm", ("grad_norm",), "short", 7),
-    Column("lr", ("lr",), "rate", 7, rank=2),
-    Column("tok/s", ("tokens_per_second",), "count", 5),
-    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
-)
-"""Columns of supervised fine-tuning."""
-
-PAIR_COLUMNS = (
-    Column("loss", ("loss",), "short", 7),
-    Column("acc", ("accuracy",), "fixed", 5),
-    Column("margin", ("margin",), "fixed", 6),
-    Column("gnorm", ("grad_norm",), "short", 7, rank=3),
-    Column("lr", ("lr",), "rate", 7, rank=2),
-    Column("tok/s", ("tokens_per_second",), "count", 5),
-    Column("GB", ("peak_memory_gb/max",), "count", 5, rank=1, is_optional=True),
-)
-"""Columns of training on pairs."""
-
-KTO_COLUMNS = tuple(
-    Column("KL", ("kl",), "short", 7) if column.label == "margin" else column for column in PAIR_COLUMNS
-)
-"""Columns of training on single answers: in place of the margin, the KL divergence that scores are compared with."""
-
 TOTAL = "seconds"
-"""Label of the column of the whole step's seconds."""
+"""Label of the column with the seconds of the whole step."""
 WHOLE_STEP = "seconds/step"
-"""The metric in that column. Without it, phases are added up; of some, such as generation, several go on at once."""
+"""The metric in that column. Without it, phases are added up, although some of them may run in parallel."""
 LEAST_PHASES = 2
-"""Least number of phases, besides `rest`, for which columns of metrics are left out on a narrow screen."""
+"""Phases besides `rest` that stay on a narrow screen, in place of columns of metrics."""
 REST = "rest"
-"""Label of the column with the seconds of all phases that have no column of their own."""
+"""Label of the column with the seconds of all phases without their own column."""
 
 
 class StepTable:
-    """Aligned lines, one for each step, none longer than `width` characters.
+    """Aligned lines, one per step, none longer than `width` characters.
 
                                                                             |                       weight
         step reward   acc      KL entropy  clip   gnorm      lr   len tok/s | seconds rollout train   sync
         1/50  0.312 0.312 0.00012   1.204 0.000   0.531 1.0e-06   214 31.2k |    12.1     8.0   3.6    0.5
 
-    The phases of the step that `header` gets become columns. If not all fit, the longest ones do, and the others are
+    The phases of the step given to `header` become columns. If not all fit, the longest ones stay, and the others are
     added up as `rest`. On a narrow screen, columns of metrics are left out until the longest phases fit.
     """
 
@@ -99,11 +38,11 @@ class StepTable:
         self._step_width = max(len("step"), len(f"{n_steps}/{n_steps}"))
         self._shown: list[Column] = []
         self._known: set[Column] = set()
-        """Optional columns of which the step of the last header had the metric."""
+        """Optional columns whose metric the step of the last header had."""
         self._phases: list[str] = []
 
     def header(self, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> list[str]:
-        """Return the one or two lines of labels; the metrics and phases of a step decide which columns there are."""
+        """Return the one or two lines of labels. The metrics and phases of a step decide which columns there are."""
         self._known = self._optional(metrics)
         self._shown = self._fitting_columns(metrics, seconds)
         self._phases = self._fitting(seconds)
@@ -121,14 +60,14 @@ class StepTable:
         return lines
 
     def needs_header(self, metrics: Mapping[str, float | None]) -> bool:
-        """Return whether a step has a metric of an optional column that the step of the last header did not have."""
+        """Return whether a step has a metric of an optional column that the last header left out."""
         return not self._optional(metrics) <= self._known
 
     def _optional(self, metrics: Mapping[str, float | None]) -> set[Column]:
         return {column for column in self._columns if column.is_optional and metrics.keys() & set(column.keys)}
 
     def row(self, step: int, metrics: Mapping[str, float | None], seconds: Mapping[str, float]) -> str:
-        """Return the line of one step, in the columns of the last header; a missing or non-finite value is "-"."""
+        """Return the line of one step in the columns of the last header. A missing or non-finite value is "-"."""
         cells = [f"{step}/{self._n_steps}".rjust(self._step_width)]
         cells += [_cell(column, metrics) for column in self._shown]
         times = [_seconds(metrics.get(WHOLE_STEP, sum(seconds.values())), len(TOTAL))]
@@ -171,7 +110,7 @@ class StepTable:
 
 
 def number(value: float | None, kind: Kind, width: int = 7) -> str:
-    """Format `value` in at most `width` characters, as far as it can be told in so few.
+    """Format `value` in at most `width` characters if possible.
 
     fixed: 0.312, 123.4     short: 0.0012, 1.2e-05, 31.5     rate: 1.0e-06     count: 214, 3.1k
     """
@@ -192,7 +131,7 @@ def _number(value: float, kind: Kind) -> str:
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1000:
-        # Three significant digits, without an exponent.
+        # Three significant digits without an exponent.
         decimals = max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:.{min(decimals, 5 - (value < 0))}f}"
     return f"{value:.1e}"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold import __version__
-from fivefold.observe.events import SUFFIX
 from fivefold.observe.jsonl import finite
+from fivefold.observe.timers import SUFFIX
 from fivefold.report.blocks import inline, script_block, table_block
 from fivefold.report.recipe_table import with_defaults
 from fivefold.report.run import Run, duration

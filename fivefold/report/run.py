@@ -14,7 +14,7 @@ import numpy as np
 from fivefold.config.source import read_mapping
 from fivefold.observe.held_out import LABELS, HeldOut, held_out
 from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
-from fivefold.observe.time_left import TimeLeft, time_left
+from fivefold.observe.timers import TimeLeft, time_left
 from fivefold.report.series import MetricsFile, Series
 
 ACCURACY = "eval/accuracy"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.observe.sample_log import REWARD, parts_of, read_part
+from fivefold.observe.sample_parts import REWARD, parts_of, read_part
 from fivefold.report.blocks import table_block, text_block
 from fivefold.report.growing import GrowingLines
 

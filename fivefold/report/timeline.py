@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.observe.events import MAIN, SUFFIX
+from fivefold.observe.timers import MAIN, SUFFIX
 from fivefold.report.blocks import table_block
 from fivefold.report.growing import GrowingLines
 

@@ -20,9 +20,8 @@ from fivefold.checkpoints.writer import Checkpointer, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunStopped
-from fivefold.observe.events import EventLog
-from fivefold.observe.metrics import MetricsLog
-from fivefold.observe.sample_log import SampleLog
+from fivefold.observe.step_log import MetricsLog, SampleLog
+from fivefold.observe.timers import EventLog
 from fivefold.run.setup import OpenRun
 
 
@@ -142,7 +141,7 @@ def keep(
     limit = TimeLimit(config.save_before if config.is_enabled else None, began=began)
     with (
         MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
-        SampleLog(folder.samples, folder.sample_parts) as samples,
+        SampleLog(folder.samples, folder.sample_parts, run.trackers) as samples,
         ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
         checkpoints,
     ):

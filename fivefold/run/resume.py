@@ -12,7 +12,7 @@ from fivefold.checkpoints.store import TRAINER
 from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
-from fivefold.observe.versions import versions
+from fivefold.observe.machine import versions
 from fivefold.run.setup import Groundwork
 
 

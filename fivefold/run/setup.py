@@ -19,14 +19,13 @@ from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
-from fivefold.observe.about import about_run
+from fivefold.observe.columns import Column
 from fivefold.observe.console import RunConsole
 from fivefold.observe.earlier import build_seconds
-from fivefold.observe.events import SUFFIX, EventLog
+from fivefold.observe.machine import about_run
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.screens import ScreenKind, open_screen
-from fivefold.observe.table import Column
-from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.timers import SUFFIX, EventLog, PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.preflight import check_recipe
 from fivefold.roles.checks import check_tokenizers, check_weight_files
@@ -102,7 +101,7 @@ class OpenRun:
     session: Session
     events: EventLog | None = None
     """Records the phases and the ends of the steps; None: nothing is recorded."""
-    trackers: Trackers = Trackers()  # noqa: RUF009 - it has no trackers, and stays so
+    trackers: Trackers | None = None
 
 
 @contextmanager
@@ -129,13 +128,14 @@ def open_run(
     """
     with ExitStack() as stack:
         folder = stack.enter_context(start.open_folder(recipe))
-        screen = stack.enter_context(open_screen(screen_kind, columns))
         events = stack.enter_context(closing(EventLog(folder.logs / f"driver{SUFFIX}", names_threads=True)))
-        timers = PhaseTimers(on_change=screen.phase, events=events)
+        timers = PhaseTimers(events)
+        screen = stack.enter_context(open_screen(screen_kind, columns, timers))
         title = f"{recipe.experiment_name} / {recipe.trial_name}"
         folder.write_about(about_run(title, banner, total_steps))
         screen.banner(title, banner)
         session = stack.enter_context(Session.open(recipe.scheduler, recipe.cluster, folder.logs, timers))
         screen.follow(session.progress, build_seconds(folder.path))
-        trackers = stack.enter_context(closing(Trackers.open(recipe, folder, screen.note)))
+        if (trackers := Trackers.open(recipe, folder, screen.note)) is not None:
+            stack.enter_context(closing(trackers))
         yield OpenRun(folder, screen, timers, session, events, trackers)

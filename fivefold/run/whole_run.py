@@ -23,10 +23,11 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PeriodicConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.families.check import describe
+from fivefold.observe.columns import Column
 from fivefold.observe.held_out import held_out
+from fivefold.observe.machine import versions
 from fivefold.observe.screens import ScreenKind, open_screen
-from fivefold.observe.table import Column
-from fivefold.observe.versions import versions
+from fivefold.observe.timers import PhaseTimers
 from fivefold.run.resume import start_facts, state_at_start
 from fivefold.run.setup import Groundwork, OpenRun, open_run
 
@@ -113,7 +114,7 @@ def run_whole(
         set_up(datetime.now(UTC))
         raise
     if isinstance(start, Finished):
-        open_screen(screen, columns).note(start.reason)
+        open_screen(screen, columns, PhaseTimers()).note(start.reason)
         return start.summary
     check_devices(recipe.scheduler, recipe.cluster)  # before the data are read, which may take long
     setup = set_up(start.began)
@@ -137,7 +138,8 @@ def run_whole(
             "recipe": resolved_yaml(recipe),
         }
         run.folder.write_summary(summary)
-        run.trackers.summary(summary)
+        if run.trackers is not None:
+            run.trackers.summary(summary)
         run.screen.end(setup.headline(state), run.folder.saved())
     return summary
 

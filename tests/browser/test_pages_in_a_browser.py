@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fivefold.observe.jsonl import JsonLines, cut_back
-from fivefold.observe.sample_log import SampleLog, TokenValues
+from fivefold.observe.sample_parts import TokenValues
+from fivefold.observe.step_log import SampleLog
 from fivefold.planning.plan import plan_model
 from fivefold.report.page import page as page_about
 from fivefold.report.plan.page import page as plan_page

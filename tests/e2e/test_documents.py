@@ -42,9 +42,9 @@ from fivefold.data.sampler import Outcome
 from fivefold.evaluate import Evaluation
 from fivefold.families import registry
 from fivefold.families.read import load_shape
+from fivefold.observe.columns import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.table import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.preflight import check_recipe
 from fivefold.rewards.compute import compute_rewards
@@ -257,7 +257,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     batch = RemoteBatch(np.array([2]), np.array([1]), ())
     monkeypatch.setattr(RemoteBatch, "of", lambda columns: batch)
     folder = RunDir.create(setup.recipe, overwrite=False)
-    run = OpenRun(folder, RunConsole(SFT_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    run = OpenRun(folder, RunConsole(SFT_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
     run_loop(setup, Models(FixedTrainer()), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}

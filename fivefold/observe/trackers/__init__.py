@@ -1,1 +1,1 @@
-"""Trackers of experiments: one file for each, over the package of its makers."""
+"""Experiment trackers: one file per package."""

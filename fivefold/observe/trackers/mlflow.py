@@ -1,4 +1,4 @@
-"""MLflow. Without MLFLOW_TRACKING_URI, it keeps runs in a database below the run's folder."""
+"""MLflow. Without MLFLOW_TRACKING_URI, it stores runs in a database in the run's folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 from mlflow.utils.uri import is_local_uri
 
-from fivefold.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
+from fivefold.observe.trackers.background import SAMPLE_COLUMNS, TrackedRun, sample_rows
 
 KEY = "fivefold.key"
-"""Tag that holds the key of a run, for MLflow gives runs names of its own."""
+"""Tag with the key of a run, because MLflow assigns its own run ids."""
 AT_ONCE = 100
-"""Most parameters of a call."""
+"""Most parameters of one call."""
 LONGEST = 500
 """Most characters of a parameter's value."""
 
@@ -29,7 +29,7 @@ class MlflowTracker:
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
         self._client = MlflowClient(store)
         self._are_files = is_local_uri(store)
-        """Whether each metric is a file, so that there is no `ratio/max` beside `ratio`."""
+        """Whether each metric is a file, so that `ratio` and `ratio/max` cannot both exist."""
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
             own = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.folder / "artifacts").as_uri()

@@ -7,10 +7,10 @@ from typing import Any
 
 import swanlab
 
-from fivefold.observe.trackers.tracker import TrackedRun, numbers
+from fivefold.observe.trackers.background import TrackedRun, numbers
 
 MOST_TEXTS = 100
-"""Most texts of a call: SwanLab drops what is beyond 108."""
+"""Most texts of one call: SwanLab drops those beyond 108."""
 
 
 class SwanlabTracker:
@@ -18,7 +18,7 @@ class SwanlabTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        # SwanLab would ask for an account in the middle of a run, and put its own streams in place of the process's.
+        # By default, SwanLab asks for an account in the middle of a run, and replaces the process's output streams.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._run = swanlab.init(
             project=run.project,
@@ -32,7 +32,7 @@ class SwanlabTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
-        if metrics:  # SwanLab calls a step without any an error
+        if metrics:  # SwanLab treats a step without metrics as an error
             self._run.log(dict(metrics), step=step)
 
     def finish(self, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:

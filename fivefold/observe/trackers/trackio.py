@@ -1,4 +1,4 @@
-"""Trackio, which keeps runs on this machine unless TRACKIO_SPACE_ID names a place elsewhere."""
+"""Trackio. It keeps runs on this machine unless TRACKIO_SPACE_ID names a remote space."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import trackio
 
-from fivefold.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, numbers, sample_rows
+from fivefold.observe.trackers.background import SAMPLE_COLUMNS, TrackedRun, numbers, sample_rows
 
 
 class TrackioTracker:

@@ -7,7 +7,7 @@ from typing import Any
 
 import wandb
 
-from fivefold.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
+from fivefold.observe.trackers.background import SAMPLE_COLUMNS, TrackedRun, sample_rows
 
 
 class WandbTracker:
@@ -26,7 +26,7 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step; one that an earlier start has logged is left as it is."""
+        """Log the metrics of a step. A step that an earlier start has logged stays unchanged."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -34,4 +34,4 @@ class WandbTracker:
         if samples:
             self._run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(samples))})
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=0 if summary else 1)  # a run without a summary has not come to its end
+        self._run.finish(exit_code=0 if summary else 1)  # a run without a summary has not finished

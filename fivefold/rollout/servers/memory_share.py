@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.layout.backends import BACKENDS
-from fivefold.observe.gpu_memory import least_gpu_memory
+from fivefold.observe.machine import least_gpu_memory
 from fivefold.rollout.replica import ReplicaSpec
 
 

@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_is_refused(recipe_file: Path) -> None:
     loaded = recipe(recipe_file)
     RunDir.create(loaded, overwrite=False).started()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="a run goes on in"):
+        with pytest.raises(ValueError, match="a run is active in"):
             find_start(loaded, overwrite=overwrite)
 
 

@@ -10,7 +10,7 @@ import pytest
 from fivefold.cluster.errors import LostNode, Member, NodesLost
 from fivefold.cluster.nodes import check_versions, interface_of
 from fivefold.cluster.ray_nodes import address_order
-from fivefold.observe.versions import versions
+from fivefold.observe.machine import versions
 
 
 def test_addresses_are_in_the_order_of_their_numbers() -> None:

@@ -232,13 +232,15 @@ def test_the_phase_of_the_rewards_is_the_time_by_which_they_outlast_generation()
         time.sleep(0.05)
         return 1.0
 
-    def note(phases: str) -> None:
-        if "rewards" in phases:
-            outlasts.set()
+    class Timers(PhaseTimers):
+        def _change(self) -> None:
+            super()._change()
+            if "rewards" in self.under_way:
+                outlasts.set()
 
     steps, _ = source(set(), 8)
     rewards = RewardSet.of(NamedReward("slow", slow, None))
-    steps = replace(steps, rollout=SlowRollout(), rewards=rewards, timers=PhaseTimers(note))
+    steps = replace(steps, rollout=SlowRollout(), rewards=rewards, timers=Timers())
     start = time.perf_counter()
     steps.take(1)
     after, seconds = time.perf_counter() - end, steps.timers.take()

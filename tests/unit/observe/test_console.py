@@ -3,16 +3,19 @@ from __future__ import annotations
 import io
 import math
 import re
+import time
 
 import pytest
 from rich.console import Console
 
 from fivefold.config.schema.run import StatsConfig
 from fivefold.experience.samples import extremes
-from fivefold.observe import status_line
-from fivefold.observe.console import FILE_WIDTH, HEADER_EVERY, RunConsole
+from fivefold.observe.columns import PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS, Column
+from fivefold.observe.console import HEADER_EVERY, RunConsole
+from fivefold.observe.output import FILE_WIDTH
 from fivefold.observe.status_line import clock
-from fivefold.observe.table import PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS, Column, StepTable, number
+from fivefold.observe.table import StepTable, number
+from fivefold.observe.timers import PhaseTimers
 from fivefold.types import Prompt, Sample
 
 METRICS = {
@@ -30,20 +33,22 @@ NARROW = ["seconds", "rollout", "train", "rest"]
 SECONDS = {"rollout": 8.04, "reward": 0.11, "old log-probs": 0.52, "train": 3.61, "weight sync": 0.49}
 
 
-def screen(width: int, terminal: bool) -> tuple[RunConsole, io.StringIO]:
+def screen(width: int, terminal: bool, timers: PhaseTimers | None = None) -> tuple[RunConsole, io.StringIO]:
     out = io.StringIO()
-    return RunConsole(TRAIN_COLUMNS, Console(file=out, width=width, force_terminal=terminal, highlight=False)), out
+    console = Console(file=out, width=width, force_terminal=terminal, highlight=False)
+    return RunConsole(TRAIN_COLUMNS, timers or PhaseTimers(), console), out
 
 
 def run(width: int, terminal: bool, steps: int = 2) -> list[str]:
     """Return everything that a run prints, as lines without colours and cursor movements."""
-    console, out = screen(width, terminal)
+    timers = PhaseTimers()
+    console, out = screen(width, terminal, timers)
     with console:
         console.banner("arithmetic / trial-0", {"model": "package:tiny-moe", "actor": "megatron:(attn:d1t2|ffn:e2)"})
         console.start(n_steps=steps)
         for step in range(1, steps + 1):
-            console.phase("rollout")
-            console.step(step, METRICS, SECONDS)
+            with timers.phase("rollout"):
+                console.step(step, METRICS, SECONDS)
         console.note("evaluation after step 2: accuracy 0.71")
         console.end("finished in 0:25", {"weights": "runs/arithmetic/trial-0/weights"})
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
@@ -161,12 +166,13 @@ def test_a_metric_that_comes_later_gets_its_column() -> None:
 
 
 def test_a_file_gets_no_colour_no_box_and_no_status_line() -> None:
-    console, out = screen(160, terminal=False)
+    timers = PhaseTimers()
+    console, out = screen(160, terminal=False, timers=timers)
     with console:
         console.banner("title", {"model": "m"})
         console.start(3)
-        console.phase("rollout")
-        console.step(1, METRICS, SECONDS)
+        with timers.phase("rollout"):
+            console.step(1, METRICS, SECONDS)
         console.end("done", {"weights": "w"})
     text = out.getvalue()
     assert "\x1b" not in text
@@ -187,14 +193,15 @@ def test_a_fact_of_several_lines_stays_in_its_column() -> None:
 
 
 def test_a_terminal_has_a_status_line_with_step_phase_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_line.time, "monotonic", lambda: 7.0)
-    console, out = screen(120, terminal=True)
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    timers = PhaseTimers()
+    console, out = screen(120, terminal=True, timers=timers)
     with console:
         console.start(n_steps=4)
         console.step(1, METRICS, SECONDS)
-        console.phase("rollout")
-        assert console._live is not None
-        console._live.refresh()
+        with timers.phase("rollout"):
+            assert console._live is not None
+            console._live.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert re.search(r"step 2/4   rollout   0\.0 s   elapsed 0:00   about 0:00 left, by the first step", text)
 
@@ -203,8 +210,9 @@ def test_the_time_left_is_told_from_the_first_step_on_and_by_later_steps_as_soon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(status_line.time, "monotonic", lambda: clock[0])
-    console, out = screen(160, terminal=True)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    timers = PhaseTimers()
+    console, out = screen(160, terminal=True, timers=timers)
 
     def shown(seconds: float) -> str:
         clock[0] += seconds
@@ -215,10 +223,10 @@ def test_the_time_left_is_told_from_the_first_step_on_and_by_later_steps_as_soon
 
     with console:
         console.start(n_steps=10, done=4)
-        console.phase("evaluation")
-        assert "left" not in shown(100)
-        console.phase("rollout")
-        clock[0] += 60
+        with timers.phase("evaluation"):
+            assert "left" not in shown(100)
+        with timers.phase("rollout"):
+            clock[0] += 60
         console.step(5, METRICS, SECONDS)
         assert "about 5:00 left, by the first step" in shown(0)
         clock[0] += 20
@@ -291,11 +299,11 @@ def test_the_best_and_the_worst_sample_are_shown_every_few_steps() -> None:
 
 def test_piped_lines_are_as_wide_as_the_users_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
-    assert RunConsole(TRAIN_COLUMNS).console.width == 90
+    assert RunConsole(TRAIN_COLUMNS, PhaseTimers()).console.width == 90
     monkeypatch.delenv("COLUMNS")
     for stream in ("stderr", "stdin"):
         monkeypatch.setattr(f"sys.{stream}", io.StringIO())
-    assert RunConsole(TRAIN_COLUMNS).console.width == FILE_WIDTH
+    assert RunConsole(TRAIN_COLUMNS, PhaseTimers()).console.width == FILE_WIDTH
 
 
 def test_durations_are_written_as_a_clock_shows_them() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.observe.gpu_memory import DRIVER, least_gpu_memory
+from fivefold.observe.machine import DRIVER, least_gpu_memory
 
 
 class Driver:

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from fivefold.observe.jsonl import JsonLines, cut_back, write_json
-from fivefold.observe.metrics import MetricsLog
+from fivefold.observe.step_log import MetricsLog
 
 
 def strict(text: str) -> object:

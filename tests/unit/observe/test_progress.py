@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.observe import progress as progress_module
-from fivefold.observe import status_line
 from fivefold.observe.earlier import build_seconds
 from fivefold.observe.progress import Progress, counting, current_progress
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.status_line import StatusLine
+from fivefold.observe.timers import PhaseTimers
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(status_line.time, "monotonic", lambda: now[0])
-    assert progress_module.time is status_line.time
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -36,24 +35,24 @@ def test_the_time_left_follows_from_what_is_done(clock: list[float]) -> None:
 
 
 def test_the_status_line_tells_what_the_process_counts(clock: list[float]) -> None:
-    line = StatusLine()
-    line.begin(n_steps=10, done=2)
-    line.enter("evaluation")
-    with counting("generating", 64) as count:
+    timers = PhaseTimers()
+    line = StatusLine(timers)
+    line.pace.begin(n_steps=10, done=2)
+    with timers.phase("evaluation"), counting("generating", 64) as count:
         clock[0] = 4
         count(16)
         assert line.text(80) == "step 3/10   evaluation 25%   4.0 s, about 0:12 left   elapsed 0:04"
-    line.enter("save")
-    line.enter("setup")  # between two phases
+    with timers.phase("save"):
+        pass
     assert line.text(80) == "step 3/10   elapsed 0:04"
-    line.enter("evaluation")
-    clock[0] += 1
-    assert line.text(80) == "step 3/10   evaluation   1.0 s, about 0:03 left   elapsed 0:05"
+    with timers.phase("evaluation"):
+        clock[0] += 1
+        assert line.text(80) == "step 3/10   evaluation   1.0 s, about 0:03 left   elapsed 0:05"
 
 
 def test_the_status_line_tells_of_the_role_that_needs_longest(clock: list[float]) -> None:
     reports = {"actor": Progress("loading weights", 30, 40, 30.0), "rollout": Progress("starting the server", 0, 0, 20)}
-    line = StatusLine()
+    line = StatusLine(PhaseTimers())
     line.follow(lambda: reports, {"rollout": 95.0})
     clock[0] = 31
     assert line.text(80) == "setup, rollout starting the server   31.0 s, about 1:15 left"

@@ -12,10 +12,10 @@ import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.observe import heartbeat
+from fivefold.observe import alive
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.machine import versions
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.versions import versions
 from tests.unit.checkpoints.examples import killed_at
 
 
@@ -90,7 +90,7 @@ def test_a_folder_without_a_run_is_never_deleted(tmp_path: Path) -> None:
 def test_the_folder_of_a_run_in_progress_is_never_deleted(tmp_path: Path) -> None:
     run = RunDir.create(recipe(tmp_path), overwrite=False)
     run.started()
-    with pytest.raises(ValueError, match=rf"a run goes on in .*\(process {os.getpid()} on "):
+    with pytest.raises(ValueError, match=rf"a run is active in .*\(process {os.getpid()} on "):
         RunDir.create(recipe(tmp_path), overwrite=True)
 
 
@@ -172,7 +172,7 @@ def test_versions_are_those_of_the_libraries_that_results_depend_on() -> None:
 def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A heart that beats, and is watched, a hundred times as fast."""
     for name in ("BEAT_SECONDS", "WATCH_SECONDS", "POLL_SECONDS"):
-        monkeypatch.setattr(heartbeat, name, getattr(heartbeat, name) / 100)
+        monkeypatch.setattr(alive, name, getattr(alive, name) / 100)
 
 
 @pytest.mark.usefixtures("quick_heart")
@@ -187,9 +187,9 @@ def test_a_run_of_another_machine_or_container_goes_on_while_its_heart_beats(
         host = status(run)["host"]
         assert run.present_state() == "running"
         for overwrite in (False, True):
-            with pytest.raises(ValueError, match=rf"a run goes on in .*on {host}\).*trial_name=trial-1"):
+            with pytest.raises(ValueError, match=rf"a run is active in .*on {host}\).*trial_name=trial-1"):
                 RunDir.create(recipe(tmp_path), overwrite=overwrite)
-        assert f"A run on {host} may still go on in" in capsys.readouterr().err
+        assert f"A run on {host} may still be alive in" in capsys.readouterr().err
         assert run.metrics.exists()
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fivefold.observe import sample_log
-from fivefold.observe.sample_log import SampleLog, TokenValues, cut_back_parts, parts_of, read_part
+from fivefold.observe import sample_parts, step_log
+from fivefold.observe.sample_parts import TokenValues, cut_back_parts, parts_of, read_part
+from fivefold.observe.step_log import SampleLog
 
 
 def record(step: int, response: str = "5", **more: object) -> dict[str, object]:
@@ -57,13 +58,13 @@ def test_samples_are_lines_before_the_update_and_columns_behind_it(tmp_path: Pat
 
 def test_a_part_without_a_column_is_read_without_it(tmp_path: Path) -> None:
     part = tmp_path / "steps-000001-000001.parquet"
-    sample_log.write_part(part, [{**record(1), "ground_truth": "5", "rewards": {}}])
+    sample_parts.write_part(part, [{**record(1), "ground_truth": "5", "rewards": {}}])
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(part).drop_columns(["versions"]), part)
     assert read_part(part, ("step", "versions")) == [{"step": 1}]
 
 
 def test_many_samples_make_a_part_before_a_checkpoint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_log, "MOST_ROWS", 4)
+    monkeypatch.setattr(step_log, "MOST_ROWS", 4)
     with SampleLog(tmp_path / "samples.jsonl", tmp_path / "samples") as log:
         for step in range(1, 6):
             log.write([record(step), record(step)])
@@ -75,7 +76,7 @@ def test_many_samples_make_a_part_before_a_checkpoint_does(tmp_path: Path, monke
 def test_a_run_that_goes_on_cuts_the_columns_back_to_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    monkeypatch.setattr(sample_log, "MOST_ROWS", 4)
+    monkeypatch.setattr(step_log, "MOST_ROWS", 4)
     with SampleLog(tmp_path / "samples.jsonl", tmp_path / "samples") as log:
         for each in range(1, 7):
             log.write([record(each), record(each)])

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.observe import console as console_module
+from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
 from fivefold.observe.progress import counting
 from fivefold.observe.screens import ScreenKind, open_screen
-from fivefold.observe.table import TRAIN_COLUMNS
+from fivefold.observe.timers import PhaseTimers
 
 METRICS = {
     "reward/mean": 0.25,
@@ -30,21 +31,22 @@ METRICS = {
 SECONDS = {"rollout": 8.0, "old log-probs": 0.5, "train": 3.5, "weight sync": 0.1}
 
 
-def show(screen: RunConsole) -> None:
+def show(screen: RunConsole, timers: PhaseTimers) -> None:
     """Show a run of three steps, of which the second is the best."""
     with screen:
         screen.banner("sums / trial-0", {"model": "tiny", "warnings": "2 devices are not used"})
         screen.start(n_steps=3)
         for step, accuracy in ((1, 0.5), (2, 0.875), (3, 0.75)):
-            screen.phase("rollout")
-            screen.step(step, METRICS | {"accuracy": accuracy}, SECONDS)
+            with timers.phase("rollout"):
+                screen.step(step, METRICS | {"accuracy": accuracy}, SECONDS)
             screen.samples(step, [(1.0, "2+3=", "5")])
         screen.note("held-out accuracy after step 3: 0.9", style="cyan")
         screen.end("finished in 9 s", {"weights": "runs/sums/trial-0/weights"})
 
 
 def printed(kind: ScreenKind, capsys: pytest.CaptureFixture[str]) -> str:
-    show(open_screen(kind, TRAIN_COLUMNS))
+    timers = PhaseTimers()
+    show(open_screen(kind, TRAIN_COLUMNS, timers), timers)
     return capsys.readouterr().out
 
 
@@ -60,7 +62,7 @@ def test_json_is_one_object_a_line_with_every_number(capsys: pytest.CaptureFixtu
 
 
 def test_json_is_all_that_a_program_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_screen("json", TRAIN_COLUMNS) as screen:
+    with open_screen("json", TRAIN_COLUMNS, PhaseTimers()) as screen:
         print("what a tracker or a reward function says")
         screen.note("a note")
     out, err = capsys.readouterr()
@@ -73,7 +75,7 @@ def test_without_a_terminal_what_goes_on_is_told_after_a_minute_without_a_line(
     kind: ScreenKind, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console_module, "SILENCE_S", 0.0)
-    with open_screen(kind, TRAIN_COLUMNS), counting("loading weights", 8) as count:
+    with open_screen(kind, TRAIN_COLUMNS, PhaseTimers()), counting("loading weights", 8) as count:
         count(2)
         told = ""
         while "setup 25%" not in told:
@@ -94,8 +96,9 @@ def test_quiet_says_warnings_notes_and_the_end(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_table_has_fewer_columns_on_a_narrow_screen_and_no_cut_ones(width: int, terminal: bool) -> None:
-    out = io.StringIO()
-    show(RunConsole(TRAIN_COLUMNS, Console(file=out, width=width, force_terminal=terminal, highlight=False)))
+    out, timers = io.StringIO(), PhaseTimers()
+    console = Console(file=out, width=width, force_terminal=terminal, highlight=False)
+    show(RunConsole(TRAIN_COLUMNS, timers, console), timers)
     assert "…" not in out.getvalue()
     assert "2, accuracy 0.875" in out.getvalue()
     if not terminal:
@@ -111,7 +114,8 @@ def test_quiet_and_json_exclude_each_other() -> None:
 PROGRAM = """
 import sys
 from fivefold.observe.screens import open_screen
-with open_screen(sys.argv[1], []) as screen:
+from fivefold.observe.timers import PhaseTimers
+with open_screen(sys.argv[1], [], PhaseTimers()) as screen:
     screen.note("begun")
     sys.stdin.readline()
     screen.note("nobody reads this")

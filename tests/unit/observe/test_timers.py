@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from fivefold.observe import timers as timers_module
@@ -51,15 +53,37 @@ def test_the_seconds_of_nested_phases_add_up_to_the_time_that_passed(clock: Cloc
     assert clock.now == 222.5
 
 
-def test_on_change_gets_the_phase_whenever_one_begins_or_ends() -> None:
-    told: list[str] = []
-    timers = PhaseTimers(on_change=told.append)
-    assert timers.current == "setup"
+def test_the_phase_under_way_changes_whenever_one_begins_or_ends(clock: Clock) -> None:
+    timers = PhaseTimers()
+    assert timers.current == timers.under_way == "setup"
     with timers.phase("train"):
+        assert timers.under_way == "train"
+        clock.now += 2.0
         with timers.phase("old log-probs"):
-            assert timers.current == "old log-probs"
-        assert timers.current == "train"
-    assert told == ["train", "old log-probs", "train", "setup"]
+            assert timers.current == timers.under_way == "old log-probs"
+            assert timers.since == 2.0
+            clock.now += 3.0
+        assert timers.current == timers.under_way == "train"
+    assert timers.current == timers.under_way == "setup"
+    assert (timers.took["old log-probs"], timers.ended["old log-probs"]) == (3.0, 5.0)
+
+
+def test_phases_of_several_threads_are_under_way_together() -> None:
+    timers, entered, leave = PhaseTimers(), threading.Event(), threading.Event()
+
+    def generate() -> None:
+        with timers.phase("rollout"):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=generate)
+    with timers.phase("train"):
+        thread.start()
+        entered.wait()
+        assert (timers.under_way, timers.current) == ("train + rollout", "train")
+        leave.set()
+        thread.join()
+        assert timers.under_way == "train"
 
 
 def test_after_a_failure_the_current_phase_is_the_one_that_failed() -> None:

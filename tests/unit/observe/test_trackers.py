@@ -19,8 +19,7 @@ import yaml
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.trackers import background
-from fivefold.observe.trackers.background import Trackers, check_installed
-from fivefold.observe.trackers.tracker import TrackedRun
+from fivefold.observe.trackers.background import TrackedRun, Trackers, check_installed
 
 SAMPLE = {"step": 2, "prompt": "2+3=", "response": "5", "ground_truth": "5", "reward": 1.0, "finish_reason": "stop"}
 
@@ -265,7 +264,10 @@ def test_a_tracker_that_fails_is_told_of_once_and_ends_nothing(
 ) -> None:
     fake.fails_at = where
     [told] = track(tmp_path, "wandb", (1, 2, 3), ends=True)
-    assert told == "wandb tracks this run no more (SystemExit: the server said no); the run goes on, with metrics.jsonl"
+    assert (
+        told
+        == "wandb no longer tracks this run (SystemExit: the server said no); the run continues, with metrics.jsonl"
+    )
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(
@@ -275,7 +277,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     monkeypatch.setattr(background, "END_SECONDS", 0.1)
     [told] = track(tmp_path, "wandb", (1, 2), ends=True)
     fake.hangs.set()
-    assert told.startswith("wandb tracks this run no more (it has not ended after")
+    assert told.startswith("wandb no longer tracks this run (it has not ended after")
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.jsonl import JsonLines, write_json
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.sample_log import SampleLog, TokenValues
+from fivefold.observe.sample_parts import TokenValues
+from fivefold.observe.step_log import SampleLog
 
 WORDS = ("so", "the", "sum", "of", "both", "is", "then", "what", "we", "get", "if", "this", "one", "goes", "first")
 

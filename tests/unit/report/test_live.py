@@ -20,7 +20,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.sample_log import SampleLog
+from fivefold.observe.step_log import SampleLog
 from fivefold.report.live import Watched
 from fivefold.report.series import MetricsFile
 from tests.unit.report.made_runs import make_run

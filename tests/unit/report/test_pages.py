@@ -19,8 +19,8 @@ from fivefold.cli.main import app
 from fivefold.cli.size import size
 from fivefold.observe.held_out import HeldOut
 from fivefold.observe.jsonl import write_json
-from fivefold.observe.sample_log import parts_of, read_part
-from fivefold.observe.time_left import TimeLeft
+from fivefold.observe.sample_parts import parts_of, read_part
+from fivefold.observe.timers import TimeLeft
 from fivefold.report import page as page_module
 from fivefold.report.listing import find_runs
 from fivefold.report.page import page, state

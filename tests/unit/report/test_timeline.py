@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from fivefold.observe.events import EventLog
-from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.timers import EventLog, PhaseTimers
 from fivefold.report.timeline import EventFiles, Timeline, chrome_trace, timeline_block
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_pages import table_of

@@ -17,10 +17,10 @@ from fivefold import evaluate, train
 from fivefold.checkpoints.start import Anew
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.run_dir import RunDir
-from fivefold.observe.table import TRAIN_COLUMNS
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Roles
@@ -157,7 +157,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     ]  # fmt: skip
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)
-    run = OpenRun(folder, RunConsole(TRAIN_COLUMNS), PhaseTimers(), session=None)  # type: ignore[arg-type]
+    run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
         train._loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
