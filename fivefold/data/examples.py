@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fivefold.config.schema.data import BatchesConfig
-from fivefold.data.rows import usage
-from fivefold.data.sampler import EpochSampler, fingerprint
+from fivefold.data.rows import fingerprint, usage
+from fivefold.data.sampler import EpochSampler
 
 
 class Example(Protocol):

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fivefold.config.schema.data import DatasetConfig, RowsConfig
 from fivefold.data.files import Row
-from fivefold.data.rows import load_rows, require_column, usage
-from fivefold.data.sampler import EpochSampler, fingerprint
+from fivefold.data.rows import fingerprint, load_rows, require_column, usage
+from fivefold.data.sampler import EpochSampler
 from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
 from fivefold.data.weighted_sampler import WeightedSampler

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Hashable, Iterable, Iterator
+import struct
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
@@ -66,6 +68,17 @@ def held_out_usage(usage: str, held_out: Iterable[Hashable], trained: Iterable[H
     known = set(trained)
     n = sum(tokens in known for tokens in held_out)
     return f"{usage}, {n:,} of them trained on too" if n else usage
+
+
+def fingerprint(sequences: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> str:
+    """Return a hash of token sequences and texts in their order, by which a resumed run recognizes its data set."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
+    for text in texts:
+        content = text.encode(errors="surrogatepass")
+        digest.update(struct.pack("<q", len(content)) + content)
+    return digest.hexdigest()[:16]
 
 
 def columns(rows: list[Row]) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, TypedDict, TypeVar
@@ -36,17 +34,6 @@ class Outcome:
     """The reward of each completion that is trained on: the weighted sum, if there are several."""
     pass_rate: float
     """Share of the completions that count as right."""
-
-
-def fingerprint(sequences: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> str:
-    """Return a hash of token sequences and texts in their order, by which a resumed run recognises the data set."""
-    digest = hashlib.sha256()
-    for ids in sequences:
-        digest.update(struct.pack(f"<{len(ids) + 1}q", len(ids), *ids))
-    for text in texts:
-        content = text.encode(errors="surrogatepass")
-        digest.update(struct.pack("<q", len(content)) + content)
-    return digest.hexdigest()[:16]
 
 
 class EpochSampler(Generic[Item]):

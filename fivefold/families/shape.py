@@ -260,6 +260,13 @@ class ModelShape:
         return 2 * self.head_dim if self.qk_norm else 0
 
     @property
+    def projection_weights(self) -> int:
+        """Weights of one layer's attention that are matrices: neither norms nor biases."""
+        if self.latent is not None:
+            return self.attention_parameters - self.latent.latent_dim  # a norm has a weight for each channel
+        return self.hidden * (self.query_width + self.key_width + self.value_width + self.output_width)
+
+    @property
     def dense_mlp_parameters(self) -> int:
         """Parameters of one dense MLP: gate, up and down projections."""
         return 3 * self.hidden * self.ffn_hidden

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.flops import PartFlops, forward_parts, keys_of_latents, keys_of_others, training_parts
+from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
+from fivefold.families.recomputation import keys_of_latents, keys_of_others
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import Gpu
@@ -131,7 +132,8 @@ def step_time(
         hidden = min(data_parallel, slowest.layers * count)
     parameters = rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
-    flops = training_parts(shape, work.trained_sequences, work.sequence_length)
+    forward = ForwardFlops.of(shape).on_equal(work.trained_sequences, work.sequence_length)
+    flops = forward.scaled(BACKWARD_AND_FORWARD)
     parts = {
         "layers": slowest.layers * count,
         "head": slowest.head * count,
@@ -194,7 +196,8 @@ class _StageTime:
         count = work.micro_batches(layout)
         # The mean micro-batch counts here; the fullest one decides the memory.
         sequences = work.trained_sequences / layout.dp / count
-        forward = forward_parts(shape, sequences, work.sequence_length).scaled(1 / (layout.tp * layout.cp))
+        whole = ForwardFlops.of(shape).on_equal(sequences, work.sequence_length)
+        forward = whole.scaled(1 / (layout.tp * layout.cp))
         fill = sequences * work.sequence_length / work.tokens_per_micro_batch
         layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
         if layout.backend == "fsdp":

@@ -15,8 +15,8 @@ from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.families.flops import BACKWARD_AND_FORWARD, PartFlops, forward_of
-from fivefold.families.recomputation import repeated_flops
+from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
+from fivefold.families.recomputation import repeated_shares
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import peak_flops
 from fivefold.layout.parallel import ParallelLayout
@@ -34,11 +34,17 @@ _TRAINING = {"train": "actor", "critic train": "critic"}
 class _Model:
     """A model that works in a phase, and its processes."""
 
-    shape: ModelShape
-    layout: ParallelLayout
-    section: EngineConfig
-    """The section that says what its backward pass computes again."""
+    forward: ForwardFlops
+    repeated: PartFlops
+    """What a forward and a backward pass repeat, over the forward pass."""
+    n_devices: int
     epochs: int
+
+    @staticmethod
+    def of(shape: ModelShape, layout: ParallelLayout, section: EngineConfig, epochs: int) -> _Model:
+        """Return a model as its role lays it out; `section` says what its backward pass recomputes."""
+        repeated = repeated_shares(section, layout, shape)
+        return _Model(ForwardFlops.of(shape), repeated, layout.world_size, epochs)
 
 
 class StepSpeed:
@@ -108,8 +114,8 @@ class SupervisedSpeed:
         self._peak = peak
         shape = shape.as_reward_model() if isinstance(recipe, RMRecipe) else shape
         beside = placement["ref" if "ref" in placement else "actor"].layout
-        self._actor = _Model(shape, placement["actor"].layout, recipe.actor, epochs=1)
-        self._reference = _Model(others.get("ref", shape), beside, recipe.actor, epochs=1)
+        self._actor = _Model.of(shape, placement["actor"].layout, recipe.actor, epochs=1)
+        self._reference = _Model.of(others.get("ref", shape), beside, recipe.actor, epochs=1)
 
     def metrics(self, trained: RemoteBatch, scored: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step.
@@ -159,7 +165,7 @@ class _Work:
     @cached_property
     def forward(self) -> PartFlops:
         """FLOPs of one forward pass."""
-        return forward_of(self.model.shape, self.lengths, self.n_trained)
+        return self.model.forward.on(self.lengths, self.n_trained)
 
     @property
     def flops(self) -> float:
@@ -169,14 +175,13 @@ class _Work:
     @property
     def repeated(self) -> float:
         """FLOPs that the backward passes compute again."""
-        model = self.model
-        return model.epochs * repeated_flops(self.forward, model.section, model.layout, model.shape)
+        return self.model.epochs * self.forward.weighted(self.model.repeated)
 
 
 def _metrics(works: Mapping[str, _Work], seconds: Mapping[str, float], peak: float | None) -> dict[str, float]:
     """Return the speed of the phase `train`, and if `peak` is known the MFU of each phase and the HFU of training."""
     train = works["train"]
-    device_seconds = {phase: seconds[phase] * work.model.layout.world_size for phase, work in works.items()}
+    device_seconds = {phase: seconds[phase] * work.model.n_devices for phase, work in works.items()}
     found = {
         "train/tokens_per_second_per_device": train.n_tokens * train.model.epochs / device_seconds["train"],
         "train/tflops_per_device": train.flops / device_seconds["train"] / 1e12,
@@ -198,7 +203,7 @@ def _model(
     row = roles_of(recipe).get(role)
     section = None if row is None else row.section
     own = others.get(role, shape)
-    return _Model(
+    return _Model.of(
         shape=own.as_critic() if role == "critic" else own,
         layout=placement[role if role in placement else "actor"].layout,
         section=section if isinstance(section, EngineConfig) else recipe.actor,

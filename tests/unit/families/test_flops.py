@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.families.flops import training_flops, training_parts
+from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops, training_flops
 from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
+
+
+def training_parts(shape: ModelShape, n_sequences: int, length: int) -> PartFlops:
+    return ForwardFlops.of(shape).on_equal(n_sequences, length).scaled(BACKWARD_AND_FORWARD)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"])

@@ -7,14 +7,19 @@ from dataclasses import replace
 import pytest
 
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.families.flops import forward_of
+from fivefold.families.flops import ForwardFlops, PartFlops
 from fivefold.families.read import find_shape
-from fivefold.families.recomputation import repeated_flops
+from fivefold.families.recomputation import repeated_shares
+from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 
 QWEN = find_shape("Qwen3-30B-A3B")
-FORWARD = forward_of(QWEN, [1000, 24], 1024)
+FORWARD = ForwardFlops.of(QWEN).on([1000, 24], 1024)
 LAYERS = FORWARD.total - FORWARD.head
+
+
+def repeated_flops(forward: PartFlops, config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> float:
+    return forward.weighted(repeated_shares(config, layout, shape))
 
 
 def pipeline(engine: str, pp: int = 1, cp: int = 1) -> ParallelLayout:
@@ -44,7 +49,7 @@ def test_modules_are_their_own_matmuls() -> None:
 
 def test_shared_experts_and_dense_mlps_are_told_apart() -> None:
     shape = replace(find_shape("DeepSeek-V3"), latent=None)
-    forward = forward_of(shape, [100], 100)
+    forward = ForwardFlops.of(shape).on([100], 100)
     config = EngineConfig.model_validate(
         {
             "path": "model",
@@ -58,7 +63,7 @@ def test_shared_experts_and_dense_mlps_are_told_apart() -> None:
 
 def test_context_parallel_ranks_make_the_same_keys_of_latents() -> None:
     shape = find_shape("DeepSeek-V3")
-    forward = forward_of(shape, [100], 100)
+    forward = ForwardFlops.of(shape).on([100], 100)
 
     def of(cp: int, **megatron: object) -> float:
         config = EngineConfig.model_validate({"path": "model", "megatron": megatron})
