@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fivefold.config.load import load_any_recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.planning.lengths import parse_lengths
-from fivefold.planning.look_ahead import AGES, Choice, LookAhead, look_ahead
-from fivefold.planning.question_sources import Changes, question_of_recipe
+from fivefold.planning.recipe_inputs import Changes, recipe_inputs
+from fivefold.planning.simulation.lengths import parse_lengths
+from fivefold.planning.simulation.look_ahead import AGES, Choice, LookAhead, look_ahead
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "qwen3-30b-a3b-4xh200.yaml"
 PER_NODE = 8
@@ -71,7 +71,7 @@ def simulated(n_gpus: int, batch: int, text: str, gpu: str) -> LookAhead:
     ]
     recipe = load_any_recipe(RECIPE, overrides)
     assert isinstance(recipe, TrainRecipe)
-    return look_ahead(recipe, question_of_recipe(recipe, gpu, Changes()), lengths)
+    return look_ahead(recipe, recipe_inputs(recipe, gpu, Changes()), lengths)
 
 
 def row(n_gpus: int, batch: int, result: LookAhead) -> str:

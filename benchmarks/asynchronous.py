@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.planning.lengths import Lengths
-from fivefold.planning.simulation import Setting, WeightsBeside, simulate
+from fivefold.planning.simulation.lengths import Lengths
+from fivefold.planning.simulation.run import OverlappedWeights, Setting, simulate
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 WARM_UP = 4
@@ -132,7 +132,7 @@ def simulated(age: int, synchronous: list[dict[str, Any]], own: list[dict[str, A
         train_seconds=fmean(row["seconds_per_step"] - row["seconds_waiting"] for row in own) - weights,
         update_seconds=weights,
         # With a look-ahead, the first of them is the copy alone.
-        weights_overlap=WeightsBeside(weights, staging, swap),
+        overlapped=OverlappedWeights(weights, staging, swap),
         max_age=age,
     )
     lengths = Lengths(tuple(length for _, lengths in steps for length in lengths))

@@ -27,8 +27,8 @@ from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parallel import with_stages
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.groups import from_node_start, ranks_together
-from fivefold.planning.question_sources import engine_work
-from fivefold.planning.role_plans import trainer_memory
+from fivefold.planning.model_estimate import trainer_memory
+from fivefold.planning.recipe_inputs import engine_work
 from fivefold.planning.timing import step_time
 
 COLUMNS = (

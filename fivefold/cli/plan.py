@@ -23,10 +23,10 @@ from fivefold.planning.workload import Recompute
 if TYPE_CHECKING:
     from fivefold.config.schema.recipe import Recipe
     from fivefold.families.shape import ModelShape
-    from fivefold.planning.blueprint import Blueprint
-    from fivefold.planning.look_ahead import LookAhead
+    from fivefold.planning.estimates import Estimate
+    from fivefold.planning.inputs import Inputs
     from fivefold.planning.plan import Plan
-    from fivefold.planning.question import Question
+    from fivefold.planning.simulation.look_ahead import LookAhead
 
 OptionalRecipePath = Annotated[
     Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; or --model.", show_default=False)
@@ -75,7 +75,7 @@ DeviceLists = Annotated[
         show_default=False,
     ),
 ]
-Search = Annotated[bool, typer.Option("--search", help="Rank all layouts of the trainer, and plan the best.")]
+Search = Annotated[bool, typer.Option("--search", help="Rank all layouts of the model, and plan the best.")]
 SequenceLength = Annotated[
     int | None,
     typer.Option(
@@ -176,7 +176,7 @@ def plan(
     with reporting_errors():
         from fivefold.config.load import load_any_recipe
         from fivefold.planning.plan import plan_model, plan_recipe
-        from fivefold.planning.question_sources import Changes
+        from fivefold.planning.recipe_inputs import Changes
 
         changes = Changes(sequence_length, sequences, micro_tokens, recompute)
         ahead = None
@@ -186,7 +186,7 @@ def plan(
                  "--devices": devices or None}
             )  # fmt: skip
             if effective:
-                _refuse_beside_effective(
+                _refuse_with_effective(
                     {"--search": search, "--lengths": lengths, "--ranks": ranks, "--svg": svg, "--html": html,
                      **{f"--{name.replace('_', '-')}": value for name, value in vars(changes).items()}}
                 )  # fmt: skip
@@ -194,10 +194,10 @@ def plan(
                 return
             loaded = load_any_recipe(recipe, overrides or [])
             answer = plan_recipe(loaded, gpu=gpu, changes=changes, searching=search)
-            _check_checkpoint(loaded, answer.question.shape)
+            _check_checkpoint(loaded, answer.inputs.actor.shape)
             _check_methods(loaded)
             if lengths is not None:
-                ahead = _look_ahead(loaded, answer.question, lengths)
+                ahead = _look_ahead(loaded, answer.inputs, lengths)
         elif recipe is None and model is not None and gpus is not None:
             if effective:
                 raise ValueError("--effective needs a recipe: a model and its GPUs alone set nothing")
@@ -248,19 +248,19 @@ def _check_methods(recipe: Recipe) -> None:
         check_methods(recipe)
 
 
-def _look_ahead(recipe: Recipe, question: Question, lengths: str) -> LookAhead:
+def _look_ahead(recipe: Recipe, inputs: Inputs, lengths: str) -> LookAhead:
     """Simulate asynchronous training of a recipe.
 
     Raises:
         ValueError: a recipe that does not generate, or lengths that cannot be read.
     """
     from fivefold.config.schema.train import TrainRecipe
-    from fivefold.planning.lengths import parse_lengths
-    from fivefold.planning.look_ahead import look_ahead
+    from fivefold.planning.simulation.lengths import parse_lengths
+    from fivefold.planning.simulation.look_ahead import look_ahead
 
     if not isinstance(recipe, TrainRecipe):
         raise ValueError("--lengths: the recipe does not generate, so there is nothing to answer ahead of its step")
-    return look_ahead(recipe, question, parse_lengths(lengths))
+    return look_ahead(recipe, inputs, parse_lengths(lengths))
 
 
 def _refuse_model_options(options: dict[str, object]) -> None:
@@ -269,7 +269,7 @@ def _refuse_model_options(options: dict[str, object]) -> None:
             raise ValueError(f"{option} belongs to --model; with a recipe set {KEYS_OF_MODEL_OPTIONS[option]}")
 
 
-def _refuse_beside_effective(options: dict[str, object]) -> None:
+def _refuse_with_effective(options: dict[str, object]) -> None:
     if given := [option for option, value in options.items() if value]:
         raise ValueError(
             f"{given[0]} belongs to the plan, which --effective prints nothing of: give one of the two; keys that the "
@@ -281,18 +281,18 @@ def _write_pictures(answer: Plan, svg: Path | None, html: Path | None) -> None:
     from fivefold.report.plan.page import page
     from fivefold.report.plan.picture import draw
 
-    renders: tuple[tuple[str, Path | None, Callable[[Blueprint], str]], ...] = (
+    renders: tuple[tuple[str, Path | None, Callable[[Estimate], str]], ...] = (
         ("--svg", svg, draw),
-        ("--html", html, lambda blueprint: page(blueprint, answer.found)),
+        ("--html", html, lambda estimate: page(estimate, answer.found)),
     )
     wanted = [(option, path, render) for option, path, render in renders if path]
-    if answer.blueprint is None:
+    if answer.estimate is None:
         if wanted:
             options = " and ".join(option for option, _, _ in wanted)
             typer.echo(f"{options}: nothing was written, for there is no layout that fits to draw", err=True)
         return
     for _, path, render in wanted:
-        write_text(path, render(answer.blueprint))
+        write_text(path, render(answer.estimate))
 
 
 def _print_effective(recipe: Recipe, *, as_json: bool) -> None:

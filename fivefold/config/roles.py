@@ -35,6 +35,8 @@ class RoleSpec:
     key: str
     """Dotted key of its section."""
     generates: bool = False
+    scores_samples: bool = False
+    """Whether it scores samples while the rollout generates others."""
     host: str | None = None
     """The role in whose processes it lives unless it is placed; None: it always has its own."""
     state: str = ""
@@ -59,7 +61,7 @@ ROLES: Mapping[str, RoleSpec] = {
             is_used=lambda recipe: recipe.actor.has_reference,
         ),
         RoleSpec("critic", "critic", state="critic"),
-        RoleSpec("reward", "reward.model"),
+        RoleSpec("reward", "reward.model", scores_samples=True),
         RoleSpec("teacher", "teacher"),
     )
 }

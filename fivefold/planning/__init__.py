@@ -1,1 +1,1 @@
-"""Plans of a run before a GPU is taken: memory, time, traffic, layout search, tables and pictures. No torch."""
+"""Plans a run before a GPU is taken: memory, time, traffic, search over layouts, simulation. No torch."""

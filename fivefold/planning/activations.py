@@ -1,12 +1,12 @@
-"""Bytes that one layer keeps for its backward pass, and bytes that its passes need for a moment.
+"""Bytes that one layer keeps for its backward pass, and bytes that its passes need temporarily.
 
-Counted from the tensors that autograd saves, each storage once:
+Counted are the tensors that autograd saves, each storage once:
 
     x ─norm─> n ─qkv─> (p) ─> q k v ─attention─> o ─proj─> + x1 ─norm─> n1 ─> MLP: gate_up, activation   ─> + x'
     *         *        *      * * *              *           *          *     MoE: rows, gate_up, product
 
-Sequence parallelism divides the residual stream (x, n, x1, n1, rows) by tp; heads and widths divide the rest. Expert
-load is taken to be even; a rank whose experts draw 20% more tokens than the mean needs 20% more for its rows.
+Sequence parallelism divides the residual stream (x, n, x1, n1, rows) by tp; heads and widths divide the rest. Experts
+are assumed to be evenly loaded. A rank whose experts draw 20% more tokens than average needs 20% more for its rows.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class LayerCosts:
     """Bytes of one layer and one micro-batch on one rank."""
 
     input: int
-    """The incoming residual stream, which is all that full recomputation keeps."""
+    """The incoming residual stream, the only tensor that full recomputation keeps."""
     attention: int
-    """What the first half saves: norm, attention and projections, `input` included."""
+    """What the first half saves: norm, attention and projections, including `input`."""
     mlp_input: int
-    """What is saved between the halves: the residual stream and its norm, from where selective recomputation starts."""
+    """What is saved between the halves: the residual stream and its norm, where selective recomputation starts."""
     mlp: int
-    """What the second half saves behind its norm."""
+    """What the second half saves after its norm."""
     core_attention: int
-    """What attention saves between its projections, besides their own inputs and outputs."""
+    """What attention saves between its projections, without their inputs and outputs."""
     expert_activation: int
-    """The activation of the experts, which the down projection saves."""
+    """The experts' activation, which the down projection saves."""
     shared_expert: int
     """What a shared expert saves."""
     attention_backward: int
-    """What the first half's backward pass needs at its worst moment, besides what is saved."""
+    """Peak of the first half's backward pass on top of what is saved."""
     mlp_forward: int
-    """What the second half's forward pass needs at its worst moment, besides what is saved."""
+    """Peak of the second half's forward pass on top of what is saved."""
     mlp_backward: int
-    """What the second half's backward pass needs at its worst moment, less what is freed by then."""
+    """Peak of the second half's backward pass on top of what is still saved then."""
 
     @property
     def saved(self) -> int:
@@ -52,7 +52,7 @@ class LayerCosts:
         return self.attention + self.mlp_input + self.mlp
 
     def module_bytes(self, module: RecomputeModule, *, is_moe: bool) -> int:
-        """Return the bytes that are not saved if a module is computed again."""
+        """Return the bytes that are not saved if a module is recomputed."""
         return {
             "core_attn": self.core_attention,
             "layernorm": 2 * self.input,
@@ -64,7 +64,7 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
-    """Return the costs of a layer that is MoE, or dense."""
+    """Return the costs of an MoE layer or a dense one."""
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens / layout.tp * shape.hidden * work.element_bytes
     attention, attention_backward = _attention(shape, layout, work, tokens)
@@ -96,17 +96,17 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
         saved += element * tokens * joint / tp
     if shape.latent is not None:
         saved += _latents(shape, layout, work, tokens)
-        # Values lie beside the keys without position that they were made with, unless they are copied.
+        # Values share their storage with the keys without position, unless they are copied.
         saved += 0 if padding else element * key_tokens * shape.n_heads * shape.latent.nope_dim / tp
     if padding:
-        # The copies with zeros of values and output.
+        # Zero-padded copies of values and output.
         saved += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp
-    # Gradients of the output, of q, k, v and of their joint projection; flash attention sums q's in float32.
+    # Gradients of the output, of q, k, v and of their joint projection; flash attention accumulates dq in float32.
     backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
     backward += _FLOAT * tokens * shape.query_width / tp
     backward += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp if padding else 0
     if layout.cp > 1 and shape.latent is not None:
-        # Gradients of keys and values before their concatenation too, of all tokens that the queries see.
+        # Also gradients of keys and values before their concatenation, for all tokens that the queries see.
         backward += element * (key_tokens - tokens) * keys / tp
         backward += element * (tokens * layout.cp + key_tokens) * shape.latent.shared_dim
     elif layout.cp > 1:
@@ -115,28 +115,28 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
 
 
 def _padding(shape: ModelShape, work: Workload) -> int:
-    """Return the channels of zeros that FlashAttention 2 needs behind all value heads, to be as wide as query heads."""
+    """Return the zero channels that FlashAttention 2 needs to make value heads as wide as query heads."""
     return 0 if work.attn_impl == "flash_attention_4" else max(0, shape.query_width - shape.output_width)
 
 
 def _latents(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes that are saved before the projections up: latents, before and after their norms."""
+    """Return the bytes that are saved before the up projections: latents before and after their norms."""
     latent = shape.latent
     assert latent is not None
     own = 2 * latent.latent_dim + latent.rope_dim
     if layout.cp == 1:
         return work.element_bytes * tokens / layout.tp * own
-    # Those of keys and values are gathered behind their norm, and saved as they were gathered.
+    # Latents of keys and values are gathered after their norm, and saved in gathered form.
     gathered = layout.seen_tokens * latent.shared_dim
     return work.element_bytes * tokens * ((own - latent.kv_rank) / layout.tp + gathered)
 
 
 def _projections(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes of what attention is computed again from, and of the output projection's input."""
+    """Return the bytes from which attention is recomputed, and of the output projection's input."""
     rows, keys, latents = work.element_bytes * tokens, shape.key_width + shape.value_width, 0.0
     if (latent := shape.latent) is not None:
         latents = _latents(shape, layout, work, tokens)
-        # With context parallelism, keys and values are made again too. All heads share the keys' part with position.
+        # With context parallelism, keys and values are recomputed too. All heads share the keys' part with position.
         keys = 0 if layout.cp > 1 else keys + (layout.tp - shape.n_heads) * latent.rope_dim
     return latents + rows * (shape.query_width + keys + shape.output_width) / layout.tp
 
@@ -147,7 +147,7 @@ def _expert_activation(shape: ModelShape, layout: ParallelLayout, work: Workload
 
 
 def _shared_expert(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes that a shared expert saves: as a dense MLP of its width, and the gate's product."""
+    """Return the bytes that a shared expert saves: like a dense MLP of its width, plus the gate's product."""
     if not shape.shared_expert_ffn_hidden:
         return 0.0
     widths = _saved_widths(work) * shape.shared_expert_ffn_hidden / layout.tp
@@ -155,26 +155,26 @@ def _shared_expert(shape: ModelShape, layout: ParallelLayout, work: Workload, to
 
 
 def _saved_widths(work: Workload) -> int:
-    """Return the widths that a gated MLP saves: gate, up, product; unfused, silu(gate) and a copy of up too."""
+    """Return the widths that a gated MLP saves: gate, up, product; if unfused, also silu(gate) and a copy of up."""
     return 3 if work.fused_activation else 5
 
 
 def _dense_mlp(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float, float]:
     """Return the bytes of a dense MLP: (saved, forward, backward).
 
-    Saved are gate_up (2 widths), silu(gate), a copy of up, and their product.
+    It saves gate_up (2 widths), silu(gate), a copy of up, and their product.
     """
     element = work.element_bytes
     width = shape.ffn_hidden / layout.tp
     rows = element * tokens
     saved = rows * _saved_widths(work) * width
     forward = rows * shape.hidden
-    # Each projection's backward pass returns a gradient of undefined content, which only starts the hook of Megatron's
-    # DDP; the real one has been added to the float32 buffer.
+    # Each projection's backward pass returns a gradient of undefined content, which only triggers the hook of
+    # Megatron's DDP; the real one has been added to the float32 buffer.
     weight = element * width * shape.hidden
     gathered = rows * shape.hidden if layout.tp > 1 else 0
     down = gathered + rows * width + weight
-    # Gradients of silu(gate), of up's copy and of gate, less what is freed by then: the product, then these two.
+    # Gradients of silu(gate), of up's copy and of gate, minus what is freed by then: the product, then these two.
     activation = 2 * rows * width
     up = rows * shape.hidden + 2 * weight - 3 * rows * width
     return saved, forward, max(down, activation, up)
@@ -190,14 +190,14 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
     exchanges = layout.ep > 1
     indices = rows * (7 if exchanges else 5) * _INDEX
     saved = rows * (row + 3 * width + 2 * _FLOAT) + indices
-    # The rows as they were sent and as they arrived stay in the frames of the forward pass until the layer is done.
+    # The frames of the forward pass hold the rows as sent and as received until the layer is done.
     forward = (4 if exchanges else 1) * rows * row
-    # Slices of experts make partial sums for the tokens of all their ranks, whose gradient is gathered again.
+    # Slices of experts produce partial sums for the tokens of all their ranks, whose gradient is gathered again.
     sums = gathered * row if layout.etp > 1 else 0.0
     router = tokens / layout.tp * (_FLOAT * (shape.hidden + 3 * shape.n_experts))
     forward = max(forward + sums, router)
-    # After the activation's backward pass there are its gradient, the rows' gradient, and an empty gradient of the
-    # weight, which only starts the hook: the kernel has added the real one. The activation's tensors are freed.
+    # After the activation's backward pass, its gradient, the rows' gradient, and an empty gradient of the weight are
+    # alive. The latter only triggers the hook: the kernel has added the real one. The activation's tensors are freed.
     weight = element * shape.n_experts / layout.ep * 2 * shape.expert_ffn_hidden / layout.etp * shape.hidden
     backward = weight + rows * (row + 2 * width) - rows * 3 * width
     backward = max(backward, weight + rows * (row + width), (3 if exchanges else 1) * rows * row - rows * 3 * width)
@@ -210,10 +210,9 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
 def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Workload) -> int:
     """Return the bytes that are alive while the last stage turns hidden states into log-probs and back.
 
-    There are three tensors of hidden states (normalised, those of trained tokens, and their gradient), and of logits a
-    chunk in float32, the chunk before it until its name is bound again, and a gradient; or those of all tokens, if the
-    backward pass does not compute them again. A value head has no logits, and two more tensors of hidden states, in
-    float32.
+    These are three tensors of hidden states (normalized, of trained tokens, and their gradient), and logits: a chunk in
+    float32, the previous chunk until its name is rebound, and a gradient; or the logits of all tokens, if the backward
+    pass does not recompute them. A value head has no logits, but two more tensors of hidden states in float32.
     """
     element = work.element_bytes
     tokens = work.tokens_per_micro_batch / layout.cp

@@ -1,4 +1,4 @@
-"""What a plan assumes where neither the recipe nor the command line says it. Help texts name these numbers."""
+"""Defaults of a plan if neither the recipe nor the command line decides. Help texts name these numbers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Memory of a rank on FSDP2: shards that stay, and weights that are gathered and gradients that are summed in passing.
+"""Memory of a rank on FSDP2: permanent shards, and weights and gradients that are gathered and reduced temporarily.
 
-    shards (stay)      master weights and gradients in float32, and two moments, each 1 / (dp * cp) of the model
+    shards (permanent) master weights and gradients in float32, and two moments, each 1 / (dp * cp) of the model
     root unit          embedding, last norm and output layer, gathered during both passes
-    layers             the one at work and the next are gathered; the gradient of one is summed in float32
-    output layer       its gradient waits for that of the embedding, until no activations are left
-    activations        those of transformers' own layers, which tensor parallelism divides only inside a block
+    layers             the current one and the next are gathered; the gradient of one is summed in float32
+    output layer       its gradient waits for the embedding's, until no activations are left
+    activations        of transformers' own layers, which tensor parallelism divides only inside a block
 
-A frozen model has shards in its own dtype, and nothing else that stays. The counts follow from what PyTorch's autograd
-saves in these layers.
+A frozen model only has shards in its own dtype. The counts follow from what PyTorch's autograd saves in these layers.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def fsdp_memory(
     ahead = min((2 + work.prefetched) * layer, parameters - root)
     kept = work.kept_gathered * (parameters - root)
     gathered = kept if work.kept_gathered == 1 else kept + ahead
-    # Summed in float32: in bfloat16, that is a second copy of the gradient.
+    # Reduced in float32: for bfloat16, this is a second copy of the gradient.
     summed = element + _FLOAT if element < _FLOAT else element
-    # The shards are float32 and their own master weights.
+    # The shards are float32, so they are their own master weights.
     masters = replace(work, element_bytes=_FLOAT)
     moments = int(sharded * work.state.of(masters.element_bytes))
     frozen = 0 if reference is None else rank_parameters(layout, reference, stages(layout, reference)[0]).total
@@ -85,7 +84,7 @@ def _layer_parameters(layout: ParallelLayout, shape: ModelShape, *, is_moe: bool
 
 
 def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: Workload) -> tuple[int, int]:
-    """Return (bytes that a micro-batch keeps, further bytes that a layer needs for a moment)."""
+    """Return (bytes that a micro-batch keeps, bytes that a layer needs temporarily)."""
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens * shape.hidden * work.element_bytes
     kept = temporary = 0.0
@@ -104,12 +103,12 @@ def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: 
 
 
 def _norm(width: float, element: int) -> float:
-    """Return the bytes of a token that a norm saves: its input in float32, the normalised value, and its output."""
+    """Return the bytes per token that a norm saves: its input in float32, the normalized value, and its output."""
     return width * (_FLOAT + 2 * element)
 
 
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes that a layer's norms and its attention save."""
+    """Return the bytes that a layer's norms and attention save."""
     element, tp = work.element_bytes, layout.tp
     keys = shape.key_width + shape.value_width
     key_tokens = tokens * layout.seen_tokens

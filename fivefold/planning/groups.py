@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange data, and how many of them stay inside a node."""
+"""Groups of ranks that communicate, and how many of them stay inside a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING_AXES: dict[Dimension, tuple[Axis, ...]] = {
     "pp": ("pp",),
 }
 INFERENCE_AXES: dict[Dimension, tuple[Axis, ...]] = {"tp": ("tp",), "pp": ("pp",)}
-"""Replicas of an inference engine exchange nothing, so they form no group."""
+"""Replicas of an inference engine do not communicate, so they form no group."""
 EXPERT_DIMENSIONS = ("etp", "ep", "edp")
 
 
@@ -36,18 +36,18 @@ class GroupSpread:
     """Ranks of a group."""
     n_groups: int
     n_inside: int
-    """Groups whose ranks are all on one node."""
+    """Groups with all ranks on one node."""
     ranks_per_node: int
-    """Ranks of a group on one node, counted where they are fewest."""
+    """Fewest ranks of a group on one node."""
 
 
 def group_spreads(placed: RolePlacement, *, is_moe: bool) -> tuple[GroupSpread, ...]:
-    """Return the spread of each dimension that has groups; those of experts only if the model `is_moe`."""
+    """Return the spread of each dimension that has groups; expert dimensions only if the model `is_moe`."""
     return tuple(_spreads(placed, is_moe))
 
 
 def shown(dimension: Dimension, layout: ParallelLayout) -> str:
-    """Return the name of a dimension's groups for the user: those of `dp` have the ranks of a sequence's parts, too."""
+    """Return the displayed name of a dimension's groups: `dp` groups include the context parallel ranks."""
     return "dp x cp" if dimension == "dp" and layout.cp > 1 else dimension
 
 
@@ -57,7 +57,7 @@ def ranks_together(placed: RolePlacement, *, is_moe: bool) -> dict[Dimension, in
 
 
 def from_node_start(layout: ParallelLayout, gpus_per_node: int) -> RolePlacement:
-    """Return an actor whose rank 0 is on the first GPU of a node, and whose other ranks are on the GPUs after it."""
+    """Return an actor with rank 0 on the first GPU of a node, and the other ranks on the GPUs after it."""
     devices = (Device(*divmod(rank, gpus_per_node)) for rank in range(layout.world_size))
     return RolePlacement("actor", layout, tuple(devices))
 
@@ -74,7 +74,7 @@ def _spreads(placed: RolePlacement, is_moe: bool) -> Iterator[GroupSpread]:
 
 @lru_cache(maxsize=1024)
 def _node_counts(nodes: tuple[int, ...], stride: int, size: int) -> tuple[int, int]:
-    """Return (groups on one node, fewest ranks of a group on one node); neighbours in a group are `stride` ranks apart.
+    """Return (groups on one node, fewest ranks of a group on one node). Neighbours in a group are `stride` ranks apart.
 
     Cached, because a search asks for the same few groups in hundreds of layouts.
     """

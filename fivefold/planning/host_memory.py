@@ -1,12 +1,13 @@
-"""Host memory of each node: processes, trainers' state that is kept there or moved there, copies for checkpoints."""
+"""Host memory of each node: processes, state that is kept there or moved there, copies for checkpoints, weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from fivefold.planning.memory import Kind
-from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
+from fivefold.config.schema.role import Offloadable
+from fivefold.layout.placement import RolePlacement
+from fivefold.planning.memory import RankMemory
 
 PROCESS_BYTES = 4_000_000_000
 """Host memory of one process of a role: Python, PyTorch, CUDA and NCCL."""
@@ -19,11 +20,11 @@ class HostMemory:
 
     processes: int = 0
     state: int = 0
-    """Bytes of pinned memory for state that is kept on the host or is moved there."""
+    """Pinned memory of state that is kept on the host or moved there."""
     snapshots: int = 0
-    """Bytes of pinned memory for the copies from which checkpoints are written."""
+    """Pinned memory of the copies from which checkpoints are written."""
     weights: int = 0
-    """Bytes of the weights on their way to a rollout."""
+    """Weights on their way to a rollout."""
 
     @property
     def total(self) -> int:
@@ -31,28 +32,12 @@ class HostMemory:
         return self.processes + self.state + self.snapshots + self.weights
 
     def __add__(self, other: HostMemory) -> HostMemory:
-        return HostMemory(
-            self.processes + other.processes,
-            self.state + other.state,
-            self.snapshots + other.snapshots,
-            self.weights + other.weights,
-        )
-
-    def describe(self) -> str:
-        """Return the parts as text, in GB."""
-        parts = {
-            "processes": self.processes,
-            "pinned weights and optimizer state": self.state,
-            "copies for checkpoints": self.snapshots,
-            "weights on their way to the rollout": self.weights,
-        }
-        return ", ".join(f"{gb(size)} GB of {name}" for name, size in parts.items() if size)
+        return HostMemory(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 def host_memory(
-    trainers: Iterable[TrainerPlan],
-    rollouts: Iterable[RolloutPlan],
-    offloaded: tuple[Kind, ...],
+    models: Iterable[tuple[RolePlacement, tuple[RankMemory, ...], Collection[Offloadable]]],
+    generating: Iterable[RolePlacement],
     *,
     copies_state: bool,
     copied_weights: Mapping[int, int],
@@ -60,23 +45,20 @@ def host_memory(
     """Return the host memory that the roles need, by node.
 
     Args:
-        trainers: plans of the roles that train or compute log-probs.
-        rollouts: plans of the roles that generate.
-        offloaded: what the actor moves off its GPUs.
+        models: roles that train or score, each with the memory of its stages and what it moves to the host.
+        generating: roles that generate.
         copies_state: whether trainers copy their state to host memory for checkpoints.
         copied_weights: bytes of the weights on their way to the rollout, by node.
     """
     needed: dict[int, HostMemory] = {}
-    for trainer in trainers:
-        placed = trainer.placed
+    for placed, stages, moved in models:
         per_stage = placed.layout.world_size // placed.layout.pp
-        moved = offloaded if placed.role == "actor" else trainer.offloaded
         for rank, device in enumerate(placed.devices):
-            memory = trainer.memory[rank // per_stage]
+            memory = stages[rank // per_stage]
             of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if copies_state else 0)
             needed[device.node] = needed.get(device.node, HostMemory()) + of_rank
-    for rollout in rollouts:
-        for device in rollout.placed.devices:
+    for placed in generating:
+        for device in placed.devices:
             needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES)
     for node, n_bytes in copied_weights.items():
         needed[node] += HostMemory(weights=n_bytes)
@@ -88,24 +70,6 @@ def fullest(needed: Mapping[int, HostMemory]) -> tuple[int, HostMemory]:
     return max(needed.items(), key=lambda item: item[1].total, default=(0, HostMemory()))
 
 
-def host_problems(needed: Mapping[int, HostMemory], host_memory_gib: int | None) -> Iterator[str]:
-    """Yield a line if the roles of a node need more host memory than it has."""
-    node, most = fullest(needed)
-    if host_memory_gib is None or most.total <= host_memory_gib * GIB:
-        return
-    relief = [
-        "offload less (actor.offload)",
-        "store less of the optimizer's state (exp_avg_dtype and exp_avg_sq_dtype of actor.megatron.optimizer or "
-        "actor.fsdp.optimizer; of the former also store_param_remainders)",
-    ]
-    if most.snapshots:
-        relief.append("write checkpoints without a copy (recover.snapshot=blocking)")
-    if most.weights:
-        relief.append(
-            "send weights from GPU to GPU while training waits (rollout.weight_transport=ipc or nccl, and "
-            "rollout.overlap_weight_sync=false)"
-        )
-    yield (
-        f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(host_memory_gib * GIB)} GB of "
-        f"cluster.host_memory_gib: {most.describe()}; {', or '.join(relief)}"
-    )
+def exceeds_host(needed: Mapping[int, HostMemory], host_memory_gib: int | None) -> bool:
+    """Return whether the roles of a node need more host memory than it is known to have."""
+    return host_memory_gib is not None and fullest(needed)[1].total > host_memory_gib * GIB

@@ -1,10 +1,9 @@
-"""Memory of each rank by kind, at the moment of a step when it is highest, on Megatron-Core (FSDP: `fsdp_memory`).
+"""Peak memory of each rank in a step, by kind, on Megatron-Core (FSDP: `fsdp_memory`).
 
-What lasts from step to step is the state: weights, gradients, and the optimizer's master weights and two moments, which
-the distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054) and which may
-be in host memory. Added to it are the activations of the micro-batches in flight, and between forward
-and backward either the log-prob chunk (on the last stage) or what a layer's backward pass needs for a moment, never
-both.
+The state persists from step to step: weights, gradients, and the optimizer's master weights and two moments, which the
+distributed optimizer shards over data-parallel ranks (ZeRO stage 1, https://arxiv.org/abs/1910.02054) and which may be
+in host memory. On top of it come the activations of the micro-batches in flight, and between forward and backward
+either the log-prob chunk (on the last stage) or the temporaries of a layer's backward pass, never both.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from fivefold.config.schema.role import Offloadable
 from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
@@ -23,20 +22,16 @@ from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
 
-Kind = Literal["params", "grads", "optimizer"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
-"""What a trainer can move off its GPU while another role works there."""
-
 CUDA_CONTEXT = 700_000_000
 """Bytes of the driver, kernels and cuBLAS handles of one process."""
 COMMUNICATOR = 250_000_000
-"""Bytes of the buffers of one NCCL communicator within a node; they are outside torch's allocator."""
+"""Bytes of the buffers of one NCCL communicator within a node, outside torch's allocator."""
 LIBRARY_WORKSPACE = 70_000_000
 """Bytes of cuBLAS workspaces, which torch allocates."""
 SNAPSHOT_BYTES = 12
-"""Bytes of a parameter in a checkpoint, whatever the formats of the optimizer's state are."""
+"""Bytes of a parameter in a checkpoint, for every format of the optimizer's state."""
 UPDATE_SCRATCH = 28
-"""Bytes for an element of a bucket whose state is not all float32: master weight, moments, and what rounding takes."""
+"""Bytes per element of a bucket whose state is not all float32: master weight, moments, and rounding."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +55,21 @@ class RankMemory:
     """Buckets in which weights go to a rollout, when no activations are alive."""
     activations: int
     in_flight: float
-    """Micro-batches whose activations are held at one time; a fraction where stages are interleaved."""
+    """Micro-batches whose activations are held at one time; a fraction if stages are interleaved."""
     logprobs: int
     """Hidden states and logits of a chunk, on the last stage."""
     temporaries: int
-    """What a layer's passes need at their worst moment. It is never alive together with `logprobs`."""
+    """Peak of a layer's passes. It is never alive together with `logprobs`."""
     buffers: int
     """Gathered hidden states, pipeline receives, the step's tokens and library workspaces."""
     context: int
-    """CUDA context and NCCL, which are on the GPU but not in torch's statistics."""
+    """CUDA context and NCCL, which are not in torch's statistics."""
     host_reference: int = 0
-    """Host memory of a reference's weights: those that are off the GPU, and averages."""
+    """Host memory of a reference's weights that are off the GPU, and of its EMA."""
 
     @property
     def resident(self) -> int:
-        """Bytes that stay between steps."""
+        """Bytes that persist between steps."""
         return self.weights + self.reference + self.gradients + self.optimizer
 
     @property
@@ -88,19 +83,19 @@ class RankMemory:
         """Bytes on the GPU, all kinds together."""
         return self.allocated + self.context
 
-    def kept(self, offloaded: Collection[Kind]) -> int:
+    def kept(self, offloaded: Collection[Offloadable]) -> int:
         """Return the bytes that stay on the GPU while the rank waits and `offloaded` is moved off it.
 
-        A reference model in the same process goes with the parameters.
+        A reference model in the same process moves with the parameters.
         """
         params = 0 if "params" in offloaded else self.weights + self.reference
         gradients = 0 if "grads" in offloaded else self.gradients
         return params + gradients + (0 if "optimizer" in offloaded else self.optimizer) + self.context
 
-    def on_host(self, offloaded: Collection[Kind]) -> int:
-        """Return the bytes of host memory that the rank takes for its state; gradients are not copied there.
+    def on_host(self, offloaded: Collection[Offloadable]) -> int:
+        """Return the bytes of host memory for the rank's state, without the copy for checkpoints.
 
-        The copy for checkpoints is not part of them.
+        Gradients are not copied there.
         """
         params = self.weights + self.reference if "params" in offloaded else 0
         optimizer = self.optimizer if "optimizer" in offloaded else 0
@@ -110,7 +105,7 @@ class RankMemory:
 def training_memory(
     layout: ParallelLayout, shape: ModelShape, work: Workload, *, reference: ModelShape | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of a rank of each pipeline stage; `reference` is a frozen model in the same processes."""
+    """Return the memory of a rank of each pipeline stage. `reference` is a frozen model in the same processes."""
     costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
     trained = [_stage_memory(layout, shape, work, stage, costs) for stage in stages(layout, shape)]
     if reference is None:
@@ -157,7 +152,7 @@ def _stage_memory(
 
 
 def update_bytes(work: Workload, sharded: float) -> int:
-    """Return the bytes of the buckets on the GPU while weights are updated, beside state that is always there."""
+    """Return the bytes of the buckets on the GPU during the update, besides state that is always there."""
     element, state = work.element_bytes, work.state
     size = min(BUCKET_SIZE, sharded)
     slots = SLOTS * state.of(element) if state.on_host else 0
@@ -169,7 +164,7 @@ def update_bytes(work: Workload, sharded: float) -> int:
 def _kept_and_temporary(
     shape: ModelShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
 ) -> tuple[int, int]:
-    """Return (bytes that a micro-batch keeps on the stage, further bytes that a layer needs for a moment)."""
+    """Return (bytes that a micro-batch keeps on the stage, bytes that a layer needs temporarily)."""
     counts = {
         is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
     }
@@ -180,7 +175,7 @@ def _kept_and_temporary(
         passes = max(cost.mlp_forward, cost.mlp_backward, cost.attention_backward - cost.mlp)
         again = 0
         if work.recompute == "full":
-            # Uniformly, one input is kept for each few layers, which are computed again together.
+            # `uniform` keeps one input for each few layers, which are recomputed together.
             together = 1 if work.recompute_block else work.recompute_layers
             kept += recomputed[is_moe] * cost.input / together + (count - recomputed[is_moe]) * cost.saved
             again = together * cost.saved - cost.input
@@ -197,8 +192,8 @@ def _kept_and_temporary(
 def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) -> float:
     """Return how many forward passes wait for their backward pass on `stage`, in micro-batches of all its layers.
 
-    Under 1F1B (https://arxiv.org/abs/2104.04473) they are as many as there are stages from here to the end. Where
-    stages are interleaved, the first backward pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of
+    Under 1F1B (https://arxiv.org/abs/2104.04473), this is the number of stages from here to the end. If stages are
+    interleaved, the first backward pass comes after 2 (pp - stage - 1) + (vpp - 1) pp + 1 forward passes of
     one chunk, each 1 / vpp of the stage.
     """
     count = work.micro_batches(layout)
@@ -209,26 +204,26 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
 
 
 def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int) -> int:
-    """Return the bytes of lasting buffers: the gathered stream, pipeline receives, the step's tokens, workspaces."""
+    """Return the bytes of permanent buffers: gathered stream, pipeline receives, the step's tokens, workspaces."""
     gathered = stream * layout.tp if layout.tp > 1 else 0
     received = 2 * stream if layout.pp > 1 else 0
     return int(token_bytes(layout, shape, work) + gathered + received + LIBRARY_WORKSPACE)
 
 
 def token_bytes(layout: ParallelLayout, shape: ModelShape, work: Workload) -> float:
-    """Return the bytes of a step's tokens on a rank: their ids, places, rotations and fields."""
+    """Return the bytes of a step's tokens on a rank: their ids, positions, rotations and fields."""
     tokens = work.tokens / (layout.dp * layout.cp)
     return tokens * (6 * _INDEX + 1 + 2 * work.element_bytes * shape.rotated_channels + _FLOAT * work.n_fields)
 
 
 def _n_communicators(layout: ParallelLayout, shape: ModelShape) -> int:
-    """Return how many NCCL communicators are made, which happens at the first call of each.
+    """Return how many NCCL communicators are created, each at its first call.
 
-    Nothing calls the groups of experts in a model that has none.
+    A model without experts never calls their groups.
     """
     groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp]
     if shape.is_moe:
         groups += [layout.ep, layout.etp, layout.edp]
         if layout.ep > 1 and layout.etp > 1:
-            groups.append(layout.ep * layout.etp)  # the numbers of rows for each expert go over both
+            groups.append(layout.ep * layout.etp)  # the numbers of rows per expert are exchanged over both
     return sum(size > 1 for size in groups)

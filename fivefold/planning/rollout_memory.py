@@ -1,4 +1,4 @@
-"""Computes the memory of a rank that generates: its weights, and keys and values of the sequences that it decodes."""
+"""Memory of a rank that generates: its weights, and keys and values of the sequences that it decodes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RolloutMemory:
     weights: int
     """Bytes of the rank's weights."""
     kv_cache: int
-    """Bytes of keys and values: a server's pool, or a full batch of the longest sequences in the embedded engine."""
+    """Keys and values: a server's pool, or a full batch of the longest sequences in the embedded engine."""
     workspace: int
-    """Bytes of activations and of buffers for sampling."""
+    """Activations and buffers for sampling."""
     context: int
-    """Bytes that CUDA and NCCL take for the process."""
+    """CUDA and NCCL of the process."""
     sequences: int
-    """Number of sequences of the longest length that one replica holds at one time."""
+    """Sequences of the longest length that one replica holds at one time."""
     least_cache: int
-    """Bytes of `kv_cache` that the engine needs at least: a server one sequence, the embedded engine all of it."""
+    """Least bytes of `kv_cache` for the engine: one sequence for a server, all of it for the embedded engine."""
 
     @property
     def total(self) -> int:
@@ -64,19 +64,19 @@ def rollout_memory(
         shape: the model.
         gpu: the GPU of the rank.
         sequence_length: tokens of the longest prompt and completion together.
-        batch_size: sequences that a replica of the embedded engine decodes together. Servers choose their own number.
+        batch_size: sequences that a replica of the embedded engine decodes together; servers choose their number.
         element_bytes: bytes of one weight, key or value.
-        taken: bytes that trainers keep on the same GPU while they wait.
-        fraction: share of the GPU's memory that a server takes; None: its usual share, less `taken`.
+        taken: bytes that other roles keep on the same GPU.
+        fraction: share of the GPU's memory that a server takes; None: its usual share, minus `taken`.
     """
     ranks = layout.tp * layout.pp
     weights = shape.n_parameters * element_bytes // ranks
-    # Ranks divide the heads, and copy them if there are fewer heads than ranks. MLA's latent is copied to all ranks.
+    # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
     context = _context(layout)
     if not layout.is_server:
-        # The logits of one token in each row: the model's own, and three float32 copies while they are sorted.
+        # The logits of one token per row: the model's own, and three float32 copies while they are sorted.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)

@@ -1,12 +1,20 @@
-"""Memory of the moment at which weights go from the actor to a rollout: buckets, and two copies of the weights."""
+"""Memory of weights on their way from the actor to a rollout, on GPUs and in host memory.
+
+Through host memory, servers read files there, whether the trainer waits or not. Training that overlaps the transfer
+needs a copy to send from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from fivefold.config.schema.role import Offloadable
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.memory import Kind, RankMemory
+from fivefold.layout.placement import Placement
+from fivefold.planning.inputs import Inputs
+from fivefold.planning.memory import RankMemory
+from fivefold.weights.table import overlaps, pick
 from fivefold.weights.transport import GATHER_BYTES, Transport
 
 
@@ -24,11 +32,44 @@ def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transpor
     return transport.device_bytes(largest) + (max(GATHER_BYTES, largest) if is_cut else 0)
 
 
-def kept_while_sending(stage: RankMemory, offloaded: Collection[Kind]) -> int:
+def kept_while_sending(stage: RankMemory, offloaded: Collection[Offloadable]) -> int:
     """Return the bytes that a rank of the actor has on its GPU while its weights go to the rollout.
 
     Args:
         stage: its memory, with the buckets.
         offloaded: what it moves off the GPU for the rollout.
     """
-    return stage.kept([kind for kind in offloaded if kind != "params"]) + stage.sending
+    return stage.kept([part for part in offloaded if part != "params"]) + stage.sending
+
+
+def overlapping_transport(inputs: Inputs, placement: Placement) -> Transport | None:
+    """Return the transport that works in parallel with training; None: the actor waits for its transport."""
+    asked = inputs.rollout.overlaps_sync
+    if asked is False or "rollout" not in placement or placement.sharers("rollout"):
+        return None
+    transport = pick(inputs.rollout.transport, placement)
+    return transport if overlaps(transport, asked=asked) else None
+
+
+def overlapping_bytes(inputs: Inputs, placement: Placement) -> int:
+    """Return the bytes of the buffers on the sending rank's device while it trains."""
+    transport = overlapping_transport(inputs, placement)
+    if transport is None or transport.carries_weights:
+        return 0
+    shape = inputs.actor.shape
+    return transport.device_bytes(inputs.rollout.element_bytes * shape.hidden * shape.vocab)
+
+
+def copied_weights(inputs: Inputs, placement: Placement) -> dict[int, int]:
+    """Return the bytes of weights in host memory on their way to the rollout, by node; empty if there are none.
+
+    The copy is on the node of the actor's first rank. It becomes files when servers on its node receive it.
+    """
+    if "rollout" not in placement:
+        return {}
+    rollout, overlapping = placement["rollout"], overlapping_transport(inputs, placement)
+    nodes = set() if overlapping is None else {placement["actor"].devices[0].node}
+    transport = pick(inputs.rollout.transport, placement) if rollout.layout.is_server else overlapping
+    if transport is not None and transport.carries_weights:
+        nodes |= {device.node for device in rollout.devices}
+    return dict.fromkeys(sorted(nodes), inputs.actor.shape.n_parameters * inputs.rollout.element_bytes)

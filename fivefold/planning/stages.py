@@ -1,4 +1,4 @@
-"""What each pipeline stage holds: its layers, its ends of the model, and the parameters of one of its ranks."""
+"""What each pipeline stage holds: its layers, embedding and head, and the parameters of one of its ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fivefold.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage. Its ranks all hold the same amounts."""
+    """One pipeline stage. All of its ranks hold equal amounts."""
 
     index: int
     chunks: tuple[range, ...]
-    """Numbers of the layers of each of its virtual stages."""
+    """Layer numbers of each of its virtual stages."""
     n_moe: int
     """Layers that have experts."""
     has_embedding: bool
@@ -40,7 +40,7 @@ class Stage:
 
     @property
     def summary(self) -> str:
-        """Its layers as a text, such as `0-3, 8-11`, which names the first two of many virtual stages."""
+        """Its layers as a text, such as `0-3, 8-11`; of many virtual stages, only the first two."""
         if len(self.spans) <= 3:
             return ", ".join(self.spans)
         return f"{', '.join(self.spans[:2])}, ... ({len(self.spans)} parts)"
@@ -54,7 +54,7 @@ def _span(chunk: range) -> str:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank, by the ranks that its optimizer states are sharded over."""
+    """Parameters of one rank, by the ranks over which their optimizer states are sharded."""
 
     dense: int
     """Attention, dense MLPs, routers, norms and embeddings, which are replicated over dp * cp ranks."""
@@ -84,7 +84,7 @@ def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
 
 
 def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
-    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    """Return the parameters of one rank of `stage`. The vocabulary is padded to a multiple of tp."""
     tp = layout.tp
     n_dense = stage.n_layers - stage.n_moe
     dense = stage.n_layers * (shape.split_attention_parameters // tp + shape.whole_attention_parameters)
@@ -92,7 +92,7 @@ def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> 
     dense += n_dense * shape.dense_mlp_parameters // tp
     dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
     vocabulary = -(-shape.vocab // tp) * shape.hidden
-    # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
+    # A tied matrix is on both ends of a pipeline, but only once if the ends are the same stage.
     matrices = stage.has_embedding + (stage.has_head and not shape.value_head)
     if shape.tied_embeddings:
         matrices = min(matrices, 1)

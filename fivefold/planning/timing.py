@@ -5,9 +5,9 @@
     step                        = (micro-batches + (pp - 1) / vpp) * the slowest stage's
                                 + optimizer + weights' all-gather + what the last backward pass does not hide of dp
 
-The efficiencies are those that PyTorch's kernels reach on an H200 with 8,192-token micro-batches of Qwen3-30B-A3B's
-shape. The estimate is the best that these kernels allow; waiting, uneven experts and uneven sequences cost a part of
-it, so the range that is expected begins at `SLACK` of it.
+PyTorch's kernels reach these efficiencies on an H200 with 8,192-token micro-batches of Qwen3-30B-A3B's shape. The
+estimate is the best that these kernels allow. Waiting, uneven experts and uneven sequences cost a part of it, so the
+expected range begins at `SLACK` of it.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ ATTENTION_EFFICIENCY: Mapping[str, tuple[float, float]] = {
     "flash_attention_2": (0.31, 0.21),
     "flash_attention_4": (0.43, 0.41),
 }
-"""Shares of the peak that the forward and the backward pass of attention reach, the latter counting twice the forward
-FLOPs; flash attention also computes the scores again."""
+"""Shares of the peak that the forward and the backward pass of attention reach. The backward pass counts twice the
+forward FLOPs, although flash attention also recomputes the scores."""
 BANDWIDTH_EFFICIENCY = 0.65
 """Share of the memory's bandwidth that element-wise kernels reach."""
 PASSES_OVER_SAVED = 8
-"""How often element-wise kernels read or write each saved byte or its gradient, forward and backward."""
+"""Times that element-wise kernels read or write each saved byte or its gradient, forward and backward."""
 OPTIMIZER_BYTES = 34
-"""Bytes read and written for a parameter of the shard: gradient norm, AdamW, the bfloat16 copy."""
+"""Bytes read and written per parameter of the shard: gradient norm, AdamW, the bfloat16 copy."""
 HOST_LINK = 55e9
-"""Bytes/s between pinned host memory and a GPU, in either direction, measured on an H200."""
+"""Bytes/s between pinned host memory and a GPU in either direction, measured on an H200."""
 ACCUMULATION_BYTES = 12
-"""Bytes read and written for a grouped weight in a micro-batch: its gradient, and its sum in float32."""
+"""Bytes read and written per grouped weight in a micro-batch: its gradient, and its sum in float32."""
 PLAIN_LAYERS = 1.4
-"""Time of transformers' layers, whose norms, rotation and activation are kernels of their own, against fused ones."""
+"""Time of transformers' layers, with separate kernels for norms, rotation and activation, over fused ones."""
 LAUNCH_SECONDS = 0.003
-"""Seconds of Python and CUDA launches of one layer and micro-batch, forward and backward."""
+"""Seconds of Python and CUDA launches per layer and micro-batch, forward and backward."""
 EXCHANGE_SECONDS = 0.003
-"""Seconds that one MoE layer and micro-batch waits with ep > 1, until the host knows how many rows arrive."""
+"""Seconds that an MoE layer waits per micro-batch with ep > 1 until the host knows how many rows arrive."""
 SLACK = 0.7
-"""Share of the estimated MFU that real steps reach at least."""
+"""Least share of the estimated MFU that real steps reach."""
 
 _COLLECTIVES_IN_THE_WAY = ("tp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, as the kernels and links allow."""
+    """Seconds of a step, as kernels and links allow."""
 
     layers: float
     """Matmuls and element-wise kernels of the slowest stage, all micro-batches."""
     head: float
-    """LM head and log-probs, which the last stage computes."""
+    """LM head and log-probs on the last stage."""
     recompute: float
-    """Forward passes that are computed again."""
+    """Recomputed forward passes."""
     launching: float
     """Waits of the GPU for Python to launch kernels, or to learn how many rows an exchange brings."""
     exposed: float
@@ -94,7 +94,7 @@ class StepTime:
 
     @property
     def in_pipeline(self) -> float:
-        """Seconds of all micro-batches, without the bubble."""
+        """Seconds of all micro-batches without the bubble."""
         return self.layers + self.head + self.recompute + self.launching + self.exposed
 
     @property
@@ -104,7 +104,7 @@ class StepTime:
 
     @property
     def mfu_range(self) -> tuple[float, float]:
-        """Lowest and highest MFU that is expected of a measurement."""
+        """Lowest and highest MFU to expect from a measurement."""
         return SLACK * self.mfu, self.mfu
 
 
@@ -115,7 +115,7 @@ def step_time(
     gpu: Gpu,
     together: Mapping[Dimension, int],
 ) -> StepTime:
-    """Return the time of one optimizer step: forward, backward and update. `together` is that of `step_traffic`."""
+    """Return the time of one optimizer step: forward, backward and update. `together` is as in `step_traffic`."""
     timed = []
     for stage in _distinct(layout, shape):
         sent = step_traffic(layout, shape, work, stage, together)
@@ -123,12 +123,12 @@ def step_time(
     slowest, stage, traffic = max(timed, key=lambda entry: entry[0].total)
     count = work.micro_batches(layout)
     data_parallel = sum(item.seconds(gpu) for item in traffic if item.dimension in ("dp", "edp"))
-    # Each parameter sends `gradient_bytes` of gradient and `element_bytes` of weight. The gradients are reduced while
-    # the backward pass of the last micro-batch runs.
+    # Each parameter sends `gradient_bytes` of gradient and `element_bytes` of weight. Gradients are reduced during the
+    # backward pass of the last micro-batch.
     gradients = data_parallel * work.gradient_bytes / (work.gradient_bytes + work.element_bytes)
     hidden = min(gradients, slowest.layers * 2 / 3)
     if layout.backend == "fsdp":
-        # The next layer's weights are gathered, and the last one's gradients reduced, while a layer computes.
+        # While a layer computes, the next layer's weights are gathered and the last one's gradients reduced.
         hidden = min(data_parallel, slowest.layers * count)
     parameters = rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
@@ -156,7 +156,7 @@ def step_time(
 
 
 def _optimizer_seconds(layout: ParallelLayout, work: Workload, gpu: Gpu) -> float:
-    """Return the seconds of the update for each parameter; state on the host goes both ways at the same time."""
+    """Return the seconds of the update per parameter. State on the host moves in both directions at the same time."""
     on_device = OPTIMIZER_BYTES / (gpu.bandwidth * BANDWIDTH_EFFICIENCY)
     # FSDP's master weights are its shards, which stay on the GPU.
     streamed = work.state.of(4 if layout.backend == "fsdp" else work.element_bytes)
@@ -222,7 +222,7 @@ def _layer_seconds(
     forward: PartFlops,
     fill: float,
 ) -> tuple[float, float]:
-    """Return the seconds of a stage's layers for one micro-batch, of which `fill` is in use.
+    """Return the seconds of a stage's layers for one micro-batch that is filled to the share `fill`.
 
     They are (forward and backward, recomputation).
     """
@@ -262,7 +262,7 @@ def _mlp_share(shape: ModelShape, stage: Stage) -> float:
 
 
 def _saved(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Stage) -> tuple[int, int]:
-    """Return the bytes that a micro-batch saves on the stage without recomputation: (all, those of its MLPs)."""
+    """Return the bytes that a micro-batch saves on the stage without recomputation: (all, MLPs only)."""
     saved = mlp = 0
     for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
         if count:

@@ -3,10 +3,10 @@
     tp    all-gather and reduce-scatter of the residual stream around attention and around dense MLPs (sequence
           parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
           weights' gradients
-    cp    all-gather of keys and values, or of the latents that they are made of, reduce-scatter of their gradients
-    ep    all-to-all of routed rows, there and back, forward and backward; with etp, each rank sends those of all etp
-    etp   all-gather and reduce-scatter of tokens, of which every rank then routes all
-    pp    one residual stream a micro-batch and boundary, each way
+    cp    all-gather of keys and values, or of the latents behind them, reduce-scatter of their gradients
+    ep    all-to-all of routed rows, there and back, forward and backward; with etp, each rank sends all etp ranks' rows
+    etp   all-gather and reduce-scatter of tokens; every rank then routes all of them
+    pp    one residual stream per micro-batch and boundary, each way
     dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp. On FSDP, in each
           micro-batch: all-gather of weights before either pass, reduce-scatter of gradients in float32
 
@@ -40,13 +40,13 @@ class Traffic:
     size: int
     """Ranks of a group."""
     ranks_per_node: int
-    """Ranks of a group that share a node."""
+    """Ranks of a group on one node."""
     bytes: float
     """Sent by one rank in a step."""
     exchanges_pairs: bool
     """Whether ranks send to each other directly (all-to-all, point to point), each over its own network card.
 
-    Else the traffic runs in a ring over the network cards of all ranks.
+    Otherwise the traffic runs in a ring over the network cards of all ranks.
     """
 
     @property
@@ -55,7 +55,7 @@ class Traffic:
         return self.ranks_per_node < self.size
 
     def seconds(self, gpu: Gpu) -> float:
-        """Return the seconds on the slowest link that it takes, if nothing else uses that link."""
+        """Return the seconds on the slowest link if nothing else uses it."""
         if not self.crosses_nodes:
             return self.bytes / (gpu.link * LINK_EFFICIENCY)
         if self.exchanges_pairs:
@@ -74,7 +74,7 @@ def step_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the traffic of one rank of `stage`, for the dimensions that have any.
 
-    `together` is how many ranks of a group share a node, as `groups.ranks_together` counts them.
+    `together` is the number of ranks of a group on one node, from `groups.ranks_together`.
     """
     sizes: dict[Dimension, int] = {
         "tp": layout.tp,
@@ -109,9 +109,9 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     # The forward pass communicates the stream twice, the backward pass three times, and recomputation twice again.
     mlps = 5 + 2 * again[1]
     is_fsdp = layout.backend == "fsdp"
-    # It is gathered once, again for the gradients of the weights, and its gradient is scattered; the rest is output.
+    # The input is gathered once, and again for the weights' gradients; its gradient is scattered. The rest is output.
     attention = (3 + again[0]) * (1.0 if is_fsdp else _gathered(shape)) + 2 + again[0]
-    # FSDP's tensor parallelism sums the stream behind the experts too, where Megatron-Core has etp.
+    # FSDP's tensor parallelism also sums the stream after the experts; Megatron-Core has etp for that.
     shared = stage.n_moe if is_fsdp or shape.shared_expert_ffn_hidden else 0
     passes = stage.n_layers * attention + (n_dense + shared) * mlps
     passes += 2 * stage.has_embedding + 2 * stage.has_head
@@ -136,14 +136,14 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
 
 
 def _gathered(shape: ModelShape) -> float:
-    """Return the channels that attention gathers, over those of the stream: latents, if each rank makes its tokens'."""
+    """Return the channels that attention gathers over the stream's channels. With MLA, latents are gathered."""
     if (latent := shape.latent) is None:
         return 1.0
     return ((latent.query_rank or shape.hidden) + latent.shared_dim) / shape.hidden
 
 
 def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:
-    """Return how often the forward pass of a layer is computed again, collectives included: (attention, MLP)."""
+    """Return how often the forward pass of a layer is recomputed, collectives included: (attention, MLP)."""
     if work.recompute == "full":
         share = len(stage.recomputed(work)) / stage.n_layers
         return share, share

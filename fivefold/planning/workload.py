@@ -1,4 +1,4 @@
-"""The work of one optimizer step: the part of a plan that is neither model nor layout."""
+"""The work of one optimizer step: the inputs of a plan that are neither model nor layout."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the optimizer's state for each parameter of a shard, and where they are."""
+    """Bytes of the optimizer's state per parameter of a shard, and where they are."""
 
     master: int = 4
-    """Bytes of a master weight beside its bfloat16 weight: 4 in float32, 2 as the remainder."""
+    """Bytes of a master weight in addition to its bfloat16 weight: 4 in float32, 2 for the remainder."""
     exp_avg: int = 4
     """Bytes of the first moment."""
     exp_avg_sq: int = 4
     """Bytes of the second moment."""
     on_host: bool = False
-    """Whether they are in host memory, and go through the GPU in buckets."""
+    """Whether they are in host memory and pass through the GPU in buckets."""
 
     def of(self, element_bytes: int) -> int:
-        """Return all bytes of a parameter whose weight has `element_bytes`; float32 weights are their own masters."""
+        """Return all bytes of a parameter whose weight has `element_bytes`. Float32 weights are their own masters."""
         return (self.master if element_bytes < 4 else 0) + self.exp_avg + self.exp_avg_sq
 
 
@@ -44,16 +44,16 @@ class Workload:
     sequences: int
     """Sequences of one optimizer step, over all data-parallel ranks."""
     micro_tokens: int
-    """Most tokens of a micro-batch, over its context-parallel ranks. A longer sequence has a micro-batch of its own."""
+    """Most tokens of a micro-batch, over its context-parallel ranks. A longer sequence gets a separate micro-batch."""
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("mlp", "moe")
     """Modules that `selective` recomputes."""
     recompute_layers: int = 1
     """Layers that `full` recomputes at a time; with `recompute_block`, the first layers of each virtual stage."""
     recompute_block: bool = False
-    """Whether `full` recomputes some layers of each virtual stage, instead of all."""
+    """Whether `full` recomputes only some layers of each virtual stage."""
     micro_batch_group: int | None = None
-    """Micro-batches that a virtual stage computes before the next one's turn; None: as many as stages."""
+    """Micro-batches that a virtual stage computes before the next one; None: as many as stages."""
     attn_impl: FlashAttention = "flash_attention_2"
     """Flash attention of the layers."""
     fused_activation: bool = False
@@ -63,21 +63,21 @@ class Workload:
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together."""
     logprob_recompute: bool = True
-    """Whether the backward pass computes the logits again; else those of a micro-batch are kept for it."""
+    """Whether the backward pass recomputes the logits; otherwise a micro-batch's logits are kept for it."""
     n_fields: int = 5
-    """Float32 values that travel with each token: advantages, old log-probs and the like."""
+    """Float32 values of each token: advantages, old log-probs and the like."""
     gradient_bytes: int = 4
     """Bytes of a gradient: 4 for float32, 2 for bfloat16."""
     state: StateBytes = StateBytes()
     """The optimizer's state."""
     kept_gathered: float = 0.0
-    """Share of the weights of all layers that FSDP keeps gathered from their forward to their backward passes."""
+    """Share of all layers' weights that FSDP keeps gathered from their forward to their backward pass."""
     prefetched: int = 0
     """Layers whose weights FSDP gathers ahead of the next one."""
     given_sequences: int = 0
-    """Sequences with given responses, such as an expert's, on which an optimizer step trains besides."""
+    """Additional sequences with given responses, such as an expert's, in an optimizer step."""
     given_length: int = 0
-    """Tokens of each of them."""
+    """Tokens of each given sequence."""
     infer_tokens: int | None = None
     """Most tokens of a micro-batch in passes without gradients; None: `micro_tokens`."""
 
@@ -87,7 +87,7 @@ class Workload:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def recomputing(self, recompute: Recompute) -> Workload:
-        """Return the same work under a recompute mode: as it is if that is its own, else with the mode's defaults."""
+        """Return the same work under a recompute mode, with the mode's defaults unless it is the work's own mode."""
         if recompute == self.recompute:
             return self
         plain = Workload(self.sequence_length, self.sequences, self.micro_tokens)
@@ -95,7 +95,7 @@ class Workload:
         return replace(self, recompute=recompute, **{name: getattr(plain, name) for name in details})
 
     def without_gradients(self, micro_tokens: int) -> Workload:
-        """Return the work of passes without gradients, which hold one layer at a time, and no logits but a chunk's."""
+        """Return the work of passes without gradients, which hold one layer and one chunk of logits at a time."""
         plain = self.recomputing("none").recomputing("full")
         return replace(plain, micro_tokens=micro_tokens, logprob_recompute=True)
 
@@ -116,11 +116,11 @@ class Workload:
 
     @property
     def trained_sequences(self) -> float:
-        """All sequences of a step; those that are given count as so many of `sequence_length` as have their tokens."""
+        """All sequences of a step. Given ones are converted to sequences of `sequence_length` with as many tokens."""
         return self.tokens / self.sequence_length
 
     def micro_batches(self, layout: ParallelLayout) -> int:
-        """Return the micro-batches of each data-parallel rank; interleaved, they are a multiple of the stages."""
+        """Return the micro-batches of each data-parallel rank; a multiple of the stages if these are interleaved."""
         sequences = math.ceil(self.trained_sequences / layout.dp)
         count = -(-sequences // self.sequences_per_micro_batch)
         return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count

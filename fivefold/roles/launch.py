@@ -20,7 +20,7 @@ from fivefold.engine.contract import Offloadable
 from fivefold.engine.sharing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.layout.placement import Placement
-from fivefold.planning.beside_rollout import BesideRollout, beside_rollout, copies_state
+from fivefold.planning.decisions import WhileGenerating, copies_state, while_generating
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models, Roles
 from fivefold.roles.frozen import FrozenModel, HostedModel
@@ -47,9 +47,9 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         route: how weights travel from the actor to the rollout.
     """
     specs = trainer_specs(recipe, placement, n_steps, copies=_copies_state(session, recipe, placement))
-    beside = _beside_rollout(recipe, placement, session.gpu_memory)
+    waiting = _while_generating(recipe, placement, session.gpu_memory)
     path = specs["actor"].model.path
-    replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=beside.kept)
+    replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=waiting.kept)
     replicas = rollout_role(placement, replica, launch_followers(session, placement, replica))
     groups: dict[str, WorkerGroup] = {}
     together = [replicas]
@@ -58,7 +58,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         groups, together = session.launch(replicas), []
         groups["rollout"].call(RolloutWorker.sleep)
     groups |= _start(session, recipe, placement, specs, together)
-    models = _models(recipe, placement, specs, groups, route, beside.offloaded)
+    models = _models(recipe, placement, specs, groups, route, waiting.offloaded)
     rollout = Rollout(
         groups["rollout"],
         shares_devices=bool(placement.sharers("rollout")),
@@ -246,14 +246,14 @@ def _folders(recipe: Recipe) -> dict[str, Path]:
     }
 
 
-def _beside_rollout(recipe: TrainRecipe, placement: Placement, gpu_memory: int | None) -> BesideRollout:
+def _while_generating(recipe: TrainRecipe, placement: Placement, gpu_memory: int | None) -> WhileGenerating:
     """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
     sharers = placement.sharers("rollout")
     if not sharers:
-        return BesideRollout(0, ())
+        return WhileGenerating(0, ())
     if placement.is_cpu:
-        return BesideRollout(0, _asked(recipe) if "actor" in sharers else ())
-    return beside_rollout(recipe, _folders(recipe), gpu_memory=gpu_memory)
+        return WhileGenerating(0, _asked(recipe) if "actor" in sharers else ())
+    return while_generating(recipe, _folders(recipe), gpu_memory=gpu_memory)
 
 
 def _asked(recipe: Recipe) -> tuple[Offloadable, ...]:

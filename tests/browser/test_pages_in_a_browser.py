@@ -225,8 +225,8 @@ def test_the_page_of_a_plan_answers_the_pointer_and_sorts_its_layouts(page: Page
     file = tmp_path / "plan.html"
     answer = plan_model("Qwen3-30B-A3B", 16, searching=True)
     assert answer.found is not None
-    assert answer.blueprint is not None
-    file.write_text(plan_page(answer.blueprint, answer.found))
+    assert answer.estimate is not None
+    file.write_text(plan_page(answer.estimate, answer.found))
     page.open_plainly(file.as_uri())
     page.run(
         "const device = document.querySelector('rect[data-tip^=\"rank 5 \"]'), at = device.getBoundingClientRect();"

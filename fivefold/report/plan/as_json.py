@@ -7,11 +7,10 @@ from typing import Any
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
-from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.look_ahead import Choice, LookAhead
+from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate
 from fivefold.planning.plan import Plan
-from fivefold.planning.role_plans import RolloutPlan, TrainerPlan
 from fivefold.planning.search import Candidate, Found, reasons
+from fivefold.planning.simulation.look_ahead import Choice, LookAhead
 from fivefold.planning.stages import Stage, stages
 from fivefold.planning.timing import StepTime
 from fivefold.report.plan.ranks import RANK_COLUMNS, rank_rows
@@ -19,10 +18,8 @@ from fivefold.report.plan.ranks import RANK_COLUMNS, rank_rows
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan, with the outcome of its search if there was one, as values that `json.dumps` takes."""
-    if plan.blueprint is None:
-        values = {"fits": False, "notes": list(plan.question.notes)}
-    else:
-        values = _blueprint(plan.blueprint)
+    failed = {"fits": False, "notes": list(plan.inputs.notes)}
+    values = failed if plan.estimate is None else _estimate(plan.estimate)
     return values if plan.found is None else {**values, "search": _found(plan.found)}
 
 
@@ -36,9 +33,9 @@ def look_ahead_as_json(result: LookAhead) -> dict[str, Any]:
     }
 
 
-def _blueprint(blueprint: Blueprint) -> dict[str, Any]:
-    question = blueprint.question
-    shape = question.shape
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    inputs = estimate.inputs
+    shape = inputs.actor.shape
     return {
         "model": {
             "name": shape.name,
@@ -46,37 +43,37 @@ def _blueprint(blueprint: Blueprint) -> dict[str, Any]:
             "parameters": shape.n_parameters,
             "active_parameters": shape.n_active_parameters,
         },
-        "allocation": str(question.allocation),
-        "devices": None if question.devices is None else {role: list(at) for role, at in question.devices.items()},
-        "cluster": {"nodes": question.n_nodes, "gpus_per_node": question.gpus_per_node, "gpu": asdict(question.gpu)},
-        "work": asdict(question.work),
+        "allocation": str(inputs.allocation),
+        "devices": None if inputs.devices is None else {role: list(at) for role, at in inputs.devices.items()},
+        "cluster": {"nodes": inputs.n_nodes, "gpus_per_node": inputs.gpus_per_node, "gpu": asdict(inputs.gpu)},
+        "work": asdict(inputs.actor.work),
         "host_memory": [
             {"node": node, **asdict(memory), "total": memory.total}
-            for node, memory in sorted(blueprint.host_memory.items())
+            for node, memory in sorted(estimate.host_memory.items())
         ],
-        "fits": blueprint.fits,
-        "problems": list(blueprint.problems),
-        "notes": list(blueprint.notes),
+        "fits": estimate.fits,
+        "problems": list(estimate.problems),
+        "notes": list(estimate.notes),
         "roles": [
-            *(_trainer(each, question.of(each.placed.role).shape, question.gpu) for each in blueprint.trainers),
-            *(_rollout(rollout) for rollout in blueprint.rollouts),
+            *(_model(each, inputs.models[each.placed.role].shape, inputs.gpu) for each in estimate.models),
+            *(_rollout(rollout) for rollout in estimate.rollouts),
         ],
     }
 
 
-def _trainer(trainer: TrainerPlan, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
-    placed = trainer.placed
+def _model(model: ModelEstimate, shape: ModelShape, gpu: Gpu) -> dict[str, Any]:
+    placed = model.placed
     return {
         "role": placed.role,
         "layout": {name: value for name, value in asdict(placed.layout).items() if name != "split"},
         "stage_layers": [list(stage.spans) for stage in stages(placed.layout, shape)],
-        "memory": [{**asdict(stage), "allocated": stage.allocated, "total": stage.total} for stage in trainer.memory],
-        "waiting_roles": trainer.beside,
-        "memory_by_recompute": {mode: stage.total for mode, stage in trainer.modes.items()},
-        "binding_rank": trainer.binding_rank,
-        "binding_stage": trainer.binding.stage,
-        "step": None if trainer.time is None else _step(trainer.time, gpu),
-        "groups": [asdict(spread) for spread in trainer.spreads],
+        "memory": [{**asdict(stage), "allocated": stage.allocated, "total": stage.total} for stage in model.memory],
+        "waiting_roles": model.others,
+        "memory_by_recompute": {mode: stage.total for mode, stage in model.modes.items()},
+        "binding_rank": model.binding_rank,
+        "binding_stage": model.binding.stage,
+        "step": None if model.time is None else _step(model.time, gpu),
+        "groups": [asdict(spread) for spread in model.spreads],
         "stages": [_stage(stage) for stage in stages(placed.layout, shape)],
         "ranks": [dict(zip(RANK_COLUMNS, row, strict=True)) for row in rank_rows(placed, shape)],
     }
@@ -105,7 +102,7 @@ def _step(time: StepTime, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
+def _rollout(rollout: RolloutEstimate) -> dict[str, Any]:
     memory = rollout.memory
     return {
         "role": rollout.placed.role,
@@ -113,7 +110,7 @@ def _rollout(rollout: RolloutPlan) -> dict[str, Any]:
         "memory": {
             **asdict(memory),
             "total": memory.total,
-            "waiting_roles": rollout.beside,
+            "waiting_roles": rollout.others,
             "arriving": rollout.arriving,
         },
         "groups": [asdict(spread) for spread in rollout.spreads],
@@ -152,7 +149,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "colocate": split.setting.shares_devices,
         "train_seconds": split.setting.train_seconds,
         "update_seconds": split.setting.update_seconds,
-        "weights_overlap": asdict(beside) if (beside := choice.weights_overlap) else None,
+        "weights_overlap": asdict(overlapped) if (overlapped := choice.overlapped) else None,
         "gain": choice.gain,
         **outcome,
     }

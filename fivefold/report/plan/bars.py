@@ -48,8 +48,8 @@ class Bar:
     """Whether label and note are bold."""
 
 
-def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
-    """Return the memory of a rank by kind at its peak. Waiting roles keep `beside` bytes on the same GPU."""
+def trainer_parts(memory: RankMemory, others: int) -> dict[str, float]:
+    """Return the memory of a rank by kind at its peak. Waiting roles keep `others` bytes on the same GPU."""
     turn = (
         {"log-probs": memory.logprobs} if memory.logprobs >= memory.temporaries else {"temporaries": memory.temporaries}
     )
@@ -60,7 +60,7 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
     )
     fullest = max(moments, key=lambda parts: sum(parts.values()))
     return {
-        "waiting roles": beside,
+        "waiting roles": others,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradients": memory.gradients,
@@ -71,10 +71,10 @@ def trainer_parts(memory: RankMemory, beside: int) -> dict[str, float]:
     }
 
 
-def rollout_parts(memory: RolloutMemory, beside: int) -> dict[str, float]:
+def rollout_parts(memory: RolloutMemory, others: int) -> dict[str, float]:
     """Return the memory of a generating rank by kind."""
     return {
-        "waiting roles": beside,
+        "waiting roles": others,
         "weights": memory.weights,
         "KV cache": memory.kv_cache,
         "buffers": memory.workspace,

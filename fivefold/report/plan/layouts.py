@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from fivefold.planning.role_plans import gb
+from fivefold.planning.estimates import gb
 from fivefold.planning.search import Candidate, Found, reasons
 from fivefold.report.plan.svg import FAINT, INK, Canvas
 

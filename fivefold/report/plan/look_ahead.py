@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.planning.look_ahead import Choice, LookAhead
+from fivefold.planning.simulation.look_ahead import Choice, LookAhead
 
 COLUMNS = ("η", "GPUs that train", "that generate", "s a step", "gain", "trainer idle", "rollout idle", "age", "oldest")
 
@@ -67,13 +67,13 @@ def keys(choice: Choice) -> str:
 
 
 def _times(choice: Choice) -> str:
-    setting, beside = choice.split.setting, choice.weights_overlap
+    setting, overlapped = choice.split.setting, choice.overlapped
     full = setting.token_seconds[-1]
     weights = f"{setting.update_seconds:.1f} s"
-    if beside is not None:
+    if overlapped is not None:
         weights = (
-            f"{sum(astuple(beside)):.1f} s, of which the trainer waits for {beside.copy_seconds:.1f} s and the "
-            f"replicas for {beside.swap_seconds:.1f} s"
+            f"{sum(astuple(overlapped)):.1f} s ({overlapped.copy_seconds:.1f} s of it the trainer waits, and "
+            f"{overlapped.swap_seconds:.1f} s the replicas)"
         )
     return (
         f"an update takes {setting.train_seconds:.1f} s and new weights {weights}, and a replica "

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from fivefold.families.shape import ModelShape
-from fivefold.planning.blueprint import Blueprint
-from fivefold.planning.role_plans import TrainerPlan
+from fivefold.planning.estimates import Estimate, ModelEstimate
 from fivefold.planning.search import Found
 from fivefold.report.plan.layouts import layouts_section
 from fivefold.report.plan.picture import draw
@@ -85,11 +84,11 @@ document.querySelectorAll("[id^=dot-]").forEach((dot) => dot.addEventListener("c
 """
 
 
-def page(blueprint: Blueprint, found: Found | None = None) -> str:
+def page(estimate: Estimate, found: Found | None = None) -> str:
     """Return one self-contained HTML document. `found` is the outcome of a search."""
-    name = escape(blueprint.question.shape.name)
-    sections = [_list("Why it cannot run", blueprint.problems), _list("Notes", blueprint.notes)]
-    sections += [_ranks(trainer, blueprint.question.of(trainer.placed.role).shape) for trainer in blueprint.trainers]
+    name = escape(estimate.inputs.actor.shape.name)
+    sections = [_list("Why it cannot run", estimate.problems), _list("Notes", estimate.notes)]
+    sections += [_ranks(model, estimate.inputs.models[model.placed.role].shape) for model in estimate.models]
     return "\n".join(
         [
             "<!doctype html>",
@@ -97,7 +96,7 @@ def page(blueprint: Blueprint, found: Found | None = None) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{name}: plan</title><style>{_STYLE}</style></head>",
             "<body>",
-            f'<div id="picture">{draw(blueprint)}</div>',
+            f'<div id="picture">{draw(estimate)}</div>',
             layouts_section(found) if found is not None and found.ranked else "",
             *sections,
             f'<div id="tip" hidden></div><script>{_SCRIPT}</script>',
@@ -114,9 +113,9 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<section><h2>{escape(title)}</h2><ul>{items}</ul></section>"
 
 
-def _ranks(trainer: TrainerPlan, shape: ModelShape) -> str:
-    rows = (_row(cells) for cells in rank_rows(trainer.placed, shape))
-    title = f"Ranks of {escape(trainer.placed.role)}"
+def _ranks(model: ModelEstimate, shape: ModelShape) -> str:
+    rows = (_row(cells) for cells in rank_rows(model.placed, shape))
+    title = f"Ranks of {escape(model.placed.role)}"
     header = "".join(f"<th>{name}</th>" for name in RANK_COLUMNS)
     return f"<section><h2>{title}</h2><table><tr>{header}</tr>{''.join(rows)}</table></section>"
 

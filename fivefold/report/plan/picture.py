@@ -7,9 +7,8 @@ from dataclasses import replace
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
-from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate, gb
 from fivefold.planning.memory import RankMemory
-from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.planning.stages import Stage, stages
 from fivefold.report.plan.bars import (
     MEMORY_COLOURS,
@@ -38,30 +37,30 @@ BETWEEN = 36.0
 MOST_BARS = 16
 
 
-def draw(blueprint: Blueprint) -> str:
+def draw(estimate: Estimate) -> str:
     """Return the picture as an SVG document."""
-    question = blueprint.question
+    inputs = estimate.inputs
     canvas = Canvas(WIDTH)
-    title = f"{question.shape.name} on {_cluster(blueprint)}"
+    title = f"{inputs.actor.shape.name} on {_cluster(estimate)}"
     canvas.text(MARGIN, 44, title, size=22, bold=True)
-    canvas.text(MARGIN, 68, question.text, size=13, fill=FAINT, mono=True)
+    canvas.text(MARGIN, 68, inputs.text, size=13, fill=FAINT, mono=True)
     y = 100.0
-    for trainer in blueprint.trainers:
-        y = _trainer(canvas, blueprint, trainer, y)
-    for rollout in blueprint.rollouts:
-        y = _rollout(canvas, blueprint, rollout, y)
-    y = _memory(canvas, blueprint, y)
-    y = _time(canvas, blueprint, y)
-    _problems(canvas, blueprint, y)
+    for model in estimate.models:
+        y = _model(canvas, estimate, model, y)
+    for rollout in estimate.rollouts:
+        y = _rollout(canvas, estimate, rollout, y)
+    y = _memory(canvas, estimate, y)
+    y = _time(canvas, estimate, y)
+    _problems(canvas, estimate, y)
     return canvas.render(title)
 
 
-def _cluster(blueprint: Blueprint) -> str:
-    question = blueprint.question
-    nodes = f"{question.n_nodes} node{'s' if question.n_nodes > 1 else ''}"
-    if question.gpus_per_node == 0:
+def _cluster(estimate: Estimate) -> str:
+    inputs = estimate.inputs
+    nodes = f"{inputs.n_nodes} node{'s' if inputs.n_nodes > 1 else ''}"
+    if not inputs.on_gpus:
         return f"{nodes}, CPU processes"
-    return f"{nodes} × {question.gpus_per_node} {question.gpu.name}"
+    return f"{nodes} × {inputs.gpus_per_node} {inputs.gpu.name}"
 
 
 def _heading(canvas: Canvas, text: str, detail: str, y: float) -> None:
@@ -70,15 +69,15 @@ def _heading(canvas: Canvas, text: str, detail: str, y: float) -> None:
     canvas.text(MARGIN + text_width(text, 16) + 14, y, detail, size=12, fill=FAINT)
 
 
-def _trainer(canvas: Canvas, blueprint: Blueprint, trainer: TrainerPlan, y: float) -> float:
-    placed, shape = trainer.placed, blueprint.question.of(trainer.placed.role).shape
+def _model(canvas: Canvas, estimate: Estimate, model: ModelEstimate, y: float) -> float:
+    placed, shape = model.placed, estimate.inputs.models[model.placed.role].shape
     layout = placed.layout
     _heading(canvas, placed.role, f"{layout.backend}, {layout.world_size} ranks", y)
     views = [("Attention and dense layers", _dense_degrees(layout), attention_view(placed))]
     if shape.is_moe:
         views.append(("Experts", _expert_degrees(layout), expert_view(placed, shape.n_experts)))
-    gpu = blueprint.question.gpu if blueprint.question.gpus_per_node else None
-    hint = device_hint(trainer, shape, gpu)
+    gpu = estimate.inputs.gpu if estimate.inputs.gpus_per_node else None
+    hint = device_hint(model, shape, gpu)
     views = [(name, degrees, replace(view, tooltip=hint)) for name, degrees, view in views]
     cell = _cell_width(placed, [view for _, _, view in views])
     x, below = MARGIN, y
@@ -148,11 +147,11 @@ def _contents(stage: Stage) -> str:
     return f"{before}layers {stage.summary.replace('-', '–')}" + (", LM head" if stage.has_head else "")
 
 
-def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: float) -> float:
+def _rollout(canvas: Canvas, estimate: Estimate, rollout: RolloutEstimate, y: float) -> float:
     placed = rollout.placed
     layout = placed.layout
     detail = f"{layout.backend}, {layout.dp} replica{'s' if layout.dp > 1 else ''} of {layout.tp * layout.pp}"
-    if sharers := blueprint.placement.sharers(placed.role):
+    if sharers := estimate.placement.sharers(placed.role):
         detail += f", on the same devices as {', '.join(sharers)}, in turn"
     _heading(canvas, placed.role, detail, y)
     view = attention_view(placed)
@@ -160,58 +159,58 @@ def _rollout(canvas: Canvas, blueprint: Blueprint, rollout: RolloutPlan, y: floa
     return draw_devices(canvas, placed, view, x=MARGIN, y=y + 20, cell=cell, labels=True) + 34
 
 
-def _memory(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
-    gpu = blueprint.question.gpu
+def _memory(canvas: Canvas, estimate: Estimate, y: float) -> float:
+    gpu = estimate.inputs.gpu
     _heading(canvas, "Memory of a rank", "at the peak of a step", y)
-    bars = [bar for trainer in blueprint.trainers for bar in _trainer_bars(trainer)]
-    for rollout in blueprint.rollouts:
+    bars = [bar for model in estimate.models for bar in _trainer_bars(model)]
+    for rollout in estimate.rollouts:
         memory = rollout.memory
-        note = f"{gb(memory.total + rollout.beside)} GB, {memory.sequences} sequences"
-        bars.append(Bar(f"{rollout.placed.role}, awake", rollout_parts(memory, rollout.beside), note))
-    limit = f"{gpu.name}: {gb(gpu.memory)} GB" if blueprint.question.gpus_per_node else ""
+        note = f"{gb(memory.total + rollout.others)} GB, {memory.sequences} sequences"
+        bars.append(Bar(f"{rollout.placed.role}, awake", rollout_parts(memory, rollout.others), note))
+    limit = f"{gpu.name}: {gb(gpu.memory)} GB" if estimate.inputs.gpus_per_node else ""
     return draw_bars(
         canvas, bars, MEMORY_COLOURS, x=MARGIN, y=y + 34, width=WIDTH - 2 * MARGIN, full=gpu.memory, limit=limit
     ) + 34  # fmt: skip
 
 
-def _trainer_bars(trainer: TrainerPlan) -> list[Bar]:
+def _trainer_bars(model: ModelEstimate) -> list[Bar]:
     """Return one bar per stage; if there are too many, the first, the last and the largest."""
-    chosen = list(trainer.memory)
+    chosen = list(model.memory)
     if len(chosen) > MOST_BARS:
         largest = sorted(chosen[1:-1], key=lambda stage: -stage.total)[: MOST_BARS - 2]
         chosen = [chosen[0], *sorted(largest, key=lambda stage: stage.stage), chosen[-1]]
-    return [_trainer_bar(trainer, stage) for stage in chosen]
+    return [_trainer_bar(model, stage) for stage in chosen]
 
 
-def _trainer_bar(trainer: TrainerPlan, stage: RankMemory) -> Bar:
-    needed = f"{gb(stage.total + trainer.beside)} GB"
-    is_binding = stage is trainer.binding and len(trainer.memory) > 1
+def _trainer_bar(model: ModelEstimate, stage: RankMemory) -> Bar:
+    needed = f"{gb(stage.total + model.others)} GB"
+    is_binding = stage is model.binding and len(model.memory) > 1
     return Bar(
-        f"{trainer.placed.role}, stage {stage.stage}",
-        trainer_parts(stage, trainer.beside),
-        f"{needed}, binding (rank {trainer.binding_rank})" if is_binding else needed,
+        f"{model.placed.role}, stage {stage.stage}",
+        trainer_parts(stage, model.others),
+        f"{needed}, binding (rank {model.binding_rank})" if is_binding else needed,
         is_bold=is_binding,
     )
 
 
-def _time(canvas: Canvas, blueprint: Blueprint, y: float) -> float:
-    timed = [(trainer, trainer.time) for trainer in blueprint.trainers if trainer.time is not None]
-    if not timed or blueprint.question.gpus_per_node == 0:
+def _time(canvas: Canvas, estimate: Estimate, y: float) -> float:
+    timed = [(model, model.time) for model in estimate.models if model.time is not None]
+    if not timed or not estimate.inputs.on_gpus:
         return y
     _heading(canvas, "Seconds of an optimizer step", "as kernels and links allow, on the slowest stage", y)
     bars = []
-    for trainer, time in timed:
+    for model, time in timed:
         low, high = time.mfu_range
-        bars.append(Bar(trainer.placed.role, time_parts(time), f"{time.total:.1f} s, MFU {low:.0%} to {high:.0%}"))
+        bars.append(Bar(model.placed.role, time_parts(time), f"{time.total:.1f} s, MFU {low:.0%} to {high:.0%}"))
     full = max(time.total for _, time in timed)
     return draw_bars(canvas, bars, TIME_COLOURS, x=MARGIN, y=y + 16, width=WIDTH - 2 * MARGIN, full=full) + 34
 
 
-def _problems(canvas: Canvas, blueprint: Blueprint, y: float) -> None:
-    for line in blueprint.problems:
+def _problems(canvas: Canvas, estimate: Estimate, y: float) -> None:
+    for line in estimate.problems:
         canvas.rectangle(MARGIN, y - 12, 4, 16, fill="#c62828")
         canvas.text(MARGIN + 12, y, line if len(line) < 190 else line[:187] + "…", size=12, fill=INK)
         y += 22
-    if not blueprint.problems:
+    if not estimate.problems:
         canvas.rectangle(MARGIN, y - 12, 4, 16, fill="#2e7d32", stroke=LINE)
         canvas.text(MARGIN + 12, y, "It fits.", size=12, fill=INK)

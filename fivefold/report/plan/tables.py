@@ -11,10 +11,9 @@ from rich.text import Text
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate, gb
 from fivefold.planning.groups import shown
 from fivefold.planning.plan import Plan
-from fivefold.planning.role_plans import RolloutPlan, TrainerPlan, gb
 from fivefold.planning.search import Found, reasons
 from fivefold.planning.stages import stages
 from fivefold.planning.timing import StepTime
@@ -45,41 +44,41 @@ def print_plan(console: Console, plan: Plan, *, all_ranks: bool) -> None:
     """
     if plan.found is not None:
         _print_search(console, plan.found)
-        if plan.blueprint is not None:
-            _print_verdict(console, plan.blueprint, "The first: ")
+        if plan.estimate is not None:
+            _print_verdict(console, plan.estimate, "The first: ")
         console.print()
-    if plan.blueprint is not None:
-        _print_blueprint(console, plan.blueprint, all_ranks=all_ranks)
+    if plan.estimate is not None:
+        _print_estimate(console, plan.estimate, all_ranks=all_ranks)
         if plan.found is None:
-            _print_verdict(console, plan.blueprint)
+            _print_verdict(console, plan.estimate)
     else:
-        _print_notes(console, plan.question.notes)
+        _print_notes(console, plan.inputs.notes)
 
 
-def _print_blueprint(console: Console, blueprint: Blueprint, *, all_ranks: bool) -> None:
-    console.print(_title(blueprint))
-    for trainer in blueprint.trainers:
-        _heading(console, f"Ranks of {trainer.placed.role}")
-        console.print(_ranks(blueprint, trainer, all_ranks=all_ranks))
-        if trainer.placed.layout.vpp > 1:
+def _print_estimate(console: Console, estimate: Estimate, *, all_ranks: bool) -> None:
+    console.print(_title(estimate))
+    for model in estimate.models:
+        _heading(console, f"Ranks of {model.placed.role}")
+        console.print(_ranks(estimate, model, all_ranks=all_ranks))
+        if model.placed.layout.vpp > 1:
             console.print()
-            console.print(_virtual_stages(trainer, blueprint.question.of(trainer.placed.role).shape))
-    if blueprint.question.gpus_per_node > 0:
-        _print_groups(console, blueprint)
-    _print_memory(console, blueprint)
-    for trainer in blueprint.trainers:
-        if trainer.time is not None and blueprint.question.gpus_per_node > 0:
-            _print_step(console, trainer, trainer.time, blueprint.question.gpu)
+            console.print(_virtual_stages(model, estimate.inputs.models[model.placed.role].shape))
+    if estimate.inputs.on_gpus:
+        _print_groups(console, estimate)
+    _print_memory(console, estimate)
+    for model in estimate.models:
+        if model.time is not None and estimate.inputs.on_gpus:
+            _print_step(console, model, model.time, estimate.inputs.gpu)
     console.print()
-    _print_notes(console, blueprint.notes)
+    _print_notes(console, estimate.notes)
 
 
-def _print_verdict(console: Console, blueprint: Blueprint, of: str = "") -> None:
+def _print_verdict(console: Console, estimate: Estimate, of: str = "") -> None:
     """Print whether the plan can run. `of` names the layout if several are listed."""
-    for line in blueprint.problems:
+    for line in estimate.problems:
         console.print(Text.assemble(("cannot run  ", "bold red"), line))
-    if blueprint.fits and blueprint.question.gpus_per_node > 0:
-        console.print(Text(f"{of}It fits. {_tightest(blueprint)}", style="bold green"))
+    if estimate.fits and estimate.inputs.on_gpus:
+        console.print(Text(f"{of}It fits. {_tightest(estimate)}", style="bold green"))
 
 
 def _print_notes(console: Console, notes: Iterable[str]) -> None:
@@ -87,15 +86,15 @@ def _print_notes(console: Console, notes: Iterable[str]) -> None:
         console.print(Text.assemble(("note  ", "yellow"), line))
 
 
-def _tightest(blueprint: Blueprint) -> str:
+def _tightest(estimate: Estimate) -> str:
     """Return a sentence on the trainer rank with the least room."""
-    trainer = max(blueprint.trainers, key=lambda each: each.binding.total + each.beside, default=None)
-    if trainer is None:
+    model = max(estimate.models, key=lambda each: each.binding.total + each.others, default=None)
+    if model is None:
         return ""
-    room, needed = blueprint.question.gpu.memory, trainer.binding.total + trainer.beside
+    room, needed = estimate.inputs.gpu.memory, model.binding.total + model.others
     return (
-        f"Of the trainers' ranks, rank {trainer.binding_rank} of {trainer.placed.role} (stage "
-        f"{trainer.binding.stage}) needs the most: {gb(needed)} of {gb(room)} GB."
+        f"Of the trainers' ranks, rank {model.binding_rank} of {model.placed.role} (stage "
+        f"{model.binding.stage}) needs the most: {gb(needed)} of {gb(room)} GB."
     )
 
 
@@ -152,14 +151,14 @@ def _heading(console: Console, text: str) -> None:
     console.print(Text(text, style="bold"))
 
 
-def _title(blueprint: Blueprint) -> RenderableType:
-    question, shape, work = blueprint.question, blueprint.question.shape, blueprint.question.work
+def _title(estimate: Estimate) -> RenderableType:
+    inputs, shape, work = estimate.inputs, estimate.inputs.actor.shape, estimate.inputs.actor.work
     active = f", {_short(shape.n_active_parameters)} of them active" if shape.is_moe else ""
     given = f" and {work.given_sequences} given ones of {work.given_length}" if work.given_sequences else ""
-    where = "CPU processes" if question.gpus_per_node == 0 else f"x {question.gpus_per_node} {question.gpu.name}"
+    where = "CPU processes" if not inputs.on_gpus else f"x {inputs.gpus_per_node} {inputs.gpu.name}"
     lines = [
         Text.assemble((shape.name, "bold"), f"  {_short(shape.n_parameters)} parameters{active}"),
-        Text(f"{question.text}  on {question.n_nodes} node{'s' if question.n_nodes > 1 else ''} {where}"),
+        Text(f"{inputs.text}  on {inputs.n_nodes} node{'s' if inputs.n_nodes > 1 else ''} {where}"),
         Text(
             f"{work.sequences} sequences of {work.sequence_length} tokens{given} a step, micro-batches of "
             f"{work.tokens_per_micro_batch} tokens, recompute {work.recompute}"
@@ -173,8 +172,8 @@ def _short(n_parameters: int) -> str:
     return f"{n_parameters / 1e9:.1f}B" if n_parameters >= 1e9 else f"{n_parameters / 1e6:.1f}M"
 
 
-def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Table:
-    rows = list(rank_rows(trainer.placed, blueprint.question.of(trainer.placed.role).shape))
+def _ranks(estimate: Estimate, model: ModelEstimate, *, all_ranks: bool) -> Table:
+    rows = list(rank_rows(model.placed, estimate.inputs.models[model.placed.role].shape))
     shown = rows if all_ranks else rows[:MOST_RANKS]
     table = _table()
     for name in RANK_COLUMNS:
@@ -187,20 +186,20 @@ def _ranks(blueprint: Blueprint, trainer: TrainerPlan, *, all_ranks: bool) -> Ta
     return table
 
 
-def _virtual_stages(trainer: TrainerPlan, shape: ModelShape) -> Table:
+def _virtual_stages(model: ModelEstimate, shape: ModelShape) -> Table:
     """Return the layers of each virtual stage: one row per stage, columns in the order of the forward pass."""
     table = _table()
     table.add_column("layers of stage", justify="right")
-    for virtual in range(trainer.placed.layout.vpp):
+    for virtual in range(model.placed.layout.vpp):
         table.add_column(f"v{virtual}", justify="right")
-    for stage in stages(trainer.placed.layout, shape):
+    for stage in stages(model.placed.layout, shape):
         table.add_row(str(stage.index), *stage.spans)
     return table
 
 
-def _print_groups(console: Console, blueprint: Blueprint) -> None:
+def _print_groups(console: Console, estimate: Estimate) -> None:
     """Print how many groups of ranks stay inside a node."""
-    plans: tuple[TrainerPlan | RolloutPlan, ...] = (*blueprint.trainers, *blueprint.rollouts)
+    plans: tuple[ModelEstimate | RolloutEstimate, ...] = (*estimate.models, *estimate.rollouts)
     rows = [(plan.placed, spread) for plan in plans for spread in plan.spreads]
     if not rows:
         return
@@ -215,19 +214,19 @@ def _print_groups(console: Console, blueprint: Blueprint) -> None:
     console.print(table)
 
 
-def _print_modes(console: Console, blueprint: Blueprint) -> None:
+def _print_modes(console: Console, estimate: Estimate) -> None:
     """Print the memory of each recompute mode."""
-    for trainer in blueprint.trainers:
+    for model in estimate.models:
         modes = [
-            f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in trainer.modes.items()
+            f"{mode} {gb(stage.total)} (activations {gb(stage.activations)})" for mode, stage in model.modes.items()
         ]
         if modes:
-            console.print(Text(f"{trainer.placed.role} by recompute mode: {', '.join(modes)}", style="dim"))
+            console.print(Text(f"{model.placed.role} by recompute mode: {', '.join(modes)}", style="dim"))
 
 
-def _print_memory(console: Console, blueprint: Blueprint) -> None:
-    gpu, on_gpus = blueprint.question.gpu, blueprint.question.gpus_per_node > 0
-    rows = [*_trainer_rows(blueprint), *_rollout_rows(blueprint)]
+def _print_memory(console: Console, estimate: Estimate) -> None:
+    gpu, on_gpus = estimate.inputs.gpu, estimate.inputs.on_gpus
+    rows = [*_trainer_rows(estimate), *_rollout_rows(estimate)]
     full = gpu.memory if on_gpus else max(sum(parts.values()) for _, parts in rows)
     limit = f", of the {gb(gpu.memory)} of a {gpu.name}" if on_gpus else ""
     _heading(console, f"Peak memory of a rank in a step, GB{limit}")
@@ -242,7 +241,7 @@ def _print_memory(console: Console, blueprint: Blueprint) -> None:
         console.print(_kinds_across(rows, kinds))
     else:
         _print_kinds_down(console, rows, kinds)
-    _print_modes(console, blueprint)
+    _print_modes(console, estimate)
 
 
 def _kinds_across(rows: list[Row], kinds: list[str]) -> Table:
@@ -288,22 +287,22 @@ def _amount_width(row: Row) -> int:
     return max(len(text) for text in (*name.split(), *map(_amount, parts.values())))
 
 
-def _trainer_rows(blueprint: Blueprint) -> Iterator[Row]:
-    for trainer in blueprint.trainers:
-        n_stages = len(trainer.memory)
-        for stage in trainer.memory:
-            mark = " *" if stage is trainer.binding and n_stages > 1 else ""
-            is_shown = n_stages <= MOST_STAGES or stage.stage in (0, n_stages - 1) or stage is trainer.binding
+def _trainer_rows(estimate: Estimate) -> Iterator[Row]:
+    for model in estimate.models:
+        n_stages = len(model.memory)
+        for stage in model.memory:
+            mark = " *" if stage is model.binding and n_stages > 1 else ""
+            is_shown = n_stages <= MOST_STAGES or stage.stage in (0, n_stages - 1) or stage is model.binding
             if is_shown:
-                yield f"{trainer.placed.role} stage {stage.stage}{mark}", trainer_parts(stage, trainer.beside)
+                yield f"{model.placed.role} stage {stage.stage}{mark}", trainer_parts(stage, model.others)
 
 
-def _rollout_rows(blueprint: Blueprint) -> Iterator[Row]:
-    for rollout in blueprint.rollouts:
-        yield _rollout_label(rollout), rollout_parts(rollout.memory, rollout.beside)
+def _rollout_rows(estimate: Estimate) -> Iterator[Row]:
+    for rollout in estimate.rollouts:
+        yield _rollout_label(rollout), rollout_parts(rollout.memory, rollout.others)
 
 
-def _rollout_label(rollout: RolloutPlan) -> str:
+def _rollout_label(rollout: RolloutEstimate) -> str:
     return f"{rollout.placed.role}, {rollout.memory.sequences} sequences"
 
 
@@ -326,10 +325,10 @@ def _bar(parts: dict[str, float], full: float) -> Text:
     return bar
 
 
-def _print_step(console: Console, trainer: TrainerPlan, time: StepTime, gpu: Gpu) -> None:
+def _print_step(console: Console, model: ModelEstimate, time: StepTime, gpu: Gpu) -> None:
     low, high = time.mfu_range
     slow, fast = time.tokens_per_second * low / high, time.tokens_per_second
-    _heading(console, f"An optimizer step of {trainer.placed.role}")
+    _heading(console, f"An optimizer step of {model.placed.role}")
     console.print(
         f"{time.micro_batches} micro-batches, {time.total:.2f} s as kernels and links allow; expected MFU {low:.0%} to "
         f"{high:.0%}, {slow:,.0f} to {fast:,.0f} tokens/s a GPU\n"
@@ -337,7 +336,7 @@ def _print_step(console: Console, trainer: TrainerPlan, time: StepTime, gpu: Gpu
     console.print(_step(time))
     if time.traffic:
         console.print()
-        console.print(_traffic(time, gpu, trainer.placed.layout))
+        console.print(_traffic(time, gpu, model.placed.layout))
 
 
 def _traffic(time: StepTime, gpu: Gpu, layout: ParallelLayout) -> Table:

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.config.load import load_any_recipe
 from fivefold.families.read import find_shape
-from fivefold.planning.blueprint import Blueprint
+from fivefold.planning.estimates import Estimate
 from fivefold.planning.host_memory import PROCESS_BYTES
 from fivefold.planning.plan import plan_recipe
 from fivefold.report.plan.as_json import plan_as_json
@@ -17,29 +17,27 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-30b-a3b-2xh200.yaml"
 MODEL = ["actor.path=Qwen3-30B-A3B"]
 
 
-def planned(*overrides: str) -> Blueprint:
+def planned(*overrides: str) -> Estimate:
     plan = plan_recipe(load_any_recipe(RECIPE, [*MODEL, *overrides]), gpu="h200-141g")
-    assert plan.blueprint is not None
-    return plan.blueprint
+    assert plan.estimate is not None
+    return plan.estimate
 
 
-def needed(blueprint: Blueprint) -> int:
-    return blueprint.host_memory[0].total
+def needed(estimate: Estimate) -> int:
+    return estimate.host_memory[0].total
 
 
 def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
     """Of 30.5 billion parameters, 6 bytes each are on the host: remainders and two moments."""
-    blueprint = planned()
-    assert blueprint.fits
-    assert blueprint.offloaded == ("grads",)
-    assert needed(blueprint) == pytest.approx(
-        6 * find_shape("Qwen3-30B-A3B").n_parameters + 4 * PROCESS_BYTES, rel=1e-6
-    )
+    estimate = planned()
+    assert estimate.fits
+    assert estimate.offloaded == ("grads",)
+    assert needed(estimate) == pytest.approx(6 * find_shape("Qwen3-30B-A3B").n_parameters + 4 * PROCESS_BYTES, rel=1e-6)
     assert (
         "a node needs up to 199.2 GB of host memory, of the 274.9 GB of cluster.host_memory_gib: 16.0 GB of processes, "
         "183.2 GB of pinned weights and optimizer state"
-    ) in blueprint.notes
-    assert any("the weights of actor stay on the devices, and the gradients" in note for note in blueprint.notes)
+    ) in estimate.notes
+    assert any("the weights of actor stay on the devices, and the gradients" in note for note in estimate.notes)
 
 
 def test_it_fits_only_with_small_state_on_the_host() -> None:
@@ -60,11 +58,11 @@ def test_checkpoints_are_copied_in_float32_where_there_is_room() -> None:
     without = needed(planned("recover.mode=disabled"))
     waits = "training waits while a checkpoint is written, because no copy of its state is in host memory"
     by_itself, blocking = planned(), planned("recover.snapshot=blocking", "cluster.host_memory_gib=null")
-    for blueprint in (by_itself, blocking):
-        assert blueprint.fits
-        assert not blueprint.copies_state
-        assert needed(blueprint) == without
-        assert waits in blueprint.notes
+    for estimate in (by_itself, blocking):
+        assert estimate.fits
+        assert not estimate.copies_state
+        assert needed(estimate) == without
+        assert waits in estimate.notes
     roomy = planned("cluster.host_memory_gib=null")
     memory = roomy.host_memory[0]
     assert roomy.copies_state
@@ -86,17 +84,17 @@ def test_a_copy_that_is_asked_for_and_does_not_fit_is_a_problem() -> None:
 
 def test_offloaded_weights_are_copied_to_the_host() -> None:
     kept, moved = planned(), planned("actor.offload.params=true")
-    weights = sum(trainer.placed.layout.world_size * trainer.memory[0].weights for trainer in moved.trainers)
+    weights = sum(model.placed.layout.world_size * model.memory[0].weights for model in moved.models)
     assert needed(moved) - needed(kept) == weights
-    assert moved.rollouts[0].beside == kept.rollouts[0].beside - moved.trainers[0].memory[0].weights
+    assert moved.rollouts[0].others == kept.rollouts[0].others - moved.models[0].memory[0].weights
 
 
 def test_cpu_processes_offload_nothing_by_themselves() -> None:
     assert planned("cluster.n_gpus_per_node=0", "rollout.backend=transformers:d2").offloaded == ()
 
 
-def weights_by_node(blueprint: Blueprint) -> list[int]:
-    return [memory.weights for _, memory in sorted(blueprint.host_memory.items())]
+def weights_by_node(estimate: Estimate) -> list[int]:
+    return [memory.weights for _, memory in sorted(estimate.host_memory.items())]
 
 
 def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_each_node() -> None:
@@ -110,8 +108,8 @@ def test_weights_that_a_rollout_takes_beside_the_training_are_counted_once_on_ea
     assert needed(planned(*ahead, "rollout.backend=vllm:d1")) == needed(without), "by NCCL, the trainer waits"
     by_nccl = planned(*ahead, "rollout.backend=vllm:d1", "rollout.overlap_weight_sync=true")
     assert needed(by_nccl) == needed(with_copy)
-    [actor] = by_nccl.trainers
-    [waiting] = planned(*ahead, "rollout.backend=vllm:d1").trainers
+    [actor] = by_nccl.models
+    [waiting] = planned(*ahead, "rollout.backend=vllm:d1").models
     assert actor.memory[0].buffers - waiting.memory[0].buffers == 2 * 2048 * 151936, "the largest tensor, on the device"
     nodes = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]
     assert weights_by_node(planned(*ahead, *nodes)) == [n_bytes, n_bytes]

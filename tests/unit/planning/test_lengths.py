@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from fivefold.planning.lengths import Lengths, parse_lengths
+from fivefold.planning.simulation.lengths import Lengths, parse_lengths
 
 
 def test_the_mean_is_that_of_the_cut_off_lengths() -> None:

@@ -20,8 +20,8 @@ from fivefold.layout.parser import parse_backend
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
-from fivefold.planning.question_sources import engine_work
-from fivefold.planning.role_plans import trainer_memory
+from fivefold.planning.model_estimate import trainer_memory
+from fivefold.planning.recipe_inputs import engine_work
 from fivefold.planning.stages import rank_parameters, stages
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import RECOMPUTE, StateBytes, Workload

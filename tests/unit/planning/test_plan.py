@@ -14,9 +14,9 @@ import fivefold
 from fivefold.config.load import load_any_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.families.read import find_shape
+from fivefold.planning.estimates import ModelEstimate
 from fivefold.planning.plan import Plan, plan_model, plan_recipe
-from fivefold.planning.question_sources import Changes
-from fivefold.planning.role_plans import TrainerPlan
+from fivefold.planning.recipe_inputs import Changes
 from fivefold.report.plan.as_json import plan_as_json
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -73,10 +73,10 @@ def test_a_recipe_is_planned_with_its_own_numbers(recipe: Path) -> None:
 
 
 def test_an_experts_sequences_count_for_time_and_memory(recipe: Path) -> None:
-    def actor(*overrides: str) -> TrainerPlan:
-        blueprint = plan_recipe(load_any_recipe(recipe, overrides), gpu="h200").blueprint
-        assert blueprint is not None
-        return next(trainer for trainer in blueprint.trainers if trainer.placed.role == "actor")
+    def actor(*overrides: str) -> ModelEstimate:
+        estimate = plan_recipe(load_any_recipe(recipe, overrides), gpu="h200").estimate
+        assert estimate is not None
+        return next(model for model in estimate.models if model.placed.role == "actor")
 
     # 256 samples of 4,096 tokens, and an expert's 512 responses of 2,048, are as much as 512 samples.
     expert = "expert_dataset={path: d.jsonl, batch_size: 512, max_length: 2048}"
@@ -128,7 +128,7 @@ def test_without_a_layout_the_best_is_searched() -> None:
         ({"rollout": "megatron:d8"}, "megatron trains"),
     ],
 )
-def test_a_wrong_question_about_a_model_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_inputs_about_a_model_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_model(**{"model": "Qwen3-8B", "n_gpus": 8, **options})
 
@@ -140,8 +140,8 @@ def test_either_kind_of_recipe_is_read(tmp_path: Path) -> None:
         "train_dataset: {path: data.jsonl, response_key: answer, batch_size: 64, max_length: 2048}\n"
     )
     planned = plan_recipe(load_any_recipe(file, []))
-    assert planned.blueprint is not None
-    assert planned.blueprint.question.work.sequence_length == 2048
+    assert planned.estimate is not None
+    assert planned.estimate.inputs.actor.work.sequence_length == 2048
     file.write_text(file.read_text().replace("batch_size", "batch_sise"))
     with pytest.raises(RecipeError, match=r"did you mean train_dataset\.batch_size") as error:
         plan_recipe(load_any_recipe(file, []))
@@ -171,20 +171,20 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     planned = plan_recipe(
         load_any_recipe(recipe, ["actor.path=package:tiny-moe"] if "path: models/" in recipe.read_text() else [])
     )
-    assert planned.blueprint is not None
-    roles = [placed.role for placed in planned.blueprint.placement.roles]
+    assert planned.estimate is not None
+    roles = [placed.role for placed in planned.estimate.placement.roles]
     alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
     third = {"quickstart-ppo": ["critic"], "quickstart-distill": ["teacher"]}.get(recipe.stem, [])
     assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *third])
 
 
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:
-    def plan(recipe: str, *overrides: str) -> dict[str, TrainerPlan]:
+    def plan(recipe: str, *overrides: str) -> dict[str, ModelEstimate]:
         keys = ["cluster.n_gpus_per_node=8", "actor.backend=megatron:d8", "actor.path=Qwen3-8B", *overrides]
-        blueprint = plan_recipe(load_any_recipe(RECIPES / recipe, keys)).blueprint
-        assert blueprint is not None
-        assert blueprint.question.work.sequences == 2 * 32
-        return {trainer.placed.role: trainer for trainer in blueprint.trainers}
+        estimate = plan_recipe(load_any_recipe(RECIPES / recipe, keys)).estimate
+        assert estimate is not None
+        assert estimate.inputs.actor.work.sequences == 2 * 32
+        return {model.placed.role: model for model in estimate.models}
 
     shape = find_shape("Qwen3-8B")
     dpo, reward = (plan(f"quickstart-{name}.yaml")["actor"].binding for name in ("dpo", "rm"))
@@ -195,18 +195,18 @@ def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need
     assert apart["actor"].binding.reference == 0
     assert apart["ref"].binding.weights == pytest.approx(2 * shape.n_parameters / 2, rel=1e-3)
     assert apart["ref"].offloaded == ("params",)
-    assert apart["actor"].beside == apart["ref"].binding.context
+    assert apart["actor"].others == apart["ref"].binding.context
     assert reward.reference == 0
     assert reward.weights == 4 * shape.as_reward_model().n_parameters
     assert shape.n_parameters - shape.as_reward_model().n_parameters == (shape.vocab - 1) * shape.hidden
 
 
 def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
-    def plan(*overrides: str) -> dict[str, TrainerPlan]:
+    def plan(*overrides: str) -> dict[str, ModelEstimate]:
         keys = ["cluster.n_gpus_per_node=8", "critic.path=Qwen3-8B", "actor.path=Qwen3-8B", *overrides]
-        blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-ppo.yaml", keys)).blueprint
-        assert blueprint is not None
-        return {trainer.placed.role: trainer for trainer in blueprint.trainers}
+        estimate = plan_recipe(load_any_recipe(RECIPES / "quickstart-ppo.yaml", keys)).estimate
+        assert estimate is not None
+        return {model.placed.role: model for model in estimate.models}
 
     on_four = ["actor.backend=megatron:d4", "rollout.backend=vllm:d4"]
     shared = plan(*on_four, "critic.backend=megatron:d2t2")
@@ -217,15 +217,15 @@ def test_a_critic_is_planned_with_its_own_layout_and_memory() -> None:
     assert actor.weights == 4 * shape.n_parameters
     assert critic.weights == pytest.approx(4 * shape.as_critic().n_parameters / 2, rel=1e-3)
     # The critic leaves only its context while the actor works; the actor leaves nothing while the critic works.
-    assert shared["actor"].beside == critic.context
-    assert shared["critic"].beside == actor.resident + actor.context
+    assert shared["actor"].others == critic.context
+    assert shared["critic"].others == actor.resident + actor.context
     assert shared["critic"].offloaded == ("params", "grads", "optimizer")
     kept = plan(*on_four, "critic.backend=megatron:d2t2", "critic.offload={params: false, optimizer: false}")
-    assert kept["actor"].beside == critic.weights + critic.optimizer + critic.context
+    assert kept["actor"].others == critic.weights + critic.optimizer + critic.context
     offloading = plan(*on_four, "critic.backend=megatron:d4", "actor.offload={optimizer: true}")
-    assert offloading["critic"].beside == actor.resident - actor.optimizer + actor.context
+    assert offloading["critic"].others == actor.resident - actor.optimizer + actor.context
     apart = plan("critic.colocate=false", "critic.backend=megatron:d2", "actor.backend=megatron:d2")
-    assert (apart["critic"].beside, apart["critic"].offloaded) == (0, ())
+    assert (apart["critic"].others, apart["critic"].offloaded) == (0, ())
 
 
 def test_a_recipe_of_either_kind_is_planned_for_fine_tuning_with_a_note(small: Path) -> None:
@@ -340,7 +340,7 @@ def test_the_ranking_is_of_the_gpus_that_the_rollout_leaves() -> None:
 def test_a_search_says_that_it_does_not_keep_the_recipes_layers_of_a_stage(recipe: Path) -> None:
     def is_noted(*keys: str) -> bool:
         notes = read_back(plan_recipe(load_any_recipe(recipe, keys), searching=True))["notes"]
-        return any("the search divides layers as equally as can be" in note for note in notes)
+        return any("the search divides layers as equally as possible" in note for note in notes)
 
     uneven = ("actor.backend=megatron:d4p2", "actor.megatron.transformer.num_layers_in_first_pipeline_stage=1")
     assert is_noted(*uneven)
@@ -403,18 +403,18 @@ def test_lists_of_devices_that_do_not_work_are_refused(devices: list[str], rollo
 
 def test_a_plan_says_how_much_waits_for_its_step() -> None:
     keys = ["train_dataset.max_length=44"]
-    blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", keys)).blueprint
-    assert blueprint is not None
+    estimate = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", keys)).estimate
+    assert estimate is not None
     # 3 x 32 prompts with 8 samples of 44 + 20 tokens each, of 13 bytes
-    [note] = [note for note in blueprint.notes if "max_head_offpolicyness" in note]
+    [note] = [note for note in estimate.notes if "max_head_offpolicyness" in note]
     assert "up to 96 prompts (768 sequences)" in note
     assert f"{768 * 64 * 13 / 1e9:.1f} GB" in note
     synchronous = plan_recipe(
         load_any_recipe(RECIPES / "quickstart-async.yaml", [*keys, "rollout.max_head_offpolicyness=0"])
-    ).blueprint
+    ).estimate
     assert synchronous is not None
     assert not [note for note in synchronous.notes if "max_head_offpolicyness" in note]
     scored = [*keys, "reward={fn: model, model: {path: package:tiny-moe}}"]
-    blueprint = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", scored)).blueprint
-    assert blueprint is not None
-    assert any("reward.model scores samples while others are generated" in note for note in blueprint.notes)
+    estimate = plan_recipe(load_any_recipe(RECIPES / "quickstart-async.yaml", scored)).estimate
+    assert estimate is not None
+    assert any("reward.model scores samples while others are generated" in note for note in estimate.notes)

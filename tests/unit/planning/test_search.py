@@ -12,15 +12,19 @@ from fivefold.families.check import check_layout
 from fivefold.families.read import find_shape
 from fivefold.layout.gpus import GPUS, find_gpu
 from fivefold.layout.parser import parse, parse_backend
-from fivefold.planning.blueprint import HEADROOM, draw_up
+from fivefold.planning.estimate import estimate
 from fivefold.planning.groups import from_node_start, ranks_together
+from fivefold.planning.inputs import Inputs
+from fivefold.planning.layouts import layouts
 from fivefold.planning.memory import training_memory
+from fivefold.planning.model_estimate import trainer_memory
 from fivefold.planning.plan import plan_model
-from fivefold.planning.question import Question
-from fivefold.planning.role_plans import trainer_memory
-from fivefold.planning.search import Cluster, layouts, reasons, search
+from fivefold.planning.problems import HEADROOM
+from fivefold.planning.room import Cluster
+from fivefold.planning.search import reasons, search
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import Workload
+from tests.unit.planning.made_inputs import made_inputs
 
 WORK = Workload(4096, 256, 8192)
 
@@ -63,7 +67,7 @@ def test_a_recipe_on_fsdp_is_searched_on_fsdp() -> None:
     plan = plan_model("Qwen3-8B", 8, actor="fsdp:d8", searching=True)
     assert plan.found is not None
     assert {candidate.layout.backend for candidate in plan.found.ranked} == {"fsdp"}
-    assert plan.blueprint is not None
+    assert plan.estimate is not None
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
@@ -113,19 +117,8 @@ def test_models_that_are_not_trained_are_searched_over_uneven_stages() -> None:
     assert {1, 2, 4, 8, 16, 32} <= degrees
 
 
-def question(text: str, devices: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> Question:
-    values: dict[str, Any] = {
-        "shape": find_shape("Qwen3-8B"),
-        "gpu": find_gpu("h100"),
-        "allocation": parse(text),
-        "n_nodes": 2,
-        "gpus_per_node": 8,
-        "work": WORK,
-        "generation_batch": 64,
-        "generated": 256,
-        "devices": devices,
-    }
-    return Question(**{**values, **changes})
+def two_nodes(text: str, devices: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> Inputs:
+    return made_inputs(text, **{"n_nodes": 2, "work": WORK, "devices": devices, **changes})
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
@@ -146,23 +139,23 @@ def test_the_ranking_has_the_times_of_the_plans(
     """That holds wherever the actor's GPUs begin, and whatever lies between them."""
     servers = f"sglang[rollout]:d{rollout}"
     n_gpus = 16 - rollout
-    asked = question(f"{servers}+megatron[actor]:d{n_gpus}", devices, shape=find_shape(model))
-    for candidate in search(asked.shape, Cluster.of(asked), asked.work, limit=8).best:
+    asked = two_nodes(f"{servers}+megatron[actor]:d{n_gpus}", devices, shape=find_shape(model))
+    for candidate in search(asked.actor.shape, Cluster.of(asked), asked.actor.work, limit=8).best:
         chosen = parse(f"{servers}+{candidate.text.replace('megatron', 'megatron[actor]')}")
-        planned = draw_up(replace(asked, allocation=chosen, work=asked.work.recomputing(candidate.recompute)))
-        [trainer] = planned.trainers
-        assert trainer.time is not None
-        assert trainer.time.total == candidate.time.total
-        inside = {spread.dimension for spread in trainer.spreads if spread.n_inside == spread.n_groups}
+        actor = replace(asked.actor, work=asked.actor.work.recomputing(candidate.recompute))
+        [planned] = estimate(replace(asked, allocation=chosen, models={"actor": actor})).models
+        assert planned.time is not None
+        assert planned.time.total == candidate.time.total
+        inside = {spread.dimension for spread in planned.spreads if spread.n_inside == spread.n_groups}
         claims = [reason.split() for reason in reasons(candidate, candidate) if reason.endswith("inside nodes")]
         assert {word for claim in claims for word in claim} - {"and", "inside", "nodes"} <= inside
 
 
 def test_tensor_parallel_groups_stay_on_the_nodes_that_there_are() -> None:
-    ends = question("megatron[actor]:d6", {"actor": (5, 6, 7, 8, 9, 10)})
+    ends = two_nodes("megatron[actor]:d6", {"actor": (5, 6, 7, 8, 9, 10)})
     assert {layout.tp for layout in layouts(find_shape("Qwen2.5-1.5B"), Cluster.of(ends), WORK)} == {1}
-    pairs = question("megatron[actor]:d4", {"actor": (6, 7, 8, 9)})
-    assert {layout.tp for layout in layouts(pairs.shape, Cluster.of(pairs), WORK)} == {1, 2}
+    pairs = two_nodes("megatron[actor]:d4", {"actor": (6, 7, 8, 9)})
+    assert {layout.tp for layout in layouts(pairs.actor.shape, Cluster.of(pairs), WORK)} == {1, 2}
 
 
 def test_layouts_divide_the_reference_in_the_same_processes_too() -> None:
@@ -184,20 +177,20 @@ def test_layouts_divide_the_reference_in_the_same_processes_too() -> None:
         ("sglang", 16384, 0.3),
     ],
 )
-def test_advice_on_gpus_holds_beside_an_engine(engine: str, length: int, fraction: float | None) -> None:
-    asked = question(
+def test_advice_on_gpus_holds_next_to_an_engine(engine: str, length: int, fraction: float | None) -> None:
+    asked = two_nodes(
         f"{engine}[rollout]:d2|megatron[actor]:d2",
         shape=find_shape("Qwen3-8B"),
         gpu=find_gpu("a100-40g"),
         n_nodes=1,
         work=Workload(length, 256, 32768, "full"),
-        generation_batch=16,
+        batch=16,
         memory_fraction=fraction,
     )
-    found = search(asked.shape, Cluster.of(asked), asked.work)
+    found = search(asked.actor.shape, Cluster.of(asked), asked.actor.work)
     assert found.best == ()
     assert all("-" not in line.split("may keep ")[1] for line in found.advice if "may keep" in line)
     named = {name for line in found.advice if "on which it fits" in line for name in line.split(": ")[1].split(", ")}
     for gpu in GPUS.values():
         there = replace(asked, gpu=gpu)
-        assert bool(search(there.shape, Cluster.of(there), there.work).best) == (gpu.name in named)
+        assert bool(search(there.actor.shape, Cluster.of(there), there.actor.work).best) == (gpu.name in named)

@@ -51,9 +51,9 @@ def test_two_copies_of_the_weights_are_on_a_gpu_while_they_are_sent(offloads_par
 
 
 def test_a_gpu_without_room_for_both_copies_is_a_problem() -> None:
-    """On 85 GB there is room for the rollout's 61 GB of weights and its cache, but not beside 32 GB of the actor's."""
+    """On 85 GB there is room for the rollout's 61 GB of weights and its cache, but not next to 32 GB of the actor's."""
     _, rollout, problems = roles("h100-80g", "actor.offload.params=true")
     assert rollout["memory"]["total"] + rollout["memory"]["waiting_roles"] < 84.9e9
     assert any(
-        line.startswith("rollout: while new weights arrive, a GPU has 100.8 GB on it, of the 84.9") for line in problems
+        line.startswith("rollout: while new weights arrive, a GPU holds 100.8 GB, of the 84.9") for line in problems
     )

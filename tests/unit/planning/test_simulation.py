@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fivefold.layout.parser import parse_role
-from fivefold.planning.lengths import Lengths, log_normal
-from fivefold.planning.look_ahead import Split, fastest
-from fivefold.planning.simulation import N_STEPS, N_WARM_UP, Outcome, Setting, WeightsBeside, simulate
+from fivefold.planning.simulation.lengths import Lengths, log_normal
+from fivefold.planning.simulation.look_ahead import Split, fastest
+from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Outcome, OverlappedWeights, Setting, simulate
 
 TEN = Lengths((10,))
 LONG_TAIL = log_normal(100, 1000)
@@ -62,26 +62,26 @@ def measured(outcome: Outcome) -> tuple[float, float, float, float, int]:
         pytest.param({"max_age": 1}, (11, 5 / 11, 1 / 11, 1, 1), id="the replica is always at work"),
         # Five batches are in flight, which is more than the trainer needs: a batch decodes for 10 s in two steps.
         pytest.param({"max_age": 4, "slots": 99}, (6, 0, 1 / 6, 4, 4), id="the trainer is always at work"),
-        # With weights beside the step, the trainer waits for the copy alone.
+        # With weights that overlap the step, the trainer waits for the copy alone.
         pytest.param(
-            {"max_age": 4, "slots": 99, "weights_overlap": WeightsBeside(0.5, 2, 1)},
+            {"max_age": 4, "slots": 99, "overlapped": OverlappedWeights(0.5, 2, 1)},
             (5.5, 0, 1 / 5.5, 4, 4),
-            id="weights come beside the trainer",
+            id="weights overlap the next step",
         ),
         pytest.param(
-            {"max_age": 4, "slots": 99, "weights_overlap": WeightsBeside(0.5, 9, 1)},
+            {"max_age": 4, "slots": 99, "overlapped": OverlappedWeights(0.5, 9, 1)},
             (10.5, 0, 1 / 10.5, 4, 4),
             id="weights wait for those before",
         ),
         # Prompts begin 10.5 + 0.5 + 2 + 1 s after the step before the last began, and take 10 s: two steps take 24 s,
         # in each of which the trainer works for 11 s and the replica for 10 s.
         pytest.param(
-            {"max_age": 1, "train_seconds": 10.5, "weights_overlap": WeightsBeside(0.5, 2, 1)},
+            {"max_age": 1, "train_seconds": 10.5, "overlapped": OverlappedWeights(0.5, 2, 1)},
             (12, 1 / 12, 2 / 12, 1, 1),
             id="prompts wait for weights on their way",
         ),
         pytest.param(
-            {"weights_overlap": WeightsBeside(0.5, 9, 1)},
+            {"overlapped": OverlappedWeights(0.5, 9, 1)},
             (16, 10 / 16, 6 / 16, 0, 0),
             id="without a look-ahead the trainer waits",
         ),
@@ -151,7 +151,7 @@ def test_without_a_look_ahead_a_step_is_the_longest_answer_and_the_training(shar
         {"max_running": 3},
         {"reread_seconds": 1e-4, "n_replicas": 3},
         {"train_seconds": 0.0, "update_seconds": 0.0},
-        {"weights_overlap": WeightsBeside(0.1, 3.0, 0.4)},
+        {"overlapped": OverlappedWeights(0.1, 3.0, 0.4)},
     ],
 )
 def test_every_prompt_is_finished_once_and_young_enough(changes: dict[str, Any], age: int) -> None:
@@ -206,8 +206,8 @@ def test_the_fastest_split_is_that_of_a_look_at_all() -> None:
         ({"token_seconds": (0.0,)}, "token_seconds"),
         ({"train_seconds": -1.0}, "at least 0"),
         ({"max_age": -1}, "at least 0"),
-        ({"weights_overlap": WeightsBeside(0.1, -1.0, 0.4)}, "at least 0"),
-        ({"weights_overlap": WeightsBeside(0.1, 1.0, 0.4), "shares_devices": True}, "devices of their own"),
+        ({"overlapped": OverlappedWeights(0.1, -1.0, 0.4)}, "at least 0"),
+        ({"overlapped": OverlappedWeights(0.1, 1.0, 0.4), "shares_devices": True}, "separate devices"),
     ],
 )
 def test_a_setting_that_cannot_be_is_an_error(changes: dict[str, Any], message: str) -> None:

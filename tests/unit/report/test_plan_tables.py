@@ -69,8 +69,8 @@ def test_the_memory_of_many_stages_is_whole_in_a_narrow_terminal(width: int) -> 
     lines = text[text.index("Peak memory of a rank") : text.index("by recompute mode")].splitlines()
     amounts = [word for line in lines if line.startswith("gradients") for word in line.split()[1:]]
     assert len(amounts) == 16 + 1
-    assert plan.blueprint is not None
-    stages = plan.blueprint.trainers[0].memory
+    assert plan.estimate is not None
+    stages = plan.estimate.models[0].memory
     assert amounts[:16] == [f"{stage.gradients / 1e9:.1f}" for stage in stages]
     assert all(len(line) <= width for line in lines)
 
@@ -109,7 +109,7 @@ def test_notes_are_printed_with_and_without_a_layout_that_fits(tmp_path: Path) -
         "cluster: {n_gpus_per_node: 8}\ntrain_dataset: {path: foo}\n"
     )
     too_large = plan_recipe(load_any_recipe(file, ["actor.path=Llama-3.1-405B"]), searching=True)
-    assert too_large.blueprint is None
+    assert too_large.estimate is None
     for plan in (plan_recipe(load_any_recipe(file, [])), too_large):
         assert "planned for `fivefold sft`" in " ".join(text_of(plan).split())
 

@@ -12,7 +12,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import SHAPES
 from fivefold.layout.placement import place_allocation
 from fivefold.layout.recipe import recipe_allocation
-from fivefold.planning.beside_rollout import beside_rollout
+from fivefold.planning.decisions import while_generating
 from fivefold.roles.devices import Roles
 from fivefold.roles.launch import launch_roles
 from fivefold.roles.trainer_worker import TrainerSpec
@@ -65,7 +65,7 @@ def launched(folder: Path, session: Session, **values: Any) -> tuple[Roles, Trai
 def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_memory: int, tmp_path: Path) -> None:
     session = Session(gpu_memory)
     roles, recipe = launched(tmp_path, session)
-    expected = beside_rollout(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
+    expected = while_generating(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
     assert roles.actor.away == expected.offloaded
     assert session.roles["rollout"].args[0].reserved == expected.kept
 

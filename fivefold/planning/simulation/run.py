@@ -1,14 +1,14 @@
-"""Simulates training with a look-ahead: which side waits for which, and how old samples are.
+"""Simulates training with a look-ahead: which side waits for which, and how stale samples are.
 
     prompts ── Turns: which may begin ──> the replica with the fewest requests ──> groups that are finished
        ^                                                                                     │
        └────────── new weights <────── a step of the trainer <────── the groups of its turn ─┘
-                   which may come beside the next step
+                   which may overlap the next step
 
-A replica gets a group when it has fewer requests than slots; those that find no slot wait for the next that ends.
-Replicas decode all of their requests together, so the time of a token depends on how many there are. Between two
-completions nothing changes on a replica, so the simulation goes from completion to completion. Which prompts may begin
-is decided by `fivefold.data.turns.Turns`, as in a run.
+A replica gets a group when it has fewer requests than slots. Requests without a slot wait for the next one to end.
+Replicas decode all of their requests together, so the time of a token depends on their number. Nothing changes on a
+replica between two completions, so the simulation steps from completion to completion. `fivefold.data.turns.Turns`
+decides which prompts may begin, as in a run.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from random import Random
 from typing import NamedTuple
 
 from fivefold.data.turns import Turns
-from fivefold.planning.lengths import Lengths
+from fivefold.planning.simulation.lengths import Lengths
 
 N_STEPS = 8
-"""Training steps that are measured, behind those in which the look-ahead fills up."""
+"""Training steps that are measured, after the warm-up in which the look-ahead fills up."""
 N_WARM_UP = 8
-"""Steps that are not measured; more of them if the look-ahead is longer than half of them."""
+"""Steps that are not measured; twice the look-ahead if that is more."""
 NEARLY = 1e-6
-"""Tokens by which two token counts of a replica may differ by rounding."""
+"""Tokens by which rounding may change a replica's token count."""
 
 
 @dataclass(frozen=True)
-class WeightsBeside:
-    """New weights that come while the trainer is at its next step, one part after the other. Times are in seconds."""
+class OverlappedWeights:
+    """New weights that arrive during the trainer's next step, one part after the other. Times are in seconds."""
 
     copy_seconds: float
-    """Time in which the trainer copies them, before its next step. Replicas decode."""
+    """Time in which the trainer copies them before its next step. Replicas decode."""
     staging_seconds: float
     """Time in which they travel. Replicas decode."""
     swap_seconds: float
-    """Time in which all replicas stand still for them."""
+    """Time in which all replicas pause for them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A run that is to be simulated. Times are in seconds."""
+    """A run to simulate. Times are in seconds."""
 
     batch_size: int
     """Prompts of a step."""
@@ -58,40 +58,42 @@ class Setting:
     slots: int
     """Requests that a replica decodes at one time."""
     token_seconds: Sequence[float]
-    """Time in which a replica decodes one token of each of n requests, at index n; the last entry holds beyond."""
+    """Time in which a replica decodes one token of each of n requests, at index n. The last entry holds for more."""
     train_seconds: float
-    """Time of a training step, without generation and new weights."""
+    """Time of a training step without generation and new weights."""
     update_seconds: float
-    """Time in which all replicas and the trainer stand still for new weights."""
-    weights_overlap: WeightsBeside | None = None
-    """How weights come beside the next step, if there is a look-ahead; None: the trainer waits for the replicas."""
+    """Time in which all replicas and the trainer pause for new weights."""
+    overlapped: OverlappedWeights | None = None
+    """How weights overlap the next step if there is a look-ahead; None: the trainer waits for the replicas."""
     max_age: int = 0
-    """Most versions between the weights that sample a token and those that are trained on it."""
+    """Most versions between the weights that sample a token and the weights that are trained on it."""
     shares_devices: bool = False
     """Whether trainer and replicas take turns on the same devices."""
     reread_seconds: float = 0.0
-    """Time in which a replica reads one token of an interrupted request anew; 0: keys and values are kept."""
+    """Time in which a replica reads one token of an interrupted request again; 0: keys and values are kept."""
     prompt_tokens: float = 0.0
-    """Tokens of a prompt, which are read anew as well."""
+    """Tokens of a prompt, which are read again as well."""
     logprob_seconds: float = 0.0
-    """Time that a token takes longer for each request with a look-ahead, whose loss reads all log-probs."""
+    """Extra time of a token for each request with a look-ahead, whose loss reads all log-probs."""
     max_running: int | None = None
-    """Most prompts that run at one time; None: all that are young enough."""
+    """Most prompts that run at one time; None: all that are fresh enough."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "group_size", "n_replicas", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if len(self.token_seconds) < 2 or min(self.token_seconds[1:]) <= 0:
-            raise ValueError("token_seconds needs a time above 0 for each number of requests, from 1 on at index 1")
+            raise ValueError(
+                "token_seconds needs a time above 0 for each number of requests, starting with 1 at index 1"
+            )
         if self.max_age < 0 or min(self._times) < 0:
             raise ValueError(
                 "max_age, train_seconds, update_seconds, logprob_seconds and reread_seconds must be at least 0"
             )
-        if self.weights_overlap is not None and min(astuple(self.weights_overlap)) < 0:
-            raise ValueError(f"{self.weights_overlap}: its times must be at least 0")
-        if self.weights_overlap is not None and self.shares_devices:
-            raise ValueError("weights_overlap needs replicas on devices of their own: drop it, or shares_devices")
+        if self.overlapped is not None and min(astuple(self.overlapped)) < 0:
+            raise ValueError(f"{self.overlapped}: its times must be at least 0")
+        if self.overlapped is not None and self.shares_devices:
+            raise ValueError("overlapped needs replicas on separate devices: drop it, or shares_devices")
 
     @property
     def _times(self) -> tuple[float, ...]:
@@ -106,73 +108,73 @@ class Setting:
         if self.shares_devices:
             return own + generating
         waiting = max(own, generating + self.update_seconds)
-        if (beside := self.weights_overlap) is None:
+        if (overlapped := self.overlapped) is None:
             return waiting
-        training = self.train_seconds + beside.copy_seconds
-        return min(waiting, max(training, generating + beside.swap_seconds, sum(astuple(beside))))
+        training = self.train_seconds + overlapped.copy_seconds
+        return min(waiting, max(training, generating + overlapped.swap_seconds, sum(astuple(overlapped))))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run measured, over the steps behind its warm-up."""
+    """What a simulated run measured over the steps after its warm-up."""
 
     seconds: float
     """Mean seconds of a step."""
     idle_trainer: float
     """Share of the time in which the trainer waits for samples."""
     idle_rollout: float
-    """Share of the time in which a replica does not decode, in the mean over the replicas."""
+    """Share of the time in which a replica does not decode, on average over the replicas."""
     staleness_mean: float
-    """Versions between a sample's oldest token and the weights that are trained on it, in the mean over samples."""
+    """Versions between a sample's oldest token and the weights that are trained on it, on average over samples."""
     staleness_max: int
-    """The greatest such age."""
+    """The largest staleness."""
     finished: dict[int, float]
-    """When the group of each prompt that was trained was finished, warm-up included."""
+    """When the group of each trained prompt was finished, warm-up included."""
 
 
 def simulate(setting: Setting, lengths: Lengths, *, n_steps: int = N_STEPS, seed: int = 0) -> Outcome:
     """Return what a run would measure.
 
-    Prompts get the same lengths whatever the setting, as long as their groups have the same size.
+    Prompts get the same lengths in every setting with groups of the same size.
 
     Args:
         setting: the run.
         lengths: distribution of the response lengths, which are drawn independently.
         n_steps: steps that are measured.
-        seed: of the lengths.
+        seed: seed of the lengths.
     """
     return _Run(setting, lengths, n_steps, seed).outcome()
 
 
 class _Request(NamedTuple):
-    """A completion that runs. Requests are ordered by their ends."""
+    """A running completion. Requests are ordered by their ends."""
 
     end: float
-    """Token count of its replica at which it is finished."""
+    """Token count of its replica at which it finishes."""
     prompt: int
     length: int
 
 
 class _Replica:
-    """Decodes its requests together. Its token count grows by one whenever each of them has got a token."""
+    """Decodes its requests together. Its token count grows by one whenever each of them has received a token."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._running: list[_Request] = []
         self._waiting: deque[tuple[int, int]] = deque()
-        """Prompts and lengths of requests that wait for a slot."""
+        """Prompts and lengths of requests waiting for a slot."""
         self._count = 0.0
         self._now = 0.0
         self._resumes = 0.0
-        """Time until which it stands still."""
+        """Time until which it pauses."""
         self._arrivals = [0.0]
         """Token count at which each version of the weights arrived."""
         self.busy = 0.0
-        """Seconds in which it has decoded."""
+        """Seconds that it has spent decoding."""
 
     @property
     def next_end(self) -> float:
-        """Time at which its next completion is finished, if nothing changes until then."""
+        """Time at which its next completion finishes if nothing changes until then."""
         if not self._running:
             return math.inf
         return max(self._now, self._resumes) + (self._running[0].end - self._count) * self._token_seconds
@@ -184,7 +186,7 @@ class _Replica:
         return times[min(n, len(times) - 1)] + (n * setting.logprob_seconds if setting.max_age else 0.0)
 
     def advance(self, now: float) -> None:
-        """Decode until `now`, before which no completion ends."""
+        """Decode until `now`. No completion ends before."""
         worked = now - max(self._now, self._resumes)
         if self._running and worked > 0:
             self._count += worked / self._token_seconds
@@ -192,7 +194,7 @@ class _Replica:
         self._now = max(self._now, now)
 
     def add(self, prompt: int, lengths: Sequence[int]) -> None:
-        """Take a group."""
+        """Accept a group."""
         self._waiting.extend((prompt, length) for length in lengths)
         self._fill()
 
@@ -202,7 +204,7 @@ class _Replica:
             heapq.heappush(self._running, _Request(self._count + length, prompt, length))
 
     def end_next(self) -> tuple[int, int]:
-        """Finish the completion that ends first. Returns its prompt, and the version that sampled its first token."""
+        """Finish the next completion. Returns its prompt, and the version that sampled its first token."""
         self.advance(self.next_end)
         done = heapq.heappop(self._running)
         self._count = done.end
@@ -210,7 +212,7 @@ class _Replica:
         return done.prompt, bisect_right(self._arrivals, done.end - done.length + NEARLY) - 1
 
     def take_weights(self, until: float) -> None:
-        """Stand still until weights of the next version are there, and then read all running requests anew."""
+        """Pause until the next version of the weights has arrived, then read all running requests again."""
         setting = self._setting
         tokens = sum(self._count - (each.end - each.length) + setting.prompt_tokens for each in self._running)
         self._resumes = until + tokens * setting.reread_seconds
@@ -224,7 +226,7 @@ class _Run:
         self._setting = setting
         self._warm_up = max(N_WARM_UP, 2 * setting.max_age)
         self._n_turns = self._warm_up + n_steps
-        # Prompts go on behind the last turn that is trained, so that the last steps are like all others.
+        # Prompts continue after the last trained turn, so that the last steps are like all others.
         last = self._n_turns + setting.max_age
         self._turns = Turns(
             setting.batch_size, setting.max_age, first_turn=0, last_turn=last, max_running=setting.max_running
@@ -234,26 +236,26 @@ class _Run:
         self._lengths = [lengths.draw(random, setting.group_size) for _ in range(n_prompts)]
         self._replicas = [_Replica(setting) for _ in range(setting.n_replicas)]
         self._loads = [0] * setting.n_replicas
-        """Requests of each replica that are not finished."""
+        """Unfinished requests of each replica."""
         self._by_load = [(0, rank) for rank in range(setting.n_replicas)]
-        """A heap of the replicas by their load; outdated loads are dropped when they come up."""
+        """A heap of the replicas by load. Outdated loads are dropped when they come up."""
         self._queue: deque[int] = deque()
-        """Prompts that may begin, and for which no replica has had room."""
+        """Prompts that may begin, but for which no replica has had room."""
         self._left: dict[int, int] = {}
-        """Requests of each running prompt that are not finished."""
+        """Unfinished requests of each running prompt."""
         self._unfinished = [setting.batch_size] * (last + 1)
-        """Prompts of each turn that are not finished."""
+        """Unfinished prompts of each turn."""
         self._ages: list[list[int]] = [[] for _ in range(last + 1)]
-        """Age of the first token of each request that is finished, by turn."""
+        """Staleness of the first token of each finished request, by turn."""
         self._ends: list[tuple[float, int]] = []
-        """Ends that replicas have named, with the replica; outdated ones are dropped when they come up."""
-        self._named = [math.inf] * setting.n_replicas
+        """Announced ends of completions with their replica. Outdated ones are dropped when they come up."""
+        self._announced = [math.inf] * setting.n_replicas
         self._coming: deque[tuple[float, Callable[[float], None]]] = deque()
-        """What happens next with weights that come beside training, and when."""
+        """Next events of weights that overlap training, and when they happen."""
         self._finished: dict[int, float] = {}
 
     def outcome(self) -> Outcome:
-        """Run all turns, and measure those behind the warm-up."""
+        """Run all turns, and measure the ones after the warm-up."""
         now = waited = began = busy_before = 0.0
         self._admit(now)
         for turn in range(self._n_turns):
@@ -276,7 +278,7 @@ class _Run:
         )
 
     def _train(self, turn: int, now: float) -> float:
-        """Train the groups of a turn, send the weights, and return the time from which the trainer is free."""
+        """Train the groups of a turn, send the weights, and return the time at which the trainer is free."""
         setting = self._setting
         self._turns.take(turn)
         trained = now + setting.train_seconds
@@ -284,53 +286,53 @@ class _Run:
             self._advance_all(now)
         else:
             self._run_until(trained)
-        if setting.weights_overlap is not None and setting.max_age > 0:
-            return self._send_beside(turn + 1, trained, setting.weights_overlap)
+        if setting.overlapped is not None and setting.max_age > 0:
+            return self._send_overlapped(turn + 1, trained, setting.overlapped)
         end = trained + setting.update_seconds
-        self._stand_still(end)
+        self._pause_all(end)
         self._have_weights(turn + 1, end)
         return end
 
-    def _send_beside(self, version: int, now: float, beside: WeightsBeside) -> float:
-        """Send weights beside the next step, behind those before. Returns the time at which the trainer has a copy."""
+    def _send_overlapped(self, version: int, now: float, overlapped: OverlappedWeights) -> float:
+        """Send weights during the next step, after earlier ones. Returns the time at which the trainer has a copy."""
         while self._coming:
-            now = max(now, self._happen_next())
-        copied = now + beside.copy_seconds
-        swap = copied + beside.staging_seconds
-        end = swap + beside.swap_seconds
-        self._coming.append((swap, lambda _: self._stand_still(end)))
+            now = max(now, self._next_event())
+        copied = now + overlapped.copy_seconds
+        swap = copied + overlapped.staging_seconds
+        end = swap + overlapped.swap_seconds
+        self._coming.append((swap, lambda _: self._pause_all(end)))
         self._coming.append((end, lambda time: self._have_weights(version, time)))
         self._run_until(copied)
         return copied
 
-    def _stand_still(self, end: float) -> None:
-        """Let all replicas stand still until they have new weights at `end`."""
+    def _pause_all(self, end: float) -> None:
+        """Pause all replicas until they have new weights at `end`."""
         for rank, replica in enumerate(self._replicas):
             replica.take_weights(end)
-            self._name_end(rank)
+            self._announce_end(rank)
 
     def _have_weights(self, version: int, now: float) -> None:
         self._turns.version = version
         self._admit(now)
 
     def _run_until_finished(self, turn: int, now: float) -> float:
-        """Generate until all groups of a turn are finished. Returns the time of it, which is not before `now`."""
+        """Generate until all groups of a turn are finished. Returns that time, which is not before `now`."""
         while self._unfinished[turn]:
-            now = max(now, self._happen_next())
+            now = max(now, self._next_event())
         self._run_until(now)
         return now
 
     def _run_until(self, now: float) -> None:
         while min(self._first_end(), self._next_coming()) <= now:
-            self._happen_next()
+            self._next_event()
         self._advance_all(now)
 
     def _next_coming(self) -> float:
-        """Return when something happens with weights that come beside training, infinity if none come."""
+        """Return the time of the next event of overlapping weights; infinity if there is none."""
         return self._coming[0][0] if self._coming else math.inf
 
-    def _happen_next(self) -> float:
-        """Let happen what comes first: the end of a completion, or something with new weights. Returns its time."""
+    def _next_event(self) -> float:
+        """Process the next event, the end of a completion or one of new weights. Returns its time."""
         if self._next_coming() >= self._first_end():
             return self._end_next()
         time, happen = self._coming.popleft()
@@ -347,18 +349,18 @@ class _Run:
         return sum(replica.busy for replica in self._replicas)
 
     def _first_end(self) -> float:
-        """Return when the next completion ends, infinity if none runs."""
-        while self._ends and self._ends[0][0] != self._named[self._ends[0][1]]:
+        """Return when the next completion ends; infinity if none is running."""
+        while self._ends and self._ends[0][0] != self._announced[self._ends[0][1]]:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
-    def _name_end(self, rank: int) -> None:
-        self._named[rank] = self._replicas[rank].next_end
-        if self._named[rank] < math.inf:
-            heapq.heappush(self._ends, (self._named[rank], rank))
+    def _announce_end(self, rank: int) -> None:
+        self._announced[rank] = self._replicas[rank].next_end
+        if self._announced[rank] < math.inf:
+            heapq.heappush(self._ends, (self._announced[rank], rank))
 
     def _end_next(self) -> float:
-        """Finish the completion that ends first. Returns the time of it."""
+        """Finish the next completion. Returns its time."""
         now = self._first_end()
         assert now < math.inf, "no completion runs, though the trainer waits for one"
         _, rank = heapq.heappop(self._ends)
@@ -373,11 +375,11 @@ class _Run:
             self._finished[prompt] = now
             self._unfinished[turn] -= 1
         self._admit(now)
-        self._name_end(rank)
+        self._announce_end(rank)
         return now
 
     def _admit(self, now: float) -> None:
-        """Let prompts begin, as many as the rule and the replicas allow."""
+        """Begin as many prompts as the rule and the replicas allow."""
         while (prompt := self._turns.begin()) is not None:
             self._queue.append(prompt)
         size, slots = self._setting.group_size, self._setting.slots
@@ -390,14 +392,14 @@ class _Run:
             self._replicas[rank].add(prompt, self._lengths[prompt])
             changed.add(rank)
         for rank in changed:
-            self._name_end(rank)
+            self._announce_end(rank)
 
     def _add_load(self, rank: int, n: int) -> None:
         self._loads[rank] += n
         heapq.heappush(self._by_load, (self._loads[rank], rank))
 
     def _least_loaded(self) -> int:
-        """Return the replica with the fewest requests, the first of several."""
+        """Return the replica with the fewest requests; the first of several."""
         while self._by_load[0][0] != self._loads[self._by_load[0][1]]:
             heapq.heappop(self._by_load)
         return self._by_load[0][1]

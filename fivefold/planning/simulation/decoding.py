@@ -1,11 +1,11 @@
-"""Estimates of the time that a replica needs to decode a token, and of what new weights cost.
+"""Estimates of the time that a replica needs to decode a token, and of the cost of new weights.
 
-    token of n sequences = max(weights that are read, matmuls) + scheduling, sampling, keys and values of n sequences
-                           + sums of tensor parallelism between nodes
+    token of n sequences = max(reading weights, matmuls) + scheduling, sampling, keys and values of n sequences
+                           + all-reduces of tensor parallelism between nodes
 
-A few constants were measured with vLLM on H200s. Traffic inside a node is not counted, nor is the reading of prompts:
-real engines are slower where prompts are long or `t` is large. Traffic between nodes was not measured; its bytes are
-counted, and not its latency.
+A few constants were measured with vLLM on H200s. Traffic inside a node and prefill are not counted, so real engines are
+slower with long prompts or a large `t`. Traffic between nodes was not measured: its bytes are counted, its latency is
+not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fivefold.planning.timing import BANDWIDTH_EFFICIENCY, DENSE_EFFICIENCY, GRO
 from fivefold.planning.traffic import Traffic
 
 SEQUENCE_SECONDS = 5.3e-6
-"""Seconds of scheduling and sampling for the token of each sequence: vLLM 0.25.1 on H200s, the same with 8 and with 48
-layers of Qwen3-30B-A3B, and where most sequences have ended."""
+"""Seconds of scheduling and sampling per sequence and token: vLLM 0.25.1 on H200s, the same with 8 and 48 layers of
+Qwen3-30B-A3B, and after most sequences have ended."""
 LOGPROB_SECONDS = 4e-6
-"""Seconds that a token takes longer for each sequence whose log-probs are asked for: vLLM 0.25.1 on an H200, where it
-was 3e-6 with 256 sequences and 5e-6 with 512."""
+"""Extra seconds per token for each sequence with log-probs: vLLM 0.25.1 on an H200, 3e-6 with 256 sequences and 5e-6
+with 512."""
 SENDING_RATE = 26e9
-"""Bytes/s at which a model goes to the replicas: the whole of Qwen3-30B-A3B with CUDA IPC on two H200s."""
+"""Bytes/s at which a model goes to the replicas: Qwen3-30B-A3B with CUDA IPC on two H200s."""
 
 
 def token_seconds(
@@ -45,12 +45,12 @@ def token_seconds(
         layout: layout of the rollout.
         shape: the model.
         gpu: the GPU of its ranks.
-        memory: memory of a rank, as `rollout_memory` counts it.
-        sequence_length: tokens of the longest sequence, which `memory` was counted for.
-        context: mean number of tokens that a sequence has while it is decoded.
+        memory: memory of a rank, from `rollout_memory`.
+        sequence_length: tokens of the longest sequence for which `memory` was computed.
+        context: mean number of tokens of a sequence while it is decoded.
         slots: most sequences.
         element_bytes: bytes of one weight.
-        tp_on_node: ranks of a tensor parallel group that share a node.
+        tp_on_node: ranks of a tensor parallel group on one node.
     """
     cache = memory.least_cache if layout.is_server else memory.kv_cache / memory.sequences
     bandwidth = gpu.bandwidth * BANDWIDTH_EFFICIENCY
@@ -70,23 +70,23 @@ def token_seconds(
 
 
 def _sum_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu, element_bytes: int, tp_on_node: int) -> float:
-    """Return the seconds in which the ranks of a tensor parallel group over several nodes add up one token's halves."""
+    """Return the seconds in which a tensor parallel group over several nodes reduces the stream of one token."""
     if tp_on_node == layout.tp:
         return 0.0
-    # Twice in each layer, behind attention and behind the MLP: reduce-scatter and all-gather of the residual stream.
+    # Twice in each layer, after attention and after the MLP: reduce-scatter and all-gather of the residual stream.
     passes = 2 * shape.n_layers * 2 * (layout.tp - 1) / layout.tp
     sent = passes * shape.hidden * element_bytes
     return Traffic("tp", layout.tp, tp_on_node, sent, exchanges_pairs=False).seconds(gpu)
 
 
 def reading_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> float:
-    """Return the seconds in which a replica reads one token of a sequence that it goes on with."""
+    """Return the seconds in which a replica reads one token of a sequence that it continues."""
     ranks = layout.tp * layout.pp
     return 2 * shape.n_active_parameters / (ranks * gpu.peak * _efficiency(shape))
 
 
 def sending_seconds(shape: ModelShape, element_bytes: int) -> float:
-    """Return the seconds in which all replicas get new weights."""
+    """Return the seconds in which all replicas receive new weights."""
     return shape.n_parameters * element_bytes / SENDING_RATE
 
 

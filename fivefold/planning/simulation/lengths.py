@@ -1,4 +1,4 @@
-"""Response lengths: a distribution as equally likely values, from a run's samples or from a few numbers."""
+"""Distributions of response lengths as equally likely values, from a run's samples or from a few numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from random import Random
 from statistics import NormalDist, fmean
 
 N_QUANTILES = 1000
-"""Number of equally likely values by which a distribution is described that is given by a few numbers."""
+"""Number of values that describe a distribution given by a few numbers."""
 SIGMA = 1.0
-"""Standard deviation of the logarithm of lengths of which only the mean is given."""
+"""Standard deviation of the logarithm of lengths if only their mean is given."""
 SAMPLES = "samples.jsonl"
-"""The file of a run's folder that has a line for each logged sample."""
+"""The file in a run's folder with a line for each logged sample."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Lengths:
 
     @cached_property
     def longest(self) -> int:
-        """The greatest length, in tokens."""
+        """The largest length, in tokens."""
         return max(self.values)
 
     @cached_property
     def mean_progress(self) -> float:
-        """Mean number of tokens that a response has while it is generated: over all tokens, those before them."""
+        """Mean number of tokens that a response has while it is generated, averaged over all of its tokens."""
         return fmean(value * value for value in self.values) / (2 * self.mean)
 
     def at_most(self, limit: int) -> Lengths:
-        """Return the distribution if responses are cut off after `limit` tokens."""
+        """Return the distribution of responses cut off after `limit` tokens."""
         return Lengths(tuple(min(value, limit) for value in self.values))
 
     def draw(self, random: Random, n: int) -> list[int]:
@@ -59,12 +59,12 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Read response lengths as the command line has them.
+    """Parse response lengths from the command line.
 
     Args:
         text: the folder of a run with `samples.jsonl`, or such a file; `mean=4000,max=32768`, a log-normal distribution
-            that is cut off at the maximum; or percentiles such as `p50=3000,p90=9000,p99=20000,max=32768`, between
-            which the distribution is linear.
+            cut off at the maximum; or percentiles such as `p50=3000,p90=9000,p99=20000,max=32768`, with linear
+            interpolation in between.
 
     Raises:
         ValueError: the text is none of these, or the file has no lengths.
@@ -87,7 +87,7 @@ def parse_lengths(text: str) -> Lengths:
 def log_normal(mean: float, longest: float) -> Lengths:
     """Return a log-normal distribution with standard deviation `SIGMA` of the logarithm, cut off at `longest`.
 
-    The mean is that of the lengths after they are cut off.
+    `mean` is the mean after the cut.
 
     Raises:
         ValueError: the mean is below 1 or not below `longest`.
@@ -124,7 +124,7 @@ def _numbers(text: str) -> dict[str, float]:
 
 
 def _percentile(name: str) -> float | None:
-    """Return the share below a percentile such as `p99.5`; None: it is not one between 0 and 100."""
+    """Return the share below a percentile such as `p99.5`; None if it is not between 0 and 100."""
     try:
         share = float(name[1:]) / 100
     except ValueError:
@@ -141,13 +141,13 @@ def _from_percentiles(text: str, percentiles: Mapping[str, float], longest: floa
 
 
 def _between(points: Sequence[tuple[float, float]], share: float) -> int:
-    """Return the length below which `share` of all lengths are, by a line between the two points around it."""
+    """Return the length below which `share` of all lengths are, interpolated linearly."""
     (left, low), (right, high) = next(pair for pair in pairwise(points) if pair[1][0] >= share)
     return round(low + (high - low) * (share - left) / (right - left))
 
 
 def _measured(path: Path) -> Lengths:
-    """Return the lengths of the samples that a run has logged."""
+    """Return the lengths of a run's logged samples."""
     file = path / SAMPLES if path.is_dir() else path
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -14,10 +14,10 @@ from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_role
-from fivefold.planning.generation_time import LOGPROB_SECONDS, reading_seconds, sending_seconds, token_seconds
-from fivefold.planning.lengths import Lengths
 from fivefold.planning.rollout_memory import rollout_memory
-from fivefold.planning.simulation import Setting, simulate
+from fivefold.planning.simulation.decoding import LOGPROB_SECONDS, reading_seconds, sending_seconds, token_seconds
+from fivefold.planning.simulation.lengths import Lengths
+from fivefold.planning.simulation.run import Setting, simulate
 
 GPU = find_gpu("h200")
 

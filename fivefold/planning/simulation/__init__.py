@@ -1,0 +1,1 @@
+"""Simulates asynchronous training, to choose how many GPUs should train and how many generate."""
