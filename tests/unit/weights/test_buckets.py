@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fivefold.weights.buckets import Bucket, pack, unpack
+from fivefold.weights.stream import Stack, stacked
+from fivefold.weights.table import TRANSPORTS
+from fivefold.weights.transport import Route
 
 DTYPES = [
     torch.float32,
@@ -118,3 +121,20 @@ def test_a_bucket_that_was_changed_on_its_way_is_an_error() -> None:
     buckets[-1].data[-1] ^= 1
     with pytest.raises(RuntimeError, match="the weights that arrived are not those that were sent"):
         list(unpack(buckets))
+
+
+@pytest.mark.parametrize("name", [name for name, transport in TRANSPORTS.items() if transport.carries_weights])
+def test_a_transport_that_carries_weights_brings_their_bits_from_one_rank_while_the_others_gather(name: str) -> None:
+    transport, n_gathered = TRANSPORTS[name], [0, 0]
+    sent = [(f"t{i}", random_bits((3, i), torch.bfloat16, i)) for i in range(5)]
+
+    def gathered(rank: int) -> Iterator[Stack]:
+        for stack in stacked(sent):
+            n_gathered[rank] += 1
+            yield stack
+
+    route = Route(transport, "bfloat16", checksum=True)
+    items, nothing = (list(transport.sender(route, rank, 1.0).items(gathered(rank))) for rank in range(2))
+    assert nothing == []
+    assert n_gathered == [5, 5]
+    assert_same(list(transport.receiver()(iter(items), torch.device("cpu"))), sent)
