@@ -23,7 +23,6 @@ from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
-from fivefold.families.check import check_examples
 from fivefold.observe.columns import PAIR_COLUMNS, Column
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
@@ -33,6 +32,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.launch import launch_models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
+from fivefold.rules.models import check_examples
 from fivefold.run.keeper import keep
 from fivefold.run.profiling import StepProfiler
 from fivefold.run.setup import OpenRun, lay_groundwork

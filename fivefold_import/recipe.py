@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
-from fivefold.config.problems import COMMANDS, RecipeError, problems_of
+from fivefold.config.problems import COMMANDS, RecipeError, located_problems, problems_of
 from fivefold.config.roles import ROLES
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -315,7 +315,7 @@ def _server_notes(recipe: Recipe) -> list[str]:
 def _take_back(draft: Draft, error: ValidationError) -> bool:
     """Remove values that the schema refuses; return whether there was one."""
     found = False
-    for detail, problem in zip(error.errors(include_url=False), problems_of(error, draft.schema), strict=True):
+    for detail, problem in located_problems(error, draft.schema):
         location = ".".join(str(part) for part in detail["loc"])
         for key in _at_fault(draft.recipe, location, detail["type"], problem):
             draft.demote(key, problem)

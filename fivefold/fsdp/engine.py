@@ -38,8 +38,6 @@ from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state.host_copy import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
-from fivefold.families.check import check_attention, check_layout
-from fivefold.families.fsdp_check import check_fsdp
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.expert_loads import ExpertLoads
@@ -94,9 +92,6 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self.shape = stored
         if value_head:
             self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
-        check_layout(layout, self.shape)
-        check_attention(config, self.shape)
-        check_fsdp(config.fsdp, layout)
         self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()

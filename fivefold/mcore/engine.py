@@ -46,8 +46,6 @@ from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.state.training_state import TrainingState
-from fivefold.families.check import check_attention, check_layout
-from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout, with_stages
@@ -112,9 +110,6 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self.shape = shape
         if value_head:
             self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
-        check_layout(layout, shape)
-        check_attention(config, shape)
-        check_megatron(config, shape, layout)
         check_deepep(config.megatron)
         check_transformer_engine(config.megatron.kernels)
         self.groups = initialize_parallel(layout, seed, timeout_s)

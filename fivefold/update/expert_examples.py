@@ -11,8 +11,8 @@ from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
-from fivefold.families.check import check_examples
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
 from fivefold.types import Columns
 

@@ -46,7 +46,6 @@ from fivefold.observe.columns import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRA
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers
-from fivefold.preflight import check_recipe
 from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
@@ -55,6 +54,7 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
+from fivefold.rules.recipe import check_recipe
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
 from fivefold.sft import FineTuning
