@@ -64,6 +64,7 @@ class PolicyUpdate:
         self._sample_weights = SampleWeights.of(config)
         self._advantage = build_advantage(config, recipe.gconfig.n_samples)
         self._has_token_baseline = config.advantage == "optimal_token_baseline"
+        self._whitens = config.whitens
         self._penalized = config.kl_in == "reward" and config.kl_ctl > 0
         self._change: BatchChange | None = None
         self._may_correct = (
@@ -167,7 +168,7 @@ class PolicyUpdate:
     def _change_of(self, batch: RemoteBatch, kl: KLInReward | None) -> BatchChange | None:
         """Return what happens to the advantages of tokens before they are trained on."""
         changes: list[BatchChange] = [] if kl is None else [kl.subtracted]
-        if self._config.whitens:
+        if self._whitens:
             moments = self._actor.advantage_moments(batch, InTurn(tuple(changes)))
             changes.append(Whitening(moments.mean, moments.std).applied)
         return InTurn(tuple(changes)) if changes else None
