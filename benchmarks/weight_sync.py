@@ -33,7 +33,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.hf_names import file_tensors
-from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.protocol import SamplingParams, complete, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.weights.device_buckets import DeviceBucket
@@ -103,7 +103,7 @@ def rollout(args: argparse.Namespace, engine: ServerEngine, options: dict[str, A
     prompts = torch.randint(3, args.vocabulary, (args.generate, PROMPT_TOKENS), generator=generator).tolist()
     requests = group_requests(prompts, args.samples, ("benchmark",), sampling.logprob_share)
     began = time.perf_counter()
-    completions = engine.generate(requests, sampling)
+    completions = complete(engine, requests, sampling)
     seconds = time.perf_counter() - began
     tokens = sum(len(completion.token_ids) for completion in completions)
     row = {"sequences": len(requests), "tokens": tokens, "seconds": round(seconds, 2)}
@@ -149,7 +149,7 @@ def connect(engine: ServerEngine) -> NcclLink:
 def greedy(engine: ServerEngine) -> list[list[int]]:
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=12, greedy=True))
     requests = group_requests([[1, 20, 300, 4000, 500, 60], [7, 8, 9]], 1, ("greedy",))
-    return [completion.token_ids.tolist() for completion in engine.generate(requests, sampling)]
+    return [completion.token_ids.tolist() for completion in complete(engine, requests, sampling)]
 
 
 def start(args: argparse.Namespace, folder: str) -> ServerEngine:

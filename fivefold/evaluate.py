@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
 from fivefold.engine.scoring import N_APPENDED
-from fivefold.experience.samples import accuracy, judge, pass_at_k, sample_metrics
+from fivefold.experience.group import groups_of
+from fivefold.experience.samples import accuracy, pass_at_k, sample_metrics
+from fivefold.experience.stream import Stream
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -78,12 +80,11 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates rollouts on held-out prompts."""
+    """Evaluates the rollout's weights on held-out prompts."""
 
-    def __init__(self, recipe: TrainRecipe, data: PromptDataset, rewards: RewardSet) -> None:
+    def __init__(self, recipe: TrainRecipe, data: PromptDataset) -> None:
         self.data = data
         self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
-        self._rewards = rewards
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
 
@@ -98,28 +99,18 @@ class Evaluator:
             return None
         data = load_prompts(recipe.valid_dataset, tokenizer)
         rewards.check_prompts(data.prompts)
-        return cls(recipe, data, rewards)
+        return cls(recipe, data)
 
-    def run(
-        self, rollout: Rollout, reward_model: RewardModel | None = None, renew: Callable[[], None] | None = None
-    ) -> Evaluation:
-        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation.
-
-        Args:
-            rollout: generates the completions.
-            reward_model: the model of which one of the rewards is the score, if there is one.
-            renew: is called when a server died and was started again, to give it weights if it has none; None: such a
-                server is an error.
-        """
-        prompts = self.data.prompts
-        key = (self._seed, "evaluation")
-        generated = rollout.generate(prompts, self._n_samples, self.sampling, key, renew=renew)
-        samples = judge(generated, self._rewards, reward_model)
+    def run(self, stream: Stream) -> Evaluation:
+        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation."""
+        groups = groups_of(self.data.prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
+        stream.submit(groups, first=True)
+        samples = stream.collect(groups)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
             response_length=sample_metrics(samples)["response_length/mean"],
-            n_prompts=len(prompts),
+            n_prompts=len(groups),
             pass_at=pass_at_k(samples),
         )
 
@@ -196,7 +187,8 @@ def evaluate(
     check_weight_files(recipe, frozen_roles)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
-    evaluator = Evaluator.of(recipe, tokenizer, resolve_rewards(recipe.reward, recipe.scheduler.timeout_s))
+    rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
+    evaluator = Evaluator.of(recipe, tokenizer, rewards)
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     check_requests(shape, evaluator.data.prompts, evaluator.sampling)
@@ -216,8 +208,8 @@ def evaluate(
         group = session.launch(rollout_role(placement, spec, followers))["rollout"]
         rollout = Rollout(group, shares_devices=False, is_server=is_server)
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
-        with timers.phase("evaluation"):
-            result = _run(evaluator, rollout, reward_model)
+        with Stream(recipe, rollout, rewards, timers, _no_weights, reward_model) as stream, timers.phase("evaluation"):
+            result = _run(evaluator, stream)
     return {
         "model": path,
         **result.measures,
@@ -226,16 +218,18 @@ def evaluate(
     }
 
 
-def _tell_of_death() -> None:
-    """Tell of a server that was started again, which is all that it needs: it has loaded its weights itself."""
-    print("a server died and was started again; it is asked anew what it had not answered", file=sys.stderr)
+def _no_weights(version: int) -> None:
+    raise AssertionError("a server that is started again loads its weights itself")
 
 
-def _run(evaluator: Evaluator, rollout: Rollout, reward_model: RewardModel | None) -> Evaluation:
+def _run(evaluator: Evaluator, stream: Stream) -> Evaluation:
     try:
-        return evaluator.run(rollout, reward_model, _tell_of_death)
-    except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its set-up
+        return evaluator.run(stream)
+    except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its setup
         raise RunFailed(str(error)) from error
+    finally:
+        if news := stream.take_news():
+            print(news, file=sys.stderr)
 
 
 def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:

@@ -15,7 +15,7 @@ from fivefold.config.schema.data import DatasetConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
-from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.protocol import SamplingParams, complete, group_requests
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 
@@ -60,7 +60,7 @@ def generate(
         str(folder), dtype=dtype, device=place, max_batch_size=256, tokenizer_path=None, load_weights=True
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
-    completions = engine.generate(requests, SamplingParams.from_config(config))
+    completions = complete(engine, requests, SamplingParams.from_config(config))
     texts = decoded(tokenizer, completions)
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 

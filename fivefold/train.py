@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -28,11 +28,9 @@ from fivefold.data.rows import held_out_usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
 from fivefold.evaluate import Evaluator, check_judged, check_requests
-from fivefold.experience.idle import idle_shares
-from fivefold.experience.samples import as_record, extremes, reward_metrics, sample_metrics
+from fivefold.experience.samples import as_record, extremes, idle_shares, reward_metrics, sample_metrics
 from fivefold.experience.source import Experience, Source
-from fivefold.experience.step import StepSource
-from fivefold.experience.stream import StreamSource
+from fivefold.experience.stream import Stream
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, taken_over
 from fivefold.observe.columns import TRAIN_COLUMNS
@@ -216,7 +214,7 @@ def _loop(
         state = loop.begin(state)
         for step in range(state.step + 1, setup.total_steps + 1):
             state = loop.step(step, state)
-        source.settle()
+        source.stream.settle()
     return state
 
 
@@ -273,7 +271,7 @@ class _Loop:
     def _send_weights(self, version: int) -> None:
         """Give the rollout the actor's weights: beside the next step, or if the route does not allow that, at once."""
         timers = self.run.timers
-        self.source.settle()
+        self.source.stream.settle()
         if self.setup.route.overlaps_training:
             copy = copy_weights(self.roles.actor, self.roles.rollout, version, timers)
             give = partial(give_weights, self.roles.rollout, copy, timers, self.setup.route.transport)
@@ -284,18 +282,10 @@ class _Loop:
 
     def _evaluate(self, step: int) -> dict[str, float] | None:
         """Evaluate the model after a step, whose weights are those that were sent last."""
-        self.source.settle()
+        self.source.stream.settle()
         if self.setup.evaluator is None:
             return None
-        # A server that answers a stream may have died since, or while it took them.
-        self._renew(step)
-        return _evaluate(self.setup.evaluator, self.setup, self.roles, self.run, step, partial(self._renew, step))
-
-    def _renew(self, step: int) -> None:
-        """Give the rollout the weights after a step again if a replica has none: its server was started again."""
-        if not self.roles.rollout.can_generate():
-            _renew(self.roles, self.run, step)
-            self.source.weights_sent(step)
+        return _evaluate(self.setup.evaluator, self.source.stream, self.run, step)
 
     def _write_samples(self, samples: Sequence[Sample], step: int) -> int:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
@@ -349,16 +339,10 @@ class _Loop:
     def _show(self, step: int, metrics: dict[str, float], seconds: dict[str, float], samples: Sequence[Sample]) -> None:
         screen = self.run.screen
         screen.step(step, metrics, seconds)
-        for news in filter(None, (self.update.news, self.source.take_news())):
+        for news in filter(None, (self.update.news, self.source.stream.take_news())):
             screen.note(news)
         if self.setup.recipe.stats.shows_samples(step):
             screen.samples(step, [(s.reward, s.prompt.text, s.response_text) for s in extremes(samples)])
-
-
-def _renew(roles: Roles, run: OpenRun, version: int) -> None:
-    """Give the rollout the weights of `version`, those of now, again: a server was started again, and has none."""
-    run.screen.note("a server was started again, and gets its weights: see logs/rollout-*.log")
-    roles.send_weights(version, run.timers)
 
 
 @contextmanager
@@ -366,28 +350,25 @@ def _source(
     setup: TrainSetup, roles: Roles, update: PolicyUpdate, run: OpenRun, step: int, saved: Saved | None
 ) -> Iterator[Source]:
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
-    timers, reward_model = run.timers, setup.reward_model(roles)
-    common = (setup.recipe, setup.sampler, roles.rollout, setup.sampling, setup.rewards, timers)
-    if setup.recipe.rollout.max_head_offpolicyness == 0:
-        renew = partial(_renew, roles, run)
-        yield StepSource(*common, lambda: update.corrects, reward_model, renew)
-        return
-    with StreamSource(
-        *common,
-        first_step=step + 1,
-        last_step=setup.total_steps,
-        resend=lambda version: roles.send_weights(version, timers),
-        saved=saved,
-        reward_model=reward_model,
-    ) as source:
-        yield source
+    recipe, timers = setup.recipe, run.timers
+    resend = partial(roles.send_weights, timers=timers)
+    with Stream(recipe, roles.rollout, setup.rewards, timers, resend, setup.reward_model(roles)) as stream:
+        yield Source(
+            recipe,
+            setup.sampler,
+            setup.sampling,
+            stream,
+            timers,
+            first_step=step + 1,
+            last_step=setup.total_steps,
+            saved=saved,
+            corrects=lambda: update.corrects,
+        )
 
 
-def _evaluate(
-    evaluator: Evaluator, setup: TrainSetup, roles: Roles, run: OpenRun, step: int, renew: Callable[[], None]
-) -> dict[str, float]:
+def _evaluate(evaluator: Evaluator, stream: Stream, run: OpenRun, step: int) -> dict[str, float]:
     with run.timers.phase("evaluation"):
-        evaluation = evaluator.run(roles.rollout, setup.reward_model(roles), renew)
+        evaluation = evaluator.run(stream)
     when = f"after step {step}" if step else "before training"
     result = f"{evaluation.accuracy:.3f}"
     if (reward := f"{evaluation.reward:.3f}") != result:  # right answers are not worth 1, or others not 0

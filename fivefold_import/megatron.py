@@ -34,11 +34,9 @@ SECTIONS: Mapping[str, type[MegatronFields]] = {"transformer": MegatronTransform
 
 
 def _modules(value: Any) -> list[str]:
-    """Return a list of modules, which some frameworks write as one text, `moe,layernorm`."""
-    modules = [module.strip() for module in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(modules, list):
+    if not isinstance(value, list):
         raise Unfit(f"{value!r} is not a list of modules")
-    return [_MODULE(module) for module in modules]
+    return [_MODULE(module) for module in value]
 
 
 _MODULE = one_of(**{name: name for name in get_args(RecomputeModule)})
@@ -166,10 +164,7 @@ def recompute_ways(draft: Draft, prefix: str, granularity: Any) -> None:
         elif draft.get(key) == default:
             draft.implied(key, "it is the default")
         else:
-            try:
-                draft.mapped(key, f"actor.megatron.transformer.{name}", convert(draft.get(key)))
-            except Unfit as error:
-                draft.unsupported(key, str(error))
+            draft.mapped(key, f"actor.megatron.transformer.{name}", draft.read(key, convert))
 
 
 def checkpoint_layers(draft: Draft, switch: str, is_on: bool, backend: str = "fsdp") -> None:

@@ -9,14 +9,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
-import torch
 
-from fivefold.algorithms.advantages.scores import Sets
-from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.data.sampler import Outcome
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.responses import Generated
-from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Sample
 
 PERCENTILES = (10, 50, 90)
@@ -33,22 +28,22 @@ def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, floa
 
 
 def rewarded(
-    generated: Generated, judged: Sequence[Mapping[str, float]], rewards: RewardSet, model: RewardModel | None = None
+    samples: Sequence[Sample],
+    judged: Sequence[Mapping[str, float]],
+    rewards: RewardSet,
+    scores: Mapping[int, float],
 ) -> list[Sample]:
     """Return samples with their rewards.
 
     Args:
-        generated: samples without rewards.
+        samples: samples without rewards.
         judged: the rewards of each, as `judged` returns them.
         rewards: the recipe's rewards.
-        model: the reward model, which scores all samples at once if one of the rewards is its score.
+        scores: the reward model's scores, by the index of the sample.
 
     Raises:
         ValueError: a score is not finite.
     """
-    samples, scores = generated.samples, dict[int, float]()
-    if model is not None and (scored := rewards.scored_by_model([sample.prompt for sample in samples])):
-        scores = dict(zip(scored, model.scores(generated.batch.select(scored)).tolist(), strict=True))
     return [
         sample.rewarded(
             rewards.complete(sample.prompt, sample.response_text, values, scores.get(index)),
@@ -59,29 +54,18 @@ def rewarded(
     ]
 
 
-def judge(generated: Generated, rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
-    """Return samples with their rewards, once all have been generated; see `judged` and `rewarded`."""
-    return rewarded(generated, judged(generated.samples, rewards), rewards, model)
+def idle_shares(rollout: Mapping[str, float], seconds: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Return `idle/trainer` and `idle/rollout` of a step in which the sides take turns.
 
-
-def has_signal(samples: Sequence[Sample], shaping: RewardShaping | None, *, one_by_one: bool) -> bool:
-    """Return whether the completions of a prompt differ by more than rounding in one of their rewards, or in the sum.
-
-    The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares
-    answers and not lengths.
+    Args:
+        rollout: metrics of the rollout; `replica_busy/mean` is the share of its time in which a replica works.
+        seconds: seconds of each phase.
+        whole: seconds of the step.
     """
-    if one_by_one:
-        rows = [
-            [sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples] for name in samples[0].rewards
-        ]
-    else:
-        rows = [[sample.reward for sample in samples]]
-    values_KN = torch.tensor(rows, dtype=torch.float64)
-    group_N = torch.zeros(len(samples), dtype=torch.int64)
-    return not all(
-        Sets(values_N if one_by_one or shaping is None else shaping.scaled(values_N), group_N).is_constant_S.item()
-        for values_N in values_KN
-    )
+    generating = seconds.get("rollout", 0.0)
+    busy = generating * rollout.get("replica_busy/mean", 1.0)
+    waiting = generating + seconds.get("rewards", 0.0)
+    return {"idle/trainer": waiting / whole, "idle/rollout": 1.0 - busy / whole}
 
 
 def outcomes(samples: Sequence[Sample]) -> list[Outcome]:

@@ -1,393 +1,350 @@
-"""Asynchronous experience: prompts are answered ahead of their step, by weights that are at most so many versions old.
+"""Groups of samples on their way from prompts to rewards.
 
-    main thread        take(step): waits until the step's groups are there          weights_sent: more prompts may begin
-                            ^                                                              │
-    threads "rewards"  groups with rewards <─── queue <─── groups                          v
-    thread "rollout"                                          └── replicas <── jobs <── the rule of data/turns.py
-    thread "weights"   gives the replicas new weights, where training goes on meanwhile  ──┘
+    submit ──> jobs ──> replicas ──> completions ──────────> rewards ──> collect
+               the thread "rollout"                          the thread that collects,
+                                                             or threads "rewards", while the main thread trains
 
-Step s trains the same prompts in the same order as without a look-ahead, with the same seeds. What differs is which
-weights have sampled their tokens. The number of groups that wait is bounded by the rule, so nothing is ever dropped.
-A sampler that chooses by rewards does not know those of the last `max_head_offpolicyness` steps when it chooses: always
-of exactly so many, so that it does not matter to its choice which completions finish first.
+A synchronous run computes rewards in the main thread, which waits for them anyway. Some functions need that thread:
+signals, by which a time limit interrupts them, reach no other.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from statistics import fmean
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import count
 from types import TracebackType
 from typing import Self
 
-from fivefold.checkpoints.store import EXPERIENCE
-from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.sampler import EpochSampler, SamplerState
-from fivefold.data.turns import Turns
-from fivefold.experience.overlap import ENDING_S, FinishedGroups
-from fivefold.experience.samples import judge, outcomes, staleness_metrics
-from fivefold.experience.source import Experience
-from fivefold.experience.waiting import Saved, WaitingGroups
+from fivefold.experience.group import Group
+from fivefold.experience.samples import judged, rewarded
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.timers import PhaseTimers
+from fivefold.observe.progress import counting
+from fivefold.observe.timers import SETUP, PhaseTimers
 from fivefold.rewards import event_loop
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.responses import Generated, Group, load_metrics
+from fivefold.roles.responses import Job, Work
 from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_stream import RolloutStream
-from fivefold.roles.rollout_worker import Job
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests, n_begun
-from fivefold.types import Prompt, Sample
+from fivefold.rollout.protocol import GenerationRequest, n_begun
+from fivefold.types import Sample
+
+ENDING_S = 30.0
+"""Seconds that threads have to end, which they do after their slice on the replicas or their rewards."""
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """The prompts of one step."""
-
-    prompts: Sequence[Prompt]
-    requests: Sequence[GenerationRequest]
-    """Those of one prompt side by side."""
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """A group with its rewards, which waits for its step."""
-
-    samples: list[Sample]
-    batch: RemoteBatch
-    since: float
-    """Time on `time.perf_counter` from which it waits."""
-
-
-class StreamSource:
-    """Answers the prompts of the next steps while others are trained. It is a context manager."""
+class Stream:
+    """Answers groups and computes their rewards. It is a context manager, in whose block its threads run."""
 
     def __init__(
         self,
         recipe: TrainRecipe,
-        sampler: EpochSampler[Prompt],
         rollout: Rollout,
-        sampling: SamplingParams,
         rewards: RewardSet,
         timers: PhaseTimers,
-        *,
-        first_step: int,
-        last_step: int,
         resend: Callable[[int], None],
-        saved: Saved | None = None,
         reward_model: RewardModel | None = None,
     ) -> None:
-        """Begin with the prompts of `first_step`, at the first `weights_sent`; those of `last_step` are the last.
+        """Begin without a group.
 
-        Of `saved`, what a checkpoint has, the groups are taken over that answer these prompts and are young enough, and
-        those that were being answered go on; all other prompts are answered anew. `resend` sends the weights of the
-        given version, which are those of now, to all replicas: to those whose server was started again. `reward_model`
-        is the model of which one of the rewards is the score.
+        Args:
+            recipe: with `rollout.max_head_offpolicyness` above 0, rewards are computed in threads.
+            rollout: the replicas.
+            rewards: the recipe's rewards.
+            timers: count the phases of all threads.
+            resend: sends the weights of the given version, which are the current ones, to all replicas: a server was
+                started again.
+            reward_model: the model whose score is one of the rewards.
         """
-        self._reward_model = reward_model
-        self._resend = resend
-        self._recipe = recipe
-        self._sampler = sampler
-        self._sampling = sampling
+        self._rollout = rollout
         self._rewards = rewards
         self._timers = timers
-        self._size = recipe.gconfig.n_samples
-        self._stream = RolloutStream(rollout, sampling, recipe.rollout.max_batch_size)
-        self._rollout = rollout
-        self._turns = Turns(
-            recipe.train_dataset.batch_size,
-            recipe.rollout.max_head_offpolicyness,
-            first_turn=first_step - 1,
-            last_turn=last_step - 1,
-            max_running=recipe.rollout.max_concurrent_rollouts,
-        )
-        self._changed = threading.Condition()
-        """Guards all that follows."""
-        self._read: dict[int, _Turn] = {}
-        """Turns that have been read and not taken."""
-        self._begun: list[int] = []
-        """Prompts that may begin, and have not been handed to the replicas."""
+        self._resend = resend
+        self._reward_model = reward_model
+        self._timeout_s = recipe.scheduler.timeout_s
+        self.is_ahead = recipe.rollout.max_head_offpolicyness > 0
+        """Whether groups are answered while others are trained."""
+        deals = not rollout.is_server and not self.is_ahead
+        self._replicas = RolloutStream(rollout, None if deals else recipe.rollout.max_batch_size)
+        self.changed = threading.Condition()
+        """Guards all that follows, and the groups."""
+        self._numbers = count()
         self._groups: dict[int, Group] = {}
-        """Groups that are not taken, without their rewards, by prompt."""
-        self._so_far: dict[int, Sequence[Begun | None]] = {}
-        """What completions had in the checkpoint from which the run goes on, or when their server died, until
-        they are finished, by prompt."""
-        self._finished = FinishedGroups()
-        self._judged: dict[int, Judged] = {}
+        """Groups that are being answered, by the number of their jobs."""
+        self._new: list[tuple[list[Job], bool]] = []
+        """Jobs that the replicas do not have yet, and whether they go before those that wait."""
+        self._answered: list[Group] = []
+        """Groups that wait for their rewards."""
+        self._n_unrewarded = 0
+        """Number of groups that are answered and have no rewards yet."""
+        self._caller = SETUP
+        """Phase of the thread that submitted last; `setup`: it is in none, and the thread "rollout" counts its own."""
+        self._is_resting = True
+        """Whether the thread "rollout" waits for work, outside of any phase."""
         self._failure: BaseException | None = None
         self._has_ended = False
+        self._version = 0
         self._update: threading.Thread | None = None
-        """Gives the replicas the last weights, beside the training."""
-        self._progress = self._last_take = time.perf_counter()
-        """Times at which the last group finished, and at which the last step was taken."""
-        self._work = list(self._stream.work)
-        """What each replica had done by then."""
-        n_judges = min(rewards.n_at_once, (1 + recipe.rollout.max_head_offpolicyness) * recipe.train_dataset.batch_size)
-        self._judged_at_once = recipe.train_dataset.batch_size if reward_model else 1 if n_judges > 1 else None
-        """Most groups that a thread judges together; None: all that have finished meanwhile."""
-        judges = ["rewards"] if n_judges == 1 else [f"rewards {number}" for number in range(1, n_judges + 1)]
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
-            for name, work in (("rollout", self._generate), *((name, self._judge) for name in judges))
-        ]
+        """Gives the replicas the last weights while the main thread trains."""
+        self.answered_at = self._progress = time.perf_counter()
+        """Times at which the last group was answered, and at which the last one had its rewards."""
         self._coroutines = ExitStack()
-        self._restore(saved or Saved(), first_step - 1)
+        self._threads = [self._thread("rollout", self._answer)]
+        n_at_once = (1 + recipe.rollout.max_head_offpolicyness) * recipe.train_dataset.batch_size
+        n_judges = min(rewards.n_at_once, n_at_once) if self.is_ahead else 0
+        self._judged_at_once = recipe.train_dataset.batch_size if reward_model else 1 if n_judges > 1 else None
+        """Most groups that a thread judges together; None: all that were answered meanwhile."""
+        names = ["rewards"] if n_judges == 1 else [f"rewards {number}" for number in range(1, n_judges + 1)]
+        self._threads += [self._thread(name, self._judge_ahead) for name in names]
 
-    @property
-    def owners(self) -> Mapping[str, StateOwner]:
-        """What a checkpoint has besides the position in the data: groups that wait for their step or are answered."""
-        return {EXPERIENCE: WaitingGroups(self._waiting, self._running)}
+    def submit(self, groups: Sequence[Group], *, first: bool = False) -> None:
+        """Let replicas answer groups; those that are answered already only get their rewards.
 
-    @property
-    def sampler_state(self) -> SamplerState:
-        """Position in the training data behind the prompts that were taken."""
-        with self._changed:
-            return self._sampler.state_dict(ahead=len(self._read))
-
-    def weights_sent(self, version: int) -> None:
-        """Let the prompts begin that are young enough with weights of version `version`, which all replicas have."""
-        self._read_for(version)
-        self._have_weights(version)
-
-    def weights_follow(self, version: int, give: Callable[[], None]) -> None:
-        """Call `give`, which gives all replicas weights of version `version`, in a thread beside the next step.
-
-        The prompts that they make young enough begin behind it. What it raises ends the wait for the next samples.
+        Args:
+            groups: the groups.
+            first: whether they go before all that wait.
         """
-        self.settle()
-        self._read_for(version)
+        with self.changed:
+            numbered = {next(self._numbers): group for group in groups if not group.is_answered}
+            jobs = [Job(number, each.prompt, each.requests, each.sampling) for number, each in numbered.items()]
+            self._note_answered([group for group in groups if group.is_answered])
+            if jobs:
+                self._groups |= numbered
+                self._new.append((jobs, first))
+                self._caller = self._timers.current
+            self.changed.notify_all()
 
-        def update() -> None:
-            give()
-            self._have_weights(version)
-
-        self._update = threading.Thread(target=self._guarded, args=(update,), name="weights", daemon=True)
-        self._update.start()
-
-    def settle(self) -> None:
-        """Wait until the replicas have the weights that were last given to them; raise what failed beside training."""
-        if self._update is not None:
-            self._update.join()
-            self._update = None
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-
-    def take_news(self) -> str | None:
-        """Return which servers were started again since the last call."""
-        logs = [f"logs/rollout-{rank}.log" for rank in self._stream.take_died()]
-        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
-
-    def _read_for(self, version: int) -> None:
-        """Read the turns whose prompts may begin with weights of a version."""
-        with self._changed:
-            # All at once, not as they begin: what a sampler was told before each turn is then the same in every run.
-            self._read_until(version)
-
-    def _have_weights(self, version: int) -> None:
-        with self._changed:
-            self._stream.weights_sent()
-            self._turns.version = version
-            self._admit()
-
-    def take(self, step: int) -> Experience:
-        """Return the experience of training step `step`, once all of its groups have their rewards.
+    def collect(self, groups: Sequence[Group]) -> list[Sample]:
+        """Wait until groups have their rewards, which a synchronous run computes here; return all their samples.
 
         Raises:
             RunFailed: no group was finished within `scheduler.timeout_s`.
             ValueError: a reward function failed.
             WorkerError: a worker failed.
         """
-        turn, began = step - 1, time.perf_counter()
-        numbers = self._turns.prompts_of(turn)
-        with self._timers.phase("rollout"):
-            self._progress = max(self._progress, began)
-            while not self._are_judged(numbers):
-                self.settle()
-                if self._stream.needs_weights:
-                    self._resend(turn)
-                    self.weights_sent(turn)
-            with self._changed:
-                groups = [self._judged.pop(number) for number in numbers]
-                for number in numbers:
-                    del self._groups[number]
-                self._turns.take(turn)
-                del self._read[turn]
-        samples = [sample for group in groups for sample in group.samples]
-        self._sampler.told(outcomes(samples))
-        metrics = self._metrics(groups, began) | staleness_metrics(samples, version=turn)
-        return Experience(samples, RemoteBatch.joined([group.batch for group in groups]), metrics)
+        with counting("generating", sum(len(group.requests) for group in groups)) as done:
+            with self.changed:
+                self._progress = time.perf_counter()
+                for group in groups:
+                    group.count = done
+                    done(group.n_answered)
+            while (ready := self._next(groups)) is not None:
+                if ready:
+                    self._judge(ready)
+                else:
+                    self._renew()
+        if not self.is_ahead:
+            # A reward model scores all samples at once: its micro-batches are then the same in every run.
+            self._complete(groups)
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_resting or self._failure is not None)
+        return [sample for group in groups for sample in group.rewarded or ()]
 
-    def _are_judged(self, numbers: Sequence[int]) -> bool:
-        """Wait until prompts have their rewards, and return True; False: a replica needs weights before that.
+    def weights_sent(self, version: int) -> None:
+        """Take note that all replicas have weights of `version`."""
+        with self.changed:
+            self._version = version
+            self._replicas.weights_sent()
+            self.changed.notify_all()
 
-        What another thread has raised is raised here.
-        """
-        limit = self._recipe.scheduler.timeout_s
-        with self._changed:
-            while not all(number in self._judged for number in numbers):
-                if self._failure is not None:
-                    raise self._failure
-                if self._stream.needs_weights:
-                    return False
-                left = self._progress + limit - time.perf_counter()
-                if left <= 0:
-                    raise RunFailed(
-                        f"no group of samples was finished for scheduler.timeout_s={limit:g} s, while the trainer "
-                        f"waited: {self._turns.n_running} prompts are being answered, {len(self._finished)} groups "
-                        "wait for their rewards. See the logs of the rollout; if the completions need longer, raise "
-                        "scheduler.timeout_s"
-                    )
-                self._changed.wait(left)
-            return True
+    def update_beside(self, update: Callable[[], None]) -> None:
+        """Run `update`, which gives the replicas weights, in a thread. What it raises ends the wait for groups."""
+        self._update = self._thread("weights", update)
+        self._update.start()
 
-    def _metrics(self, groups: Sequence[Judged], began: float) -> dict[str, float]:
-        """Return how long groups have waited, the load of each replica, and how much each side had no work."""
-        now = time.perf_counter()
-        seconds, self._last_take = now - self._last_take, now
-        work, before = list(self._stream.work), self._work
-        self._work = work
-        load = load_metrics([done - earlier for done, earlier in zip(work, before, strict=True)], seconds)
-        waits = [now - group.since for group in groups]
-        return {
-            "staleness/wait_seconds": fmean(waits),
-            "staleness/wait_seconds/max": max(waits),
-            "idle/trainer": (now - began) / seconds,
-            "idle/rollout": max(0.0, 1.0 - load["replica_busy/mean"]),
-            **load,
-        }
+    def settle(self) -> None:
+        """Wait until the replicas have the weights that were last given to them; raise what failed in a thread."""
+        if self._update is not None:
+            self._update.join()
+            self._update = None
+        with self.changed:
+            if self._failure is not None:
+                raise self._failure
 
-    def _waiting(self) -> dict[int, Group]:
-        with self._changed:
-            return dict(self._groups)
+    def take_news(self) -> str | None:
+        """Return which servers were started again since the last call."""
+        logs = [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]
+        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
 
-    def _running(self) -> dict[int, Sequence[GenerationRequest]]:
-        """Return the requests of groups that are being answered, with their tokens up to the last weights."""
+    @property
+    def work(self) -> list[Work]:
+        """What each replica has done, as far as it has reported."""
+        return list(self._replicas.work)
+
+    def so_far(self) -> dict[Group, Sequence[GenerationRequest]]:
+        """Return the requests of all groups that are not answered, with their tokens up to the last weights."""
         self.settle()
         # In this order: a replica forgets what it has lost only after this process has noted it.
-        told = {index // self._size: requests for index, requests in self._rollout.unfinished().items()}
-        with self._changed:
-            noted = {number: self._job(number).requests for number in self._so_far}
+        told = self._rollout.unfinished()
+        with self.changed:
             return {
-                number: max(told.get(number, ()), noted.get(number, ()), key=n_begun)
-                for number in told.keys() | noted.keys()
-                if self._turns.turn_of(number) in self._read
+                group: max(told.get(number, ()), group.requests, key=n_begun) for number, group in self._groups.items()
             }
 
-    def _restore(self, saved: Saved, turn: int) -> None:
-        """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
-        age, most_tokens = self._recipe.rollout.max_head_offpolicyness, self._sampling.max_new_tokens
-        groups = {group.number: group for group in saved.groups}
-        begun = {group.number: group for group in saved.begun}
-        self._read_until(turn)
-        for later in range(turn, turn + 1 + age):
-            for number, prompt in zip(self._turns.prompts_of(later), self._read[later].prompts, strict=True):
-                group, running = groups.get(number), begun.get(number)
-                requests = self._job(number).requests
-                if group and group.fits(prompt, requests, most_tokens) and later - group.oldest <= age:
-                    self._groups[number] = group.restored(prompt, self._size)
-                if running and running.fits(prompt, requests, most_tokens) and later - running.oldest <= age:
-                    self._so_far[number] = running.begun
-        self._turns.restore(self._groups)
-        self._finished.add(list(self._groups.values()))
+    def _answer(self) -> None:
+        """Keep the replicas at work until the stream is closed."""
+        while self._wait_for_work():
+            with self._phase("rollout"):
+                self._advance()
+                while not self.is_ahead and self._is_due and not self._has_ended:
+                    self._advance()
+            if not self.is_ahead:
+                with self._phase("rewards"), self.changed:
+                    self.changed.wait_for(lambda: self._is_due or self._n_unrewarded == 0)
 
-    def _admit(self) -> None:
-        """Let prompts begin, as many as the rule allows."""
-        while (number := self._turns.begin()) is not None:
-            self._begun.append(number)
-        self._changed.notify_all()
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        if self.is_ahead:
+            return self._timers.phase("generation")
+        return self._timers.phase(name) if self._caller == SETUP else self._timers.named(self._caller)
 
-    def _read_until(self, version: int) -> None:
-        """Read the turns whose prompts may begin with weights of a version, those behind the last step too."""
-        for turn in range(version, version + 1 + self._recipe.rollout.max_head_offpolicyness):
-            if turn not in self._read:
-                self._read[turn] = self._next_turn(turn)
+    @property
+    def _is_due(self) -> bool:
+        """Whether the thread "rollout" has something to do, or is to end."""
+        return self._has_ended or bool(self._new) or self._replicas.has_work
 
-    def _next_turn(self, turn: int) -> _Turn:
-        prompts = self._sampler.next_batch()
-        requests = group_requests(
-            [prompt.token_ids for prompt in prompts],
-            self._size,
-            # The seeds of a step without a look-ahead.
-            (self._recipe.seed, "train", turn + 1),
-            self._sampling.logprob_share,
-        )
-        return _Turn(prompts, requests)
+    def _wait_for_work(self) -> bool:
+        """Wait for work, and return True; False: the stream is closed."""
+        with self.changed:
+            self._is_resting = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._is_due)
+            self._is_resting = False
+            return not self._has_ended
 
-    def _job(self, number: int) -> Job:
-        turn = self._read[self._turns.turn_of(number)]
-        row = number - self._turns.prompts_of(self._turns.turn_of(number)).start
-        requests = turn.requests[row * self._size : (row + 1) * self._size]
-        if begun := self._so_far.get(number):
-            requests = [replace(request, begun=each) for request, each in zip(requests, begun, strict=True)]
-        indices = range(number * self._size, (number + 1) * self._size)
-        return Job(indices, [turn.prompts[row]] * self._size, requests)
-
-    def _generate(self) -> None:
-        """Keep the replicas at work until the source is closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_ended or self._begun or self._stream.has_work)
-                if self._has_ended:
-                    return
-                jobs, self._begun = [self._job(number) for number in self._begun], []
-            for job in sorted(jobs, key=self._place_in_queue):
-                self._stream.submit(job)
-            with self._timers.phase("generation"):
-                groups = self._stream.advance()
-            with self._changed:
-                for index, requests in self._stream.take_lost().items():
-                    self._so_far[index // self._size] = [request.begun for request in requests]
-                for group in groups:
-                    self._turns.finish(group.number // self._size)
-                    self._groups[group.number // self._size] = group
-                    self._so_far.pop(group.number // self._size, None)
-                self._admit()
-            self._rollout.learn_lengths([sample for group in groups for sample in group.samples])
-            self._finished.add(groups)
+    def _advance(self) -> None:
+        """Hand new jobs to the replicas, and wait for some answers."""
+        with self.changed:
+            new, self._new = self._new, []
+        for jobs, first in new:
+            self._replicas.submit(sorted(jobs, key=self._place_in_queue), first=first)
+        answers = self._replicas.advance()
+        with self.changed:
+            for number, requests in self._replicas.take_lost().items():
+                self._groups[number].requests = requests
+            for answer in answers:
+                self._groups[answer.number].add(answer)
+            groups = [self._groups.pop(a.number) for a in answers if self._groups[a.number].is_answered]
+            self._note_answered(groups)
+            for group in groups:
+                group.on_answered()
+            self.changed.notify_all()
+        self._rollout.learn_lengths([sample for group in groups for sample in group.samples])
 
     def _place_in_queue(self, job: Job) -> tuple[int, float]:
         """Return what sorts jobs that come together: those of the next step first, and of these the longest."""
-        turn = self._turns.turn_of(job.indices.start // self._size)
-        return turn, -self._rollout.expected_length(job.prompts[0])
+        step, _ = self._groups[job.number].place
+        return step, -self._rollout.expected_length(job.prompt)
 
-    def _judge(self) -> None:
-        """Compute the rewards of groups as they finish, until the source is closed; several threads may.
+    def _note_answered(self, groups: Sequence[Group]) -> None:
+        self._answered += groups
+        self._n_unrewarded += len(groups)
+        self.answered_at = time.perf_counter()
+
+    def _next(self, groups: Sequence[Group]) -> list[Group] | None:
+        """Wait for what the collecting thread has to do.
+
+        Returns:
+            Groups to compute rewards of; none: replicas need weights. None: all of `groups` are there.
+        """
+        with self.changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if all(group.rewarded is not None or (not self.is_ahead and group.values) for group in groups):
+                    return None
+                if self._answered and not self.is_ahead:
+                    return self._take_answered()
+                if self._replicas.needs_weights:
+                    return []
+                left = self._progress + self._timeout_s - time.perf_counter()
+                if left <= 0:
+                    raise RunFailed(
+                        f"no group of samples was finished for scheduler.timeout_s={self._timeout_s:g} s, while the "
+                        f"trainer waited: {len(self._groups)} prompts are being answered, {len(self._answered)} groups "
+                        "wait for their rewards. See the logs of the rollout; if the completions need longer, raise "
+                        "scheduler.timeout_s"
+                    )
+                self.changed.wait(left)
+
+    def _renew(self) -> None:
+        """Send weights to servers that were started again."""
+        self.settle()
+        if self._replicas.needs_weights:
+            self._resend(self._version)
+            self.weights_sent(self._version)
+
+    def _take_answered(self) -> list[Group]:
+        """Return groups that wait for their rewards, at most `_judged_at_once` of the first."""
+        self._answered.sort(key=lambda group: group.place)
+        n = len(self._answered) if self._judged_at_once is None else self._judged_at_once
+        groups, self._answered = self._answered[:n], self._answered[n:]
+        return groups
+
+    def _judge_ahead(self) -> None:
+        """Compute the rewards of groups as they are answered, until the stream is closed; several threads may.
 
         A reward that judges several responses at the same time, as a coroutine does, gets one group from each thread,
         the next step's first, so that a slow one holds up no other. At most a step's groups go to a reward model at
-        once, so that those of later steps do not hold it up. Groups that wait for their rewards keep their place in the
-        rule, so that rewards that are slower than the rollout slow it down.
+        once, so that those of later steps do not hold it up.
         """
-        while groups := self._finished.take(self._judged_at_once):
-            samples = [sample for group in groups for sample in group.samples]
-            generated = Generated(samples, RemoteBatch.joined([group.batch for group in groups]), {})
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._answered or self._has_ended)
+                if self._has_ended:
+                    return
+                groups = self._take_answered()
             with self._timers.phase("rewards"):
-                done = judge(generated, self._rewards, self._reward_model)
-            with self._changed:
-                self._progress = time.perf_counter()
-                for place, group in enumerate(groups):
-                    own = done[place * self._size : (place + 1) * self._size]
-                    self._judged[group.number // self._size] = Judged(own, group.batch, self._progress)
-                self._changed.notify_all()
+                self._judge(groups)
+                self._complete(groups)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Run the work of a thread; hand what it raises to the main thread."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - `take` raises it
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+    def _judge(self, groups: Sequence[Group]) -> None:
+        """Compute the rewards of groups together, without those that a reward model gives."""
+        samples = [sample for group in groups for sample in group.samples]
+        values = iter(judged(samples, self._rewards))
+        with self.changed:
+            self._progress = time.perf_counter()
+            for group in groups:
+                group.values = [next(values) for _ in group.requests]
+
+    def _complete(self, groups: Sequence[Group]) -> None:
+        """Give the samples of groups their rewards, those of the reward model among them."""
+        samples = [sample for group in groups for sample in group.samples]
+        values = [each for group in groups for each in group.values or ()]
+        scores: dict[int, float] = {}
+        if self._reward_model is not None:
+            scored = self._rewards.scored_by_model([sample.prompt for sample in samples])
+            batch = RemoteBatch.joined([group.batch for group in groups])
+            if scored:
+                scores = dict(zip(scored, self._reward_model.scores(batch.select(scored)).tolist(), strict=True))
+        done = iter(rewarded(samples, values, self._rewards, scores))
+        with self.changed:
+            self._progress = time.perf_counter()
+            self._n_unrewarded -= len(groups)
+            for group in groups:
+                group.rewarded = [next(done) for _ in group.requests]
+                group.rewarded_at = self._progress
+            self.changed.notify_all()
+
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Return a thread that hands what it raises to the main thread."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - `collect` and `settle` raise it
+                with self.changed:
+                    self._failure = self._failure or error
+                    self.changed.notify_all()
+
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def __enter__(self) -> Self:
-        if self._rewards.has_coroutines:
+        if self._rewards.has_coroutines and self.is_ahead:
             self._coroutines.enter_context(event_loop.beside())
         for thread in self._threads:
             thread.start()
@@ -396,10 +353,9 @@ class StreamSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
+        with self.changed:
             self._has_ended = True
-            self._changed.notify_all()
-        self._finished.abandon()
+            self.changed.notify_all()
         self._rollout.gate.end()
         self._coroutines.close()
         until = time.monotonic() + ENDING_S

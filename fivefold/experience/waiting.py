@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from torch import Tensor
 from fivefold.checkpoints.changes import is_below
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.store import EXPERIENCE
+from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
-from fivefold.roles.responses import Group
+from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 
@@ -59,26 +60,28 @@ class SavedGroup:
     samples: Sequence[Mapping[str, Any]]
     columns: Columns
 
-    def fits(self, prompt: Prompt, requests: Sequence[GenerationRequest], most_tokens: int) -> bool:
-        """Return whether the samples answer `requests` for `prompt`, of `most_tokens` tokens at most.
+    def fits(self, group: Group) -> bool:
+        """Return whether the samples answer a group.
 
         They do not if they lack log-probs that are asked for, as a changed loss may.
         """
-        if (self.prompt_index, self.token_ids, len(self.samples)) != (prompt.index, prompt.token_ids, len(requests)):
+        prompt, most = group.prompt, group.sampling.max_new_tokens
+        own = self.prompt_index, self.token_ids, len(self.samples)
+        if own != (prompt.index, prompt.token_ids, len(group.requests)):
             return False
-        if not all(_is_as_long(each["n_sampled"], each["finish_reason"], most_tokens) for each in self.samples):
+        if not all(_is_as_long(each["n_sampled"], each["finish_reason"], most) for each in self.samples):
             return False
-        return _has_wanted([self.columns.values["rollout_logprobs"]], requests)
+        return _has_wanted([self.columns.values["rollout_logprobs"]], group.requests)
 
     @property
     def oldest(self) -> int:
         """Oldest version of the weights that sampled its tokens."""
         return min(sample["versions"][0] for sample in self.samples)
 
-    def restored(self, prompt: Prompt, size: int) -> Group:
-        """Return the group with its `size` samples, whose tokens are put into the object store."""
+    def restored(self, prompt: Prompt) -> Answer:
+        """Return the samples, whose tokens are put into the object store."""
         samples = [Sample(prompt, **{**each, "versions": tuple(each["versions"])}) for each in self.samples]
-        return Group(self.number * size, samples, RemoteBatch.of(self.columns))
+        return Answer(self.number, 0, samples, RemoteBatch.of(self.columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +100,19 @@ class BegunGroup:
         """Oldest version of the weights that sampled its tokens, of which there is at least one."""
         return min(int(begun.versions.min()) for begun in self.begun if begun and len(begun.versions))
 
-    def fits(self, prompt: Prompt, requests: Sequence[GenerationRequest], most_tokens: int) -> bool:
-        """Return whether the answers to `requests` for `prompt`, of `most_tokens` tokens at most, can go on from it."""
-        if self.token_ids != prompt.token_ids or len(self.begun) != len(requests):
+    def fits(self, group: Group) -> bool:
+        """Return whether the completions of a group can continue from it."""
+        if self.token_ids != group.prompt.token_ids or len(self.begun) != len(group.requests):
             return False
         given = [begun for begun in self.begun if begun is not None]
-        if not all(_is_as_long(len(begun.token_ids), begun.finish_reason, most_tokens) for begun in given):
+        most = group.sampling.max_new_tokens
+        if not all(_is_as_long(len(begun.token_ids), begun.finish_reason, most) for begun in given):
             return False
-        return _has_wanted([begun.logprobs for begun in given], requests)
+        return _has_wanted([begun.logprobs for begun in given], group.requests)
+
+    def continued(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """Return the requests of the group with the tokens that they have."""
+        return [replace(request, begun=begun) for request, begun in zip(requests, self.begun, strict=True)]
 
 
 def _is_as_long(n_tokens: int, reason: FinishReason | None, most_tokens: int) -> bool:

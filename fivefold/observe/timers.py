@@ -92,7 +92,7 @@ class PhaseTimers:
 
         timers = PhaseTimers()
         with timers.phase("rollout"):
-            samples = rollout.generate(prompts, ...)
+            source.take(step)
         timers.take()                       # {"rollout": 3.21}; the next step starts at zero
 
     Phases may nest. The time of an inner phase does not count for the outer one, so the phases of one thread add up to
@@ -138,6 +138,15 @@ class PhaseTimers:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - lane.inner
         lane.inner = inner_before + elapsed
         lane.stack.pop()
+        self._change()
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Call the block a part of phase `name` in errors and on the console; another thread counts its time."""
+        self._lane.stack.append(name)
+        self._change()
+        yield
+        self._lane.stack.pop()
         self._change()
 
     def take(self) -> dict[str, float]:

@@ -109,16 +109,20 @@ class RemoteBatch:
     @staticmethod
     def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
         """Return the sequences of several batches without scalars, one batch after the other."""
-        pieces: list[Piece] = []
+        pieces: dict[int, Piece] = {}
         start = 0
         for batch in batches:
             place_N = np.arange(start, start + len(batch))
-            pieces += [Piece(piece.columns, _renumbered(piece.sequences_M, place_N)) for piece in batch.pieces]
+            for piece in batch.pieces:
+                own = Piece(piece.columns, _renumbered(piece.sequences_M, place_N))
+                # Batches of one report share its columns, from which a replica then takes all that it needs at once.
+                other = pieces.get(id(piece.columns), own)
+                pieces[id(piece.columns)] = Piece(piece.columns, np.maximum(own.sequences_M, other.sequences_M))
             start += len(batch)
         return RemoteBatch(
             np.concatenate([batch.lengths_N for batch in batches]),
             np.concatenate([batch.trained_N for batch in batches]),
-            tuple(pieces),
+            tuple(pieces.values()),
         )
 
     def select(self, indices: Sequence[int]) -> RemoteBatch:

@@ -1,4 +1,4 @@
-"""What replicas report of their completions, and the samples that the driver makes of it."""
+"""What travels between the driver and the replicas: jobs there, reports on their completions back."""
 
 from __future__ import annotations
 
@@ -10,27 +10,35 @@ import numpy.typing as npt
 
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.rollout.protocol import GenerationRequest
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import NOT_SAMPLED, FinishReason, Prompt, Sample, Trajectory
 
 
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """Samples without rewards, those of one prompt side by side."""
-
-    samples: list[Sample]
-    batch: RemoteBatch
-    """The same sequences, in the same order."""
-    metrics: dict[str, float]
-    """Load of the replicas: see docs/metrics.md."""
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Samples of one prompt, without rewards: all of them, or those that one replica was to generate."""
+@dataclass(frozen=True)
+class Job:
+    """Completions of one prompt that one replica samples."""
 
     number: int
-    """Index of the first one's request among all requests of the call, or of the stream."""
+    """Identifies the job in its stream. Parts of a group on several replicas share it."""
+    prompt: Prompt
+    requests: Sequence[GenerationRequest]
+    sampling: SamplingParams
+    first: int = 0
+    """Index of the first request in the prompt's group."""
+
+    def part(self, start: int, end: int) -> Job:
+        """Return a job of the requests from `start` to `end`."""
+        return Job(self.number, self.prompt, self.requests[start:end], self.sampling, self.first + start)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The samples of one job, without rewards."""
+
+    number: int
+    """The job's number."""
+    first: int
+    """Index of the first sample in its group."""
     samples: list[Sample]
     batch: RemoteBatch
     """The same sequences, in the same order."""
@@ -38,12 +46,12 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """What a replica reports of its N trajectories to the driver."""
+    """What a replica reports of its N trajectories to the driver: those of one job after the other."""
 
-    indices_N: npt.NDArray[np.int64]
-    """Index of each among all requests of the call."""
+    jobs: list[int]
+    """Numbers of the jobs, all of whose requests have been answered."""
     texts: list[str]
-    """The sampled tokens of each, decoded without special tokens."""
+    """The sampled tokens of each trajectory, decoded without special tokens."""
     finish_reasons: list[FinishReason]
     lengths_N: npt.NDArray[np.int64]
     """Tokens of each trajectory."""
@@ -52,22 +60,20 @@ class Responses:
     versions_N2: npt.NDArray[np.int64]
     """Oldest and newest version of the weights that sampled each trajectory."""
     busy_s: float
-    """Seconds since the report before, or from the first job: until these completions were there."""
+    """Seconds of work since the report before."""
     n_running: int = 0
-    """Requests of a stream that the replica has and has not answered."""
+    """Requests that the replica has and has not answered."""
     lost: Mapping[int, Sequence[GenerationRequest]] = field(default_factory=dict)
-    """Jobs of a stream that were lost with their server, by their first index: requests with their tokens so far."""
+    """Jobs that were lost with their server, by number: requests with their tokens so far."""
     has_weights: bool = True
     """Whether the replica may get further jobs before the next weights."""
 
     @staticmethod
-    def of(
-        indices: Sequence[int], trajectories: Sequence[Trajectory], texts: list[str], busy_s: float = 0.0
-    ) -> Responses:
+    def of(jobs: Sequence[int], trajectories: Sequence[Trajectory], texts: list[str], busy_s: float = 0.0) -> Responses:
         """Return the report of `trajectories`, whose sampled tokens decode to `texts`."""
         sampled = [trajectory.versions_T[trajectory.mask_T] for trajectory in trajectories]
         return Responses(
-            indices_N=np.array(indices, dtype=np.int64),
+            jobs=list(jobs),
             texts=texts,
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
             lengths_N=np.array([len(trajectory.tokens_T) for trajectory in trajectories], dtype=np.int64),
@@ -82,66 +88,33 @@ def _span(versions: npt.NDArray[np.int32]) -> tuple[int, int]:
     return (int(versions.min()), int(versions.max())) if len(versions) else (NOT_SAMPLED, NOT_SAMPLED)
 
 
-def generated(asked: Sequence[Prompt], kept: Sequence[Sequence[tuple[Responses, Remote]]], seconds: float) -> Generated:
-    """Combine the results of all replicas.
+def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[Answer]:
+    """Return the answers of one report.
 
     Args:
-        asked: the prompt of each request.
-        kept: the reports of each replica, and the references to their columns.
-        seconds: how long the call took.
+        jobs: the jobs that the report names, in its order.
+        report: a replica's report.
+        columns: the reference to the columns of its trajectories.
     """
-    samples, batch = samples_of(asked, [pair for pairs in kept for pair in pairs])
-    work = [Work.of([report for report, _ in pairs]) for pairs in kept]
-    return Generated(samples, batch, load_metrics(work, seconds))
-
-
-def groups_of(asked: Sequence[Sequence[tuple[int, Prompt]]], report: Responses, columns: Remote) -> list[Group]:
-    """Return the groups of one report.
-
-    Args:
-        asked: index and prompt of each request, by group, in ascending order.
-        report: a replica's report of these requests.
-        columns: the reference to its columns.
-    """
-    if not asked:
-        return []
-    samples, batch = samples_of([prompt for own in asked for _, prompt in own], [(report, columns)])
-    groups, start = [], 0
-    for own in asked:
-        end = start + len(own)
-        groups.append(Group(own[0][0], samples[start:end], batch.select(range(start, end))))
+    lengths, sampled, versions = (
+        values.tolist() for values in (report.lengths_N, report.sampled_N, report.versions_N2)
+    )
+    answers, start = [], 0
+    for job in jobs:
+        end = start + len(job.requests)
+        own = slice(start, end)
+        samples = [
+            Sample(job.prompt, text, reason, length, n_sampled, (oldest, newest))
+            for text, reason, length, n_sampled, (oldest, newest) in zip(
+                report.texts[own], report.finish_reasons[own], lengths[own], sampled[own], versions[own], strict=True
+            )
+        ]
+        place_N = np.full(len(report.texts), -1)
+        place_N[own] = np.arange(end - start)
+        batch = RemoteBatch(report.lengths_N[own], report.sampled_N[own], (Piece(columns, place_N),))
+        answers.append(Answer(job.number, job.first, samples, batch))
         start = end
-    return groups
-
-
-def samples_of(asked: Sequence[Prompt], kept: Sequence[tuple[Responses, Remote]]) -> tuple[list[Sample], RemoteBatch]:
-    """Return the samples of some replicas' reports in the order of the requests, and the batch of their sequences.
-
-    Args:
-        asked: the prompt of each request of the reports, in order.
-        kept: each replica's report, and the reference to its columns.
-    """
-    reports = [responses for responses, _ in kept]
-    order_N = np.argsort(np.concatenate([responses.indices_N for responses in reports]))
-    texts = [text for responses in reports for text in responses.texts]
-    reasons = [reason for responses in reports for reason in responses.finish_reasons]
-    lengths_N = np.concatenate([responses.lengths_N for responses in reports])[order_N]
-    sampled_N = np.concatenate([responses.sampled_N for responses in reports])[order_N]
-    versions_N2 = np.concatenate([responses.versions_N2 for responses in reports])[order_N]
-    samples = [
-        Sample(prompt, texts[index], reasons[index], length, n_sampled, (oldest, newest))
-        for prompt, index, length, n_sampled, (oldest, newest) in zip(
-            asked, order_N.tolist(), lengths_N.tolist(), sampled_N.tolist(), versions_N2.tolist(), strict=True
-        )
-    ]
-    places = np.argsort(order_N)
-    ends = np.cumsum([len(responses.texts) for responses in reports])
-    pieces = [
-        Piece(columns, places[end - len(responses.texts) : end])
-        for (responses, columns), end in zip(kept, ends, strict=True)
-        if responses.texts
-    ]
-    return samples, RemoteBatch(lengths_N, sampled_N, tuple(pieces))
+    return answers
 
 
 @dataclass(frozen=True)
@@ -154,9 +127,9 @@ class Work:
     """Tokens that it has sampled."""
 
     @staticmethod
-    def of(reports: Sequence[Responses]) -> Work:
+    def of(report: Responses) -> Work:
         """Return the work that a replica reports."""
-        return Work(sum(report.busy_s for report in reports), sum(int(report.sampled_N.sum()) for report in reports))
+        return Work(report.busy_s, int(report.sampled_N.sum()))
 
     def __add__(self, more: Work) -> Work:
         return Work(self.busy_s + more.busy_s, self.n_tokens + more.n_tokens)

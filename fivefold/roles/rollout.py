@@ -1,39 +1,19 @@
-"""The driver's handle of the replicas that generate.
-
-driver   prompts ─> requests ─> jobs in one queue ─> groups of samples (text, lengths), and the tokens by reference
-replica  takes a job when it has room: requests ─> completions ─> trajectories ─> columns in the object store
-
-A group reaches the driver as soon as all of its completions have ended.
-
-A server's jobs are the groups of single prompts, longest-expected first. An embedded engine's are as many equal shares
-as there are replicas, because its rounding depends on which requests are decoded together.
-"""
+"""The driver's handle of the replicas that generate: their weights, devices and deaths."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 
-from fivefold.cluster.group import Remote, WorkerGroup
-from fivefold.observe.progress import counting
+from fivefold.cluster.group import WorkerGroup
 from fivefold.roles.actor import Actor
 from fivefold.roles.gate import Gate
-from fivefold.roles.responses import Generated, Group, Responses, generated, groups_of
-from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests, n_begun
+from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.rollout.protocol import GenerationRequest, n_begun
 from fivefold.types import Prompt, Sample
 from fivefold.weights.offer import WeightOffer
-
-Finished = Callable[[list[Group]], None]
-"""Is told of groups as they finish."""
-
-
-def ignore(groups: list[Group]) -> None:
-    """Do nothing with groups that finish: the caller waits for all of them."""
 
 
 class Rollout:
@@ -44,7 +24,7 @@ class Rollout:
         self.gate = Gate()
         """Open while the replicas can generate."""
         self.shares_devices = shares_devices
-        self._is_server = is_server
+        self.is_server = is_server
         self._expected = ExpectedLengths()
         self.version: int | None = None
         """Version of the weights that the replicas have; None before the first, and while they sleep."""
@@ -59,64 +39,12 @@ class Rollout:
         """The processes of the replicas."""
         return self._group
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n_samples: int,
-        sampling: SamplingParams,
-        key: tuple[int | str, ...],
-        finished: Finished = ignore,
-        renew: Callable[[], None] | None = None,
-    ) -> Generated:
-        """Generate `n_samples` completions of each prompt.
-
-        Args:
-            prompts: the prompts.
-            n_samples: completions of each.
-            sampling: how tokens are chosen.
-            key: decides the random choices, together with a prompt's place and the sample's place in its group.
-            finished: is told of each group once, and at least every second of no group; what it raises ends the wait.
-            renew: is called when a server died and was started again, to give it weights if it has none; what it was
-                answering is then asked for once more. None: a server that dies is an error.
-        """
-        asked = [prompt for prompt in prompts for _ in range(n_samples)]
-        requests = group_requests([prompt.token_ids for prompt in prompts], n_samples, key, sampling.logprob_share)
-        size = n_samples if self._is_server else math.ceil(len(requests) / len(self._group))
-        jobs = [
-            Job(range(start, end), asked[start:end], requests[start:end])
-            for start in range(0, len(requests), size)
-            for end in [min(start + size, len(requests))]
-        ]
-        jobs.sort(key=lambda job: -self.expected_length(job.prompts[0]))
-        began = time.perf_counter()
-        kept: list[list[tuple[Responses, Remote]]] = [[] for _ in range(len(self._group))]
-        with counting("generating", len(requests)) as count:
-            while jobs:
-                done = set[int]()
-                for results in self._group.deal(RolloutWorker.generate, jobs, sampling, n_samples, renew is not None):
-                    groups = []
-                    for rank, report, columns in results:
-                        kept[rank].append((report, columns))
-                        indices = groupby(sorted(report.indices_N.tolist()), key=lambda index: index // n_samples)
-                        by_group = [[(index, asked[index]) for index in own] for _, own in indices]
-                        groups += groups_of(by_group, report, columns)
-                        count(len(report.indices_N))
-                        done.update(report.indices_N.tolist())
-                    finished(groups)
-                jobs = [job for job in jobs if not done.issuperset(job.indices)]
-                if jobs:
-                    assert renew is not None, "jobs are lost only where that is allowed"
-                    renew()
-        result = generated(asked, kept, time.perf_counter() - began)
-        self.learn_lengths(result.samples)
-        return result
-
     def expected_length(self, prompt: Prompt) -> float:
         """Return the tokens that a server's completion of a prompt is expected to have; 0 of an embedded engine's.
 
         Prompts with the longest come first. An embedded engine's keep their order, on which its rounding depends.
         """
-        return self._expected.of(prompt) if self._is_server else 0.0
+        return self._expected.of(prompt) if self.is_server else 0.0
 
     def learn_lengths(self, samples: Sequence[Sample]) -> None:
         """Expect later completions of the samples' prompts, which are side by side, to be as long."""
@@ -127,13 +55,13 @@ class Rollout:
         return all(self._group.control(RolloutWorker.can_generate))
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the jobs of a stream that replicas have begun, by their first index, with their tokens so far.
+        """Return the requests of the jobs that replicas have begun, by the job's number, with their tokens so far.
 
-        One that a replica has lost may have gone on in another, which then has the more of its tokens.
+        A job that one replica has lost may have continued on another, which then has more of its tokens.
         """
         found: dict[int, list[GenerationRequest]] = {}
         for jobs in self._group.call(RolloutWorker.unfinished):
-            found |= {index: max(job, found.get(index, []), key=n_begun) for index, job in jobs.items()}
+            found |= {number: max(job, found.get(number, []), key=n_begun) for number, job in jobs.items()}
         return found
 
     def meet(self, actor: Actor) -> None:

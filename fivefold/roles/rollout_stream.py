@@ -1,9 +1,9 @@
-"""Keeps the replicas at work on jobs that come and finish at any time, while their weights change.
+"""Keeps the replicas at work on jobs that come and finish at any time, while their weights may change.
 
-submit ─> queue ─> the replica with the fewest requests ─> a slice of time on it ─> groups that are done
+submit ─> queue ─> the replica with the fewest requests ─> a slice of time on it ─> jobs that are done
                                                             └──── again, as long as it has work
 
-Between two slices a replica does what else it is asked for: it takes new weights, sleeps, or evaluates.
+Between two slices a replica does what else it is asked for: it takes new weights, or sleeps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.cluster.group import KeptCall
-from fivefold.roles.responses import Group, Responses, Work, groups_of
+from fivefold.roles.responses import Answer, Job, Responses, Work, answers_of
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.rollout.protocol import GenerationRequest
 
 SLICE_S = 0.2
 """Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
@@ -25,17 +25,16 @@ SLICE_S = 0.2
 class RolloutStream:
     """Jobs in progress on all replicas. Only one thread may use it."""
 
-    def __init__(self, rollout: Rollout, sampling: SamplingParams, capacity: int) -> None:
+    def __init__(self, rollout: Rollout, capacity: int | None) -> None:
         """Begin without a job.
 
         Args:
             rollout: the replicas.
-            sampling: how tokens are chosen, for all jobs.
-            capacity: requests that a replica answers at one time. It gets a further job as soon as it has fewer, so
-                that those of the job which find no room wait there for the next that end.
+            capacity: requests that a replica answers at one time. It gets a further job once it has fewer. None: jobs
+                that are submitted together are dealt at once, in shares of equally many requests; an embedded engine's
+                rounding, which depends on the requests that it decodes together, is then the same in every run.
         """
         self._rollout = rollout
-        self._sampling = sampling
         self._capacity = capacity
         n = len(rollout.group)
         self._queue: deque[Job] = deque()
@@ -63,21 +62,26 @@ class RolloutStream:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether some replica has begun anew, and has no weights."""
+        """Whether some replica was started again, and has no weights."""
         return bool(self._without_weights)
 
     def weights_sent(self) -> None:
         """Take note that all replicas have weights; any thread may call this."""
         self._without_weights.clear()
 
-    def submit(self, job: Job) -> None:
-        """Add a job, which begins when a replica has room for it."""
-        self._queue.append(job)
+    def submit(self, jobs: Sequence[Job], *, first: bool = False) -> None:
+        """Add jobs, each of which begins when a replica has room for it; `first`: before those that wait."""
+        if self._capacity is None:
+            self._deal(jobs)
+        elif first:
+            self._queue.extendleft(reversed(jobs))
+        else:
+            self._queue.extend(jobs)
 
-    def advance(self) -> list[Group]:
-        """Go on until a job is done, or a replica has reported that none is. Returns the jobs that are done.
+    def advance(self) -> list[Answer]:
+        """Wait until a job is done, or a replica has reported that none is. Returns the jobs that are done.
 
-        There must be work. It is not done while the replicas sleep.
+        There must be work. This waits while the replicas sleep.
 
         Raises:
             WorkerError: some worker of the session raised or died.
@@ -86,15 +90,8 @@ class RolloutStream:
         self._hand_out()
         if not any(self._jobs):
             return []
-        for rank, jobs in enumerate(self._jobs):
-            if jobs and rank not in self._calls:
-                with self._rollout.gate.passing() as is_open:
-                    if not is_open:
-                        return []
-                    self._calls[rank] = self._rollout.group.keep_on(
-                        rank, RolloutWorker.advance, self._news[rank], self._sampling, SLICE_S
-                    )
-                self._news[rank] = []
+        if not self._begin_slices():
+            return []
         call, report = self._rollout.group.first_kept(list(self._calls.values()))
         del self._calls[call.rank]
         return self._done(call, report)
@@ -109,37 +106,63 @@ class RolloutStream:
         died, self._died = self._died, set()
         return sorted(died)
 
+    def _begin_slices(self) -> bool:
+        """Start a slice on each replica that has jobs and is in none; return False if there are no more slices."""
+        for rank, jobs in enumerate(self._jobs):
+            if jobs and rank not in self._calls:
+                with self._rollout.gate.passing() as is_open:
+                    if not is_open:
+                        return False
+                    self._calls[rank] = self._rollout.group.keep_on(
+                        rank, RolloutWorker.advance, self._news[rank], SLICE_S
+                    )
+                self._news[rank] = []
+        return True
+
     def _hand_out(self) -> None:
         """Give jobs to replicas that have fewer requests than they can answer at one time.
 
-        The requests of a group end at different times, so a request that has ended makes room before its job is done.
+        The requests of a job end at different times, so a request that has ended makes room before its job is done.
         """
         ranks = [rank for rank in range(len(self._jobs)) if rank not in self._without_weights]
         while self._queue and ranks:
             rank = min(ranks, key=self._loads.__getitem__)
-            if self._loads[rank] >= self._capacity:
+            if self._capacity is not None and self._loads[rank] >= self._capacity:
                 return
-            job = self._queue.popleft()
-            self._jobs[rank][job.indices.start] = job
-            self._news[rank].append(job)
-            self._loads[rank] += len(job.requests)
+            self._give(rank, self._queue.popleft())
 
-    def _done(self, call: KeptCall[Responses], report: Responses) -> list[Group]:
+    def _deal(self, jobs: Sequence[Job]) -> None:
+        """Give each replica an equal share of the requests, cutting jobs where shares end."""
+        size = -(-sum(len(job.requests) for job in jobs) // len(self._jobs))
+        rank, room = 0, size
+        for job in jobs:
+            start = 0
+            while start < len(job.requests):
+                end = min(start + room, len(job.requests))
+                self._give(rank, job.part(start, end))
+                room -= end - start
+                start = end
+                if room == 0:
+                    rank, room = rank + 1, size
+
+    def _give(self, rank: int, job: Job) -> None:
+        self._jobs[rank][job.number] = job
+        self._news[rank].append(job)
+        self._loads[rank] += len(job.requests)
+
+    def _done(self, call: KeptCall[Responses], report: Responses) -> list[Answer]:
         jobs = self._jobs[call.rank]
-        self.work[call.rank] += Work.of([report])
+        self.work[call.rank] += Work.of(report)
         if report.lost or not report.has_weights:
             self._died.add(call.rank)
         if not report.has_weights:
             self._without_weights.add(call.rank)
             # What it was to get with its next call goes to others too.
-            self._queue.extendleft(jobs.pop(job.indices.start) for job in reversed(self._news[call.rank]))
+            self._queue.extendleft(jobs.pop(job.number) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
         self._lost |= report.lost
         # First in the queue, in their order: their turn comes before that of all others.
         lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
         self._queue.extendleft(reversed(lost))
         self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])
-        numbers = sorted(jobs.keys() & set(report.indices_N.tolist()))
-        done = [jobs.pop(number) for number in numbers]
-        asked = [list(zip(job.indices, job.prompts, strict=True)) for job in done]
-        return groups_of(asked, report, call.payload)
+        return answers_of([jobs.pop(number) for number in report.jobs], report, call.payload)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,39 +15,17 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.rendezvous import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
-from fivefold.roles.responses import Responses
+from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.types import Columns, Completion, Trajectory
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation, Meeting
 
 if TYPE_CHECKING:
     from fivefold.rollout.servers.engine import ServerEngine
-
-
-@dataclass(frozen=True)
-class Job:
-    """Requests that one replica answers, and what it needs to know of their prompts."""
-
-    indices: range
-    """Index of each request among all requests of the call."""
-    prompts: Sequence[Prompt]
-    """The prompt of each request."""
-    requests: Sequence[GenerationRequest]
-
-    def split(self, size: int) -> dict[int, Job]:
-        """Return the requests of each group that the job has, by the group's number; groups have `size` requests."""
-        parts: dict[int, Job] = {}
-        start = 0
-        while start < len(self.indices):
-            group = self.indices[start] // size
-            part = slice(start, (group + 1) * size - self.indices.start)
-            parts[group] = Job(self.indices[part], self.prompts[part], self.requests[part])
-            start += len(parts[group].indices)
-        return parts
 
 
 class RolloutWorker:
@@ -73,7 +50,7 @@ class RolloutWorker:
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self._engine = build_engine(spec, place, save)
         self._jobs: dict[int, Job] = {}
-        """Jobs of a stream that are not done, by their first index."""
+        """Jobs that are not done, by their number."""
         self._told: dict[int, list[GenerationRequest]] = {}
         """Jobs that were lost, as the last report tells, which the driver may not have read before the next call."""
         self._answers_beside = spec.backend in DIALECTS
@@ -82,64 +59,20 @@ class RolloutWorker:
         """When the last report left such a server with requests, if nothing has interrupted it since."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
-    def generate(
-        self, jobs: Iterator[Job], sampling: SamplingParams, group_size: int, may_end: bool = False
-    ) -> Iterator[tuple[Responses, Columns | None]]:
-        """Generate one trajectory for each request of the jobs, each of which is taken when the engine has room.
-
-        Args:
-            jobs: the jobs.
-            sampling: how tokens are chosen.
-            group_size: number of neighbouring requests that are a group.
-            may_end: whether a server that dies ends this early, with jobs that are not reported; see `RolloutEngine`.
-
-        Yields:
-            The report on groups whose requests of a job have all been answered, and the columns of their trajectories.
-        """
-        taken: list[tuple[Job, dict[int, Job]]] = []
-        """Each job, and its groups."""
-        ended: dict[tuple[int, int], dict[int, Completion]] = defaultdict(dict)
-        """Completions of groups that are not whole, by the index of their request; the keys are job and group."""
-        since = 0.0
-
-        def requests() -> Iterator[Sequence[GenerationRequest]]:
-            nonlocal since
-            for job in jobs:
-                since = since or time.perf_counter()
-                taken.append((job, job.split(group_size)))
-                yield job.requests
-
-        for number, completions in self._engine.generate_each(requests(), sampling, may_end=may_end):
-            job, groups = taken[number]
-            for place, completion in completions.items():
-                index = job.indices[place]
-                ended[number, index // group_size][index] = completion
-            whole = [group for group in groups if len(ended[number, group]) == len(groups[group].indices)]
-            answers = [(groups[group], ended.pop((number, group))) for group in whole]
-            if answers:
-                in_order = [(part, [own[index] for index in part.indices]) for part, own in answers]
-                report, columns = self._reported(in_order, since)
-                since += report.busy_s
-                for group in whole:
-                    del groups[group]
-                yield report, columns
-
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
-        """Begin further jobs of a stream, and go on with all of them until one is done or about `seconds` have passed.
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
+        """Begin further jobs, and go on with all of them until one is done or about `seconds` have passed.
 
         Returns:
-            The report on the jobs that are done, and the columns of their trajectories, as from `generate`.
+            The report on the jobs that are done, and the columns of their trajectories.
         """
         began, self._reported_at = self._reported_at or time.perf_counter(), None
         if not self._engine.has_weights:
             # Its server has died while it took weights, which is told here.
-            self._told = self._take_lost() | {job.indices.start: list(job.requests) for job in jobs}
+            self._told = self._take_lost() | {job.number: list(job.requests) for job in jobs}
             return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
         for job in jobs:
-            self._jobs[job.indices.start] = job
-            self._engine.submit(job.indices.start, job.requests, sampling)
+            self._jobs[job.number] = job
+            self._engine.submit(job.number, job.requests, job.sampling)
         done = self._engine.collect(seconds)
         report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
         self._told = self._take_lost()
@@ -160,22 +93,20 @@ class RolloutWorker:
         return self._engine.has_weights
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the jobs of the stream that are not done, by their first index, with their tokens so far."""
+        """Return the requests of the jobs that are not done, by the job's number, with their tokens so far."""
         return self._told | self._engine.unfinished()
 
     def _reported(
         self, answers: Sequence[tuple[Job, list[Completion]]], began: float
     ) -> tuple[Responses, Columns | None]:
         """Return the report on jobs with their completions, and the columns of the trajectories."""
-        indices: list[int] = []
         trajectories: list[Trajectory] = []
         texts: list[str] = []
         for job, completions in answers:
-            indices += job.indices
-            pairs = zip(job.prompts, completions, strict=True)
-            trajectories += [Trajectory.single_turn(prompt, completion) for prompt, completion in pairs]
+            trajectories += [Trajectory.single_turn(job.prompt, completion) for completion in completions]
             texts += decoded(self._tokenizer, completions)
-        report = Responses.of(indices, trajectories, texts, time.perf_counter() - began)
+        numbers = [job.number for job, _ in answers]
+        report = Responses.of(numbers, trajectories, texts, time.perf_counter() - began)
         return report, Columns.of(trajectories) if trajectories else None
 
     def take_weights(self, items: Iterator[Any], version: int) -> None:

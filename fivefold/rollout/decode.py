@@ -10,14 +10,13 @@ prompts ──prefill, each distinct prompt once──> logits ─┬─> choose
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.forward import Tokens, forward_token, prefill
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -289,41 +288,6 @@ class Decoder:
             wave.width += 1
             wave.version = version
             start += wave.n_rows
-
-
-def decode_wave(
-    model: PreTrainedModel,
-    requests: Sequence[GenerationRequest],
-    sampling: SamplingParams,
-    stop: StopRule,
-    version: int,
-) -> Iterator[dict[int, Completion]]:
-    """Answer all requests in one batch; the longest prompts come first, and equal prompts side by side.
-
-    Args:
-        model: the model.
-        requests: the requests.
-        sampling: how tokens are chosen.
-        stop: when completions end.
-        version: version of the model's weights.
-
-    Yields:
-        Completions by the index of their request, as they end.
-
-    Raises:
-        RuntimeError: logits that are not finite.
-    """
-    with torch.inference_mode(), rollout_kernels():
-        wave = Wave(requests, sampling, stop, model.device)
-        decoder = Decoder(model)
-        decoder.begin(wave, version)
-    while not wave.is_taken:
-        # Left before every result, because these modes would hold for its reader too.
-        with torch.inference_mode(), rollout_kernels():
-            while not decoder.step(version):
-                pass
-            ended = wave.take_ended()
-        yield ended
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

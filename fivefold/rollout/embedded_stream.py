@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice, takewhile
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +29,7 @@ _JOIN_SHARE = 8
 @dataclass
 class _Job:
     requests: Sequence[GenerationRequest]
+    sampling: SamplingParams
     done: dict[int, Completion] = field(default_factory=dict)
     """Completions by the index of their request."""
 
@@ -47,21 +50,24 @@ class EmbeddedStream:
     """Jobs in progress on one model. Completions carry, for each token, the version that sampled it."""
 
     def __init__(
-        self, model: PreTrainedModel, sampling: SamplingParams, stop: StopRule, *, max_rows: int, recomputes: bool
+        self,
+        model: PreTrainedModel,
+        stop_rule: Callable[[SamplingParams], StopRule],
+        *,
+        max_rows: int,
+        recomputes: bool,
     ) -> None:
         """Begin without a job.
 
         Args:
             model: the model, whose weights may change between calls.
-            sampling: how tokens are chosen.
-            stop: when completions end.
+            stop_rule: returns when completions of a sampling end.
             max_rows: most rows that are decoded at one time.
-            recomputes: whether new weights compute the keys and values of all tokens anew; otherwise they go on with
-                those of the weights before.
+            recomputes: whether new weights compute the keys and values of all tokens again; otherwise rows continue
+                with those of the weights before.
         """
         self._model = model
-        self.sampling = sampling
-        self._stop = stop
+        self._stop_rule = cache(stop_rule)
         self._max_rows = max_rows
         self._recomputes = recomputes
         self._decoder = Decoder(model)
@@ -77,9 +83,10 @@ class EmbeddedStream:
         """Number of requests that are not answered."""
         return sum(len(job.requests) - len(job.done) for job in self._jobs.values())
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Begin to answer the requests of job `number` when rows are free."""
-        self._jobs[number] = _Job(requests)
+        self._stop_rule(sampling)  # it may refuse the sampling
+        self._jobs[number] = _Job(requests, sampling)
         self._waiting += ((number, index) for index in range(len(requests)))
 
     def forget(self) -> None:
@@ -116,11 +123,14 @@ class EmbeddedStream:
         free = self._max_rows - self._decoder.n_rows
         if not self._waiting or (free < min(len(self._waiting), max(1, self._max_rows // _JOIN_SHARE))):
             return
-        places = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        sampling = self._jobs[self._waiting[0][0]].sampling
+        alike = takewhile(lambda place: self._jobs[place[0]].sampling == sampling, islice(self._waiting, free))
+        places = [self._waiting.popleft() for _ in list(alike)]
         asked = [(self._jobs[number].requests[index], (number, index)) for number, index in places]
-        # As in `TransformersEngine.generate`: long prompts first, and equal ones side by side.
+        # Long prompts first, so that memory runs out at once or never; equal ones side by side, so that each is
+        # computed once.
         asked.sort(key=lambda pair: (-len(pair[0].token_ids), pair[0].token_ids))
-        wave = Wave([request for request, _ in asked], self.sampling, self._stop, self._model.device)
+        wave = Wave([request for request, _ in asked], sampling, self._stop_rule(sampling), self._model.device)
         self._decoder.begin(wave, version)
         self._begun.append(_Begun(wave, [place for _, place in asked]))
 

@@ -1,6 +1,6 @@
 """The protocol of rollout engines: their requests, how they sample, and how they get weights.
 
-prompts ─group_requests─> GenerationRequest ... ──engine.generate(requests, sampling)──> Completion ...
+prompts ─group_requests─> GenerationRequest ... ──engine.submit ... engine.collect──> Completion ...
                                                        ^
 actor ──(Hugging Face file name, tensor) ...──engine.update_weights(weights, version)
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -160,27 +160,10 @@ def _hash_seed(*key: int | str) -> int:
 class RolloutEngine(Protocol):
     """One replica: a model that answers requests, and whose weights the actor replaces between steps."""
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """Return one completion for each request, in the order of the requests."""
-
-    def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
-    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
-        """Yield a job's number, counted from 0, and completions by the index of their request in it, as they end.
-
-        Each completion comes once. A job is taken from `jobs`, which may wait, when the engine has room for it.
-
-        Args:
-            jobs: the requests of each job.
-            sampling: how tokens are chosen.
-            may_end: whether the engine may end early and begin anew, without weights that it was sent, if what answers
-                the jobs dies. Those that it has not yielded are then lost. Otherwise that is an error.
-        """
-
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Begin to answer the requests of job `number`, beside those in progress, which all have the same sampling.
+        """Begin to answer the requests of job `number`, in parallel with those in progress.
 
-        They go on while weights change: each token carries the version that sampled it.
+        They continue while weights change: each token carries the version that sampled it.
         """
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
@@ -266,3 +249,20 @@ class RolloutEngine(Protocol):
 
         An engine that is awake stays as it is.
         """
+
+
+def complete(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams
+) -> list[Completion]:
+    """Return one completion for each request, in their order, of an engine that has no other jobs.
+
+    Raises:
+        RuntimeError: what answered them has died. Further errors are those of the engine's `submit` and `collect`.
+    """
+    engine.submit(0, requests, sampling)
+    while engine.n_running:
+        for _, completions in engine.collect(seconds=1.0):
+            return completions
+    if requests:
+        raise RuntimeError("the engine has lost its requests")
+    return []

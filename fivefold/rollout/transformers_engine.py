@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.checks import check_requests
-from fivefold.rollout.decode import decode_wave
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
@@ -53,9 +52,7 @@ class TransformersEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
-        self._max_batch_size = max_batch_size
-        self._recomputes = recomputes
-        self._stream: EmbeddedStream | None = None
+        self._stream = EmbeddedStream(model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes)
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
         self._receiver = transport.receiver()
@@ -108,73 +105,35 @@ class TransformersEngine:
             transport=transport,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """Return one completion for each request, in the order of the requests.
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Begin to answer the requests of job `number`, in parallel with those in progress.
+
+        Raises:
+            ValueError: a request or a sampling that the model cannot take.
+            RuntimeError: the engine is asleep or has no weights.
+        """
+        check_requests(requests, sampling, self._model.config)
+        self._state.require_weights()
+        self._stream.submit(number, requests, sampling)
+
+    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+        """Go on with submitted jobs until one is done, or about `seconds` have passed. Returns those that are done.
 
         Log-probs are those of the sampling distribution; of greedy completions, those of the model's own logits. A
         request gives the same completion whichever requests share its batch, up to the rounding of matmuls.
 
         Raises:
-            ValueError: a request or a sampling that the model cannot take.
             RuntimeError: the engine is asleep or has no weights, or the model's logits are not finite.
         """
-        completions: dict[int, Completion] = {}
-        for _, ended in self.generate_each(iter([requests]), sampling):
-            completions.update(ended)
-        return [completions[index] for index in range(len(requests))]
-
-    def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
-    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
-        """Yield completions as they end, with their job's number and by the index of their request in it.
-
-        One job is decoded after the other. Raises as `generate`.
-        """
-        version = self._state.require_weights()
-        stop = self._stop_rule(sampling)
-        for number, requests in enumerate(jobs):
-            check_requests(requests, sampling, self._model.config)
-            # Long prompts first, so that memory runs out at once or never; equal prompts side by side, so that each is
-            # computed once.
-            order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].token_ids), requests[i].token_ids))
-            for start in range(0, len(order), self._max_batch_size):
-                wave = order[start : start + self._max_batch_size]
-                for ended in decode_wave(self._model, [requests[i] for i in wave], sampling, stop, version):
-                    yield number, {wave[row]: completion for row, completion in ended.items()}
-
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Begin to answer the requests of job `number`, beside those in progress, which all have the same sampling.
-
-        Raises:
-            ValueError: a request or a sampling that the model cannot take.
-        """
-        check_requests(requests, sampling, self._model.config)
-        if self._stream is None or self._stream.sampling != sampling:
-            assert self._stream is None or not self._stream.n_running
-            self._stream = EmbeddedStream(
-                self._model,
-                sampling,
-                self._stop_rule(sampling),
-                max_rows=self._max_batch_size,
-                recomputes=self._recomputes,
-            )
-        self._stream.submit(number, requests)
-
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
-        """Go on with submitted jobs until one is done, or about `seconds` have passed. Returns those that are done.
-
-        Raises:
-            RuntimeError: the engine is asleep or has no weights, or the model's logits are not finite.
-        """
-        return [] if self._stream is None else self._stream.collect(self._state.require_weights(), seconds)
+        return self._stream.collect(self._state.require_weights(), seconds) if self._stream.n_running else []
 
     @property
     def n_running(self) -> int:
         """Number of requests that were submitted and are not answered."""
-        return 0 if self._stream is None else self._stream.n_running
+        return self._stream.n_running
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return no job: the random numbers of a request decide its completion, wherever it begins anew."""
+        """Return no job: the random numbers of a request decide its completion, wherever it begins again."""
         return {}
 
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
@@ -236,8 +195,7 @@ class TransformersEngine:
         Buffers such as rotary frequencies stay: they are small, and no update brings them.
         """
         self._state.sleep()
-        if self._stream is not None:
-            self._stream.forget()
+        self._stream.forget()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
         if self._device.type == "cuda":

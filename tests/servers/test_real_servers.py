@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion
@@ -211,7 +211,7 @@ def test_log_probs_are_those_of_the_latest_weights(served: Served) -> None:
     requests = requests_of(12)
     for version, which in enumerate([0, 1, 0]):
         model = served.use(which, version)
-        completions = served.engine.generate(requests, sampling())
+        completions = complete(served.engine, requests, sampling())
         assert_logprobs(model, requests, completions)
         assert {used for completion in completions for used in completion.versions.tolist()} == {version}
         assert len({tuple(completion.token_ids.tolist()) for completion in completions}) > len(requests) // 2
@@ -219,13 +219,13 @@ def test_log_probs_are_those_of_the_latest_weights(served: Served) -> None:
 
 def test_more_requests_than_are_decoded_together(served: Served) -> None:
     model, requests = served.use(0), requests_of(60, seed=1)
-    completions = served.engine.generate(requests, sampling(max_new_tokens=5))
+    completions = complete(served.engine, requests, sampling(max_new_tokens=5))
     assert_logprobs(model, requests, completions)
 
 
 def test_a_group_gets_different_completions_of_one_prompt(served: Served) -> None:
     model, requests = served.use(0), requests_of(6, seed=9)
-    completions = served.engine.generate(requests, replace(sampling(), seeded=False))
+    completions = complete(served.engine, requests, replace(sampling(), seeded=False))
     assert_logprobs(model, requests, completions)
     pairs = [tuple(tuple(c.token_ids.tolist()) for c in completions[i : i + 2]) for i in range(0, len(completions), 2)]
     assert sum(first != second for first, second in pairs) > len(pairs) // 2
@@ -233,7 +233,7 @@ def test_a_group_gets_different_completions_of_one_prompt(served: Served) -> Non
 
 def test_greedy_completions_have_the_log_probs_of_the_likeliest_tokens(served: Served) -> None:
     model, requests = served.use(1), requests_of(10, seed=2)
-    completions = served.engine.generate(requests, sampling(greedy=True))
+    completions = complete(served.engine, requests, sampling(greedy=True))
     assert_logprobs(model, requests, completions)
     likeliest = [
         teacher_forced(model, *pair).log_softmax(-1).amax(-1) for pair in zip(requests, completions, strict=True)
@@ -243,12 +243,12 @@ def test_greedy_completions_have_the_log_probs_of_the_likeliest_tokens(served: S
 
 def test_log_probs_are_at_the_temperature(served: Served) -> None:
     model, requests = served.use(0), requests_of(10, seed=3)
-    assert_logprobs(model, requests, served.engine.generate(requests, sampling(temperature=0.7)), temperature=0.7)
+    assert_logprobs(model, requests, complete(served.engine, requests, sampling(temperature=0.7)), temperature=0.7)
 
 
 def test_only_the_likeliest_tokens_are_sampled(served: Served) -> None:
     model, requests = served.use(0), requests_of(10, seed=4)
-    completions = served.engine.generate(requests, sampling(top_k=3))
+    completions = complete(served.engine, requests, sampling(top_k=3))
     # SGLang gives the log-probs of the distribution before the cut.
     cut = {"vllm": 3, "sglang": VOCABULARY}[served.backend]
     if not ON_CUDA:  # after rounding to bfloat16, other tokens may be the likeliest
@@ -263,7 +263,7 @@ def test_only_the_likeliest_tokens_are_sampled(served: Served) -> None:
 def test_a_completion_ends_with_its_first_stop_token(served: Served) -> None:
     model, stops = served.use(0), list(range(3, VOCABULARY, 9))
     requests = requests_of(20, seed=5)
-    completions = served.engine.generate(requests, sampling(stop_token_ids=stops, max_new_tokens=20))
+    completions = complete(served.engine, requests, sampling(stop_token_ids=stops, max_new_tokens=20))
     ends = {END, *stops}
     for completion in completions:
         assert ends.isdisjoint(completion.token_ids[:-1])
@@ -278,7 +278,7 @@ def test_a_completion_ends_with_its_first_stop_token(served: Served) -> None:
 def test_no_completion_ends_before_min_new_tokens(served: Served) -> None:
     model, requests = served.use(0), requests_of(40, seed=6)
     params = sampling(min_new_tokens=6, max_new_tokens=12, temperature=2.0)
-    completions = served.engine.generate(requests, params)
+    completions = complete(served.engine, requests, params)
     assert all(END not in completion.token_ids[:6] for completion in completions)
     assert all(6 < len(completion.token_ids) <= 12 for completion in completions)
     assert any(completion.finish_reason == "stop" for completion in completions), "no completion ended"
@@ -287,10 +287,10 @@ def test_no_completion_ends_before_min_new_tokens(served: Served) -> None:
 
 def test_a_completion_ends_with_its_first_stop_text(served: Served) -> None:
     model, requests = served.use(1), requests_of(20, seed=7)
-    free = served.engine.generate(requests, sampling(greedy=True, max_new_tokens=20))
+    free = complete(served.engine, requests, sampling(greedy=True, max_new_tokens=20))
     pairs = [text[4:6] for completion in free if len(text := TOKENIZER.decode(completion.token_ids)) > 6]
     stops = ["Q", "7", *pairs[:3]]
-    completions = served.engine.generate(requests, sampling(greedy=True, max_new_tokens=20, stop=stops))
+    completions = complete(served.engine, requests, sampling(greedy=True, max_new_tokens=20, stop=stops))
     found = set()
     for completion in completions:
         before, text = TOKENIZER.decode(completion.token_ids[:-1]), TOKENIZER.decode(completion.token_ids)
@@ -321,5 +321,5 @@ def test_a_sleeping_server_gives_its_memory_back(served: Served) -> None:
         assert used() < 0.8 * awake
         served.engine.wake()
         assert used() > 0.8 * awake
-        completions = served.engine.generate(requests, sampling())
+        completions = complete(served.engine, requests, sampling())
         assert_logprobs(model, requests, completions)

@@ -17,7 +17,7 @@ from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.weights import WeightLoader
-from fivefold.types import Completion, FinishReason
+from fivefold.types import FinishReason
 
 REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
@@ -66,19 +66,6 @@ class Answer:
                 f"the server answered {len(self.token_ids_T)} tokens with {n_usable} log-probs: every token needs a "
                 "number, and logits that are not finite (NaN or infinite) give none"
             )
-
-    def completion(self, version: int) -> Completion:
-        """Return the completion, all of whose tokens were sampled by weights of `version`; unknown log-probs are NaN.
-
-        Raises:
-            RuntimeError: the answer was aborted.
-        """
-        if self.finish_reason == "abort":
-            raise RuntimeError(f"the server ended a completion with {self.finish_reason!r}: it is not whole")
-        logprobs_T = self.logprobs_T
-        if logprobs_T is None:
-            logprobs_T = np.full(len(self.token_ids_T), np.nan, dtype=np.float32)
-        return Completion.of(self.token_ids_T, logprobs_T, self.finish_reason, version)
 
 
 def integers(text: bytes) -> npt.NDArray[np.int32]:

@@ -1,12 +1,11 @@
-"""The rollout engine over an inference server: what it answers, all at once (`generate`) or as a stream (`submit`)."""
+"""The rollout engine over an inference server."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -19,7 +18,6 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Answer, Ask, Dialect
 from fivefold.rollout.servers.memory_share import with_share
 from fivefold.rollout.servers.process import ServerDied
-from fivefold.rollout.servers.room import answered, asks_of
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.updates import UpdatedServer
 from fivefold.rollout.stopping import StopRule
@@ -61,54 +59,14 @@ class ServerEngine(UpdatedServer):
         if spec.route.transport.carries_weights and not spec.followers:  # files are on one node
             sizes = (math.prod(tensor.view().shape) for tensor in tensors.values())
             folder = WeightFolder(place, save, sum(sizes) * model.dtype.itemsize)
+        self._stream = ServerStream(
+            self._send,
+            self._read,
+            self._stop_rule,
+            most=spec.max_batch_size,
+            most_tokens=spec.new_tokens_per_chunk,
+        )
         super().__init__(dialect, spec, tensors, folder)
-
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Completion]:
-        """Return one completion for each request, in the order of the requests.
-
-        A server rounds differently in batches of different size, so that the same request need not give the same
-        completion twice. Log-probs that are not asked for are NaN.
-
-        Raises:
-            ValueError: a request or a sampling that the model cannot take.
-            RuntimeError: the engine is asleep or has no weights, or the server failed.
-        """
-        check_requests(requests, sampling, self._config)
-        asks = asks_of(requests, sampling, self._spec.max_batch_size)
-        ends = list(accumulate(ask.n for ask in asks))
-        jobs = [requests[end - ask.n : end] for ask, end in zip(asks, ends, strict=True)]
-        done = dict(self.generate_each(iter(jobs), sampling))
-        return [done[number][index] for number, job in enumerate(jobs) for index in range(len(job))]
-
-    def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams, *, may_end: bool = False
-    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
-        """Yield each job's number and its completions, all at once, as jobs finish (`RolloutEngine`).
-
-        Raises as `generate`.
-        """
-        if may_end and self._has_begun_anew:
-            # Its server has died with jobs of a stream, which nobody knew who asked for these.
-            return
-        version = self._state.require_weights()
-        most = self._spec.max_batch_size
-        stop = StopRule(sampling, frozenset(self._end_token_ids), self._tokenizer, torch.device("cpu"))
-
-        def asks(requests: Sequence[GenerationRequest]) -> list[Ask]:
-            check_requests(requests, sampling, self._config)
-            return asks_of(requests, sampling, most)
-
-        def complete(ask: Ask) -> list[Completion]:
-            answers = self._read(self._send(ask, sampling), ask)
-            return [_truly_ended(answer.completion(version), stop) for answer in answers]
-
-        try:
-            with self._watch.watching():
-                yield from answered(map(asks, jobs), complete, most)
-        except ServerDied as death:
-            if not may_end:
-                raise
-            self._restart(death)
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Begin to answer the requests of job `number` (`RolloutEngine`).
@@ -118,31 +76,20 @@ class ServerEngine(UpdatedServer):
             RuntimeError: the engine is asleep or has no weights.
         """
         check_requests(requests, sampling, self._config)
-        if self._stream is None or self._stream.sampling != sampling:
-            assert self._stream is None or not self._stream.n_running
-            most, chunk = self._spec.max_batch_size, self._spec.new_tokens_per_chunk
-            self._stream = ServerStream(
-                self._send,
-                self._read,
-                sampling,
-                most=most,
-                most_tokens=chunk,
-                end_token_ids=self._end_token_ids,
-                tokenizer=self._tokenizer,
-            )
         self._state.require_weights()
         if not self._stream.n_running:
             self._watch.begin_anew()
-        self._stream.submit(number, requests)
+        self._stream.submit(number, requests, sampling)
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
         """Wait until a submitted job is done, or `seconds` have passed (`RolloutEngine`).
 
+        A server rounds differently in batches of different size, so that the same request need not give the same
+        completion twice. Log-probs that are not asked for are NaN.
+
         Raises:
             RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
-        if self._stream is None:
-            return []
         if self._standstill.is_on:
             # It stands still until the trainer sends its weights.
             time.sleep(seconds)
@@ -171,12 +118,5 @@ class ServerEngine(UpdatedServer):
             raise RuntimeError(f"the server gave {len(answers)} completions where {ask.n} were asked for")
         return answers
 
-
-def _truly_ended(completion: Completion, stop: StopRule) -> Completion:
-    """Return a completion that ends as `stop` says with its last token also where that is the last one it may have.
-
-    SGLang looks at the limit first, and says `length`.
-    """
-    if completion.finish_reason == "length" and stop.has_ended(completion.token_ids.tolist()):
-        return replace(completion, finish_reason="stop")
-    return completion
+    def _stop_rule(self, sampling: SamplingParams) -> StopRule:
+        return StopRule(sampling, frozenset(self._end_token_ids), self._tokenizer, torch.device("cpu"))

@@ -23,6 +23,9 @@ from fivefold.rollout.state import EngineState
 class LivingServer:
     """A server with what it has: weights, memory, and a stream of jobs that it answers."""
 
+    _stream: ServerStream
+    """The jobs, which an engine sets before the server is started."""
+
     def __init__(self, dialect: Dialect, spec: ReplicaSpec) -> None:
         """Start the server and wait until it is ready.
 
@@ -32,8 +35,6 @@ class LivingServer:
         """
         self._dialect = dialect
         self._spec = spec
-        self._stream: ServerStream | None = None
-        """The jobs that it answers beside one another."""
         self._lost: dict[int, list[GenerationRequest]] = {}
         """Jobs that died with it, and that `take_lost` has not told."""
         self._death: ServerDied | None = None
@@ -58,19 +59,18 @@ class LivingServer:
             ServerDied: see `RunningServer.close_after`.
         """
         self._server.close_after(death)
-        if self._stream is not None:
-            self._lost |= self._stream.lose()
+        self._lost |= self._stream.lose()
         self._server.start()
         self._begin()
 
     @property
     def n_running(self) -> int:
         """Number of requests that were submitted and are not answered."""
-        return 0 if self._stream is None else self._stream.n_running
+        return self._stream.n_running
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the submitted jobs with their tokens up to the last update (`RolloutEngine`)."""
-        return self._lost | ({} if self._stream is None else self._stream.unfinished())
+        return self._lost | self._stream.unfinished()
 
     def take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs that were lost with their server since the last call (`RolloutEngine`)."""
@@ -81,11 +81,6 @@ class LivingServer:
     def has_weights(self) -> bool:
         """Whether the server has weights; one that was started again has none before the next update."""
         return self._state.has_weights
-
-    @property
-    def _has_begun_anew(self) -> bool:
-        """Whether the server is awake without weights, because it was started again."""
-        return self._state.memory == "all" and not self._state.has_weights
 
     def _beat(self) -> None:
         """Let a server that has not answered for long show that it goes on.
@@ -101,7 +96,7 @@ class LivingServer:
         One that has died is started again, without a wait until it is ready.
         """
         self._server.wait_until_ready()
-        if self._stream is None or not self._stream.n_running or self._standstill.is_on:
+        if not self._stream.n_running or self._standstill.is_on:
             return
         try:
             with self._server.served():

@@ -38,13 +38,12 @@ class Standstill:
             stream.interrupted()
         self.is_on = True
 
-    def end(self, http: HttpClient, stream: ServerStream | None, version: int) -> None:
+    def end(self, http: HttpClient, stream: ServerStream, version: int) -> None:
         """Let the server go on, with weights of `version`.
 
         A server that keeps caches is told its version even if it did not stand still, because nothing was running.
         """
-        if stream is not None:
-            stream.resumed(version)
+        stream.resumed(version)
         if self._keeps_cache:
             self._dialect.go_on(http, version)
         else:

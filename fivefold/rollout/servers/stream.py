@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion, FinishReason
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
@@ -46,13 +43,14 @@ class _Part:
 
     job: int
     request: GenerationRequest
+    sampling: SamplingParams
+    stop: StopRule
     answers: list[Begun] = field(default_factory=list)
     """What each answer has added; all but the last were aborted."""
 
-    @staticmethod
-    def of(job: int, request: GenerationRequest) -> _Part:
-        """Return the completion of a request, with what it has from another server."""
-        return _Part(job, request, [] if request.begun is None else [request.begun])
+    def __post_init__(self) -> None:
+        if self.request.begun is not None:  # what it has from another server
+            self.answers.append(self.request.begun)
 
     @property
     def n_tokens(self) -> int:
@@ -71,8 +69,16 @@ class _Part:
         """Return what to ask for, to go on from the tokens so far."""
         sampled = self.sampled
         # The same seed would draw the same random numbers again.
-        seed = self.request.seed + len(sampled)
+        seed = self.request.seed + len(sampled) if self.sampling.seeded else None
         return Ask((*self.request.token_ids, *sampled), 1, seed, self.request.wants_logprobs)
+
+    def rest(self, most_tokens: int | None) -> SamplingParams:
+        """Return how the next tokens are sampled, `most_tokens` of them at most."""
+        n = self.n_tokens
+        left = self.sampling.max_new_tokens - n
+        most = left if most_tokens is None else min(most_tokens, left)
+        least = min(most, max(0, self.sampling.min_new_tokens - n))
+        return replace(self.sampling, max_new_tokens=most, min_new_tokens=least)
 
     def completion(self) -> Completion:
         """Return the whole completion; log-probs that were not asked for are NaN."""
@@ -96,9 +102,11 @@ class _Sent:
     """Version of the weights with which it has gone on since, without an answer; None: it has not."""
     has_arrived: bool = False
     """Whether the reply is there, though it may not have been read."""
+    was_interrupted: bool = False
 
     def interrupt(self) -> None:
         """Record that the server is about to be interrupted. What it had held back before, it has by now."""
+        self.was_interrupted = True
         if self.next_version is not None and not self.has_arrived:
             self.version, self.next_version = self.next_version, None
 
@@ -114,8 +122,16 @@ class _Sent:
         """
         return self.version if self.next_version is None or reason == "abort" else self.next_version
 
-    def note(self, answer: Answer, most_tokens: int, stop: StopRule) -> None:
-        """Add an answer to the completion, which may have `most_tokens` and ends as `stop` says."""
+    def note(self, answer: Answer) -> None:
+        """Add an answer to the completion.
+
+        Raises:
+            RuntimeError: the server has aborted it before its first token, without being interrupted.
+        """
+        if answer.finish_reason == "abort" and not len(answer.token_ids_T) and not self.was_interrupted:
+            # It would do so again, for ever.
+            raise RuntimeError(f"the server ended a completion with {answer.finish_reason!r}: it is not whole")
+        most_tokens, stop = self.part.sampling.max_new_tokens, self.part.stop
         before, new, logprobs_T = self.part.sampled, answer.token_ids_T.tolist(), answer.logprobs_T
         n = _end_across(before, new, stop) or len(new)
         is_end = n < len(new) or answer.finish_reason == "stop"
@@ -164,32 +180,27 @@ class ServerStream:
         self,
         send: Callable[[Ask, SamplingParams], bytes],
         read: Callable[[bytes, Ask], list[Answer]],
-        sampling: SamplingParams,
+        stop_rule: Callable[[SamplingParams], StopRule],
         *,
         most: int,
         most_tokens: int | None = None,
-        end_token_ids: Sequence[int] = (),
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Begin without a job.
 
         Args:
             send: asks the server, and returns its reply.
             read: returns the answers of a reply, some of which may be aborted.
-            sampling: how tokens are chosen.
+            stop_rule: returns when completions of a sampling end.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
-            end_token_ids: tokens that end completions, besides those of the sampling.
-            tokenizer: reads completions; it may be None if the sampling has no stop texts.
         """
-        self.sampling = sampling
-        self._stop = StopRule(sampling, frozenset(end_token_ids), tokenizer, torch.device("cpu"))
+        self._stop_rule = cache(stop_rule)
         self._send = send
         self._read = read
         self._reading = threading.Lock()
         """One reply is read at a time, so that the arrival of others is not late for it."""
         self._most = most
-        self._most_tokens = most_tokens or sampling.max_new_tokens
+        self._most_tokens = most_tokens
         self._threads = ThreadPoolExecutor(most)
         self._jobs: dict[int, list[_Part]] = {}
         self._sent: dict[Future[list[Answer]], _Sent] = {}
@@ -201,9 +212,10 @@ class ServerStream:
         """Number of requests that are not answered."""
         return sum(not part.is_whole for parts in self._jobs.values() for part in parts)
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         """Take the requests of job `number`, which are asked for at the next `collect`."""
-        self._jobs[number] = [_Part.of(number, request) for request in requests]
+        stop = self._stop_rule(sampling)
+        self._jobs[number] = [_Part(number, request, sampling, stop) for request in requests]
         self._waiting += (part for part in self._jobs[number] if not part.is_whole)
 
     def collect(self, version: int, seconds: float) -> list[tuple[int, list[Completion]]]:
@@ -259,7 +271,7 @@ class ServerStream:
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
                 [answer] = future.result()
-                sent.note(answer, self.sampling.max_new_tokens, self._stop)
+                sent.note(answer)
         lost = self.unfinished()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
@@ -270,13 +282,8 @@ class ServerStream:
         """Ask for the rest of each completion that waits, those of the first jobs first."""
         waiting, self._waiting = self._waiting, []
         for part in sorted(waiting, key=lambda part: part.job):
-            n = part.n_tokens
-            most = min(self._most_tokens, self.sampling.max_new_tokens - n)
-            least = min(most, max(0, self.sampling.min_new_tokens - n))
-            sampling = replace(self.sampling, max_new_tokens=most, min_new_tokens=least)
-            ask = part.ask() if sampling.seeded else replace(part.ask(), seed=None)
             sent = _Sent(part, version)
-            self._sent[self._threads.submit(self._answers, sent, ask, sampling)] = sent
+            self._sent[self._threads.submit(self._answers, sent, part.ask(), part.rest(self._most_tokens))] = sent
 
     def _answers(self, sent: _Sent, ask: Ask, sampling: SamplingParams) -> list[Answer]:
         """Ask the server, in a thread of the pool."""
@@ -294,7 +301,7 @@ class ServerStream:
         for future in [future for future in self._sent if future.done()]:
             sent = self._sent.pop(future)
             [answer] = future.result()
-            sent.note(answer, self.sampling.max_new_tokens, self._stop)
+            sent.note(answer)
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)
 

@@ -8,17 +8,12 @@ No answer alone says little, because an answer comes as a whole, and a long one 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
-from fivefold.rollout.servers.process import ServerDied
+from collections.abc import Callable
 
 
 class Watch:
-    """Measures how long a server is quiet, which answers requests of a step, of a stream, or both."""
+    """Measures how long a server with requests is quiet."""
 
     def __init__(self, beat: Callable[[], None], quiet_s: float) -> None:
         """Begin without a server that answers.
@@ -49,24 +44,3 @@ class Watch:
         if self._left_s <= 0:
             self._beat()
             self.begin_anew()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Check the server in a thread, for as long as this context is entered."""
-        over = threading.Event()
-        self.begin_anew()
-
-        def watch() -> None:
-            while not over.wait(self._left_s):
-                try:
-                    self.check()
-                except ServerDied:  # so whoever waits for its answers learns of it
-                    return
-
-        with ThreadPoolExecutor(1) as threads:
-            watched = threads.submit(watch)
-            try:
-                yield
-            finally:
-                over.set()
-            watched.result()

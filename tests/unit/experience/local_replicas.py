@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.gate import Gate
-from fivefold.roles.responses import Responses
+from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout import ExpectedLengths, Rollout
-from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Columns
@@ -45,17 +44,15 @@ class LocalWorker(EngineWorker):
         self._held: list[Job] = []
 
     def hold(self, end: int | None) -> None:
-        """Begin no job of a stream whose first index is `end` or above, until the next call; None: begin all."""
+        """Begin no job whose number is `end` or above, until the next call; None: begin all."""
         self._end = end
 
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         """Go on with the jobs that are not held."""
         jobs = [*self._held, *jobs]
-        self._held = [job for job in jobs if self._end is not None and job.indices.start >= self._end]
-        begun = [job for job in jobs if self._end is None or job.indices.start < self._end]
-        report, columns = super().advance(begun, sampling, seconds)
+        self._held = [job for job in jobs if self._end is not None and job.number >= self._end]
+        begun = [job for job in jobs if self._end is None or job.number < self._end]
+        report, columns = super().advance(begun, seconds)
         n_held = sum(len(job.requests) for job in self._held)
         return replace(report, n_running=report.n_running + n_held), columns
 
@@ -94,16 +91,6 @@ class LocalGroup(WorkerGroup):
         call = next(call for call in calls if call.summary in done)
         return call, call.summary.result()[0]  # type: ignore[attr-defined]
 
-    def deal(
-        self, method: Callable[..., Any], jobs: Iterable[Any], *args: Any, **kwargs: Any
-    ) -> Iterator[list[tuple[int, Any, Any]]]:
-        for rank, share in enumerate([list(jobs)[rank :: len(self)] for rank in range(len(self))]):
-            for report, columns in self._threads[rank].submit(self._results, rank, method, share, args).result():
-                yield [(rank, report, columns)]
-
-    def _results(self, rank: int, method: Callable[..., Any], share: list[Any], args: Sequence[Any]) -> list[Any]:
-        return list(getattr(self._replicas[rank], method.__name__)(iter(share), *args))
-
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return [future.result() for future in [self._submit(rank, method.__name__, *args) for rank in range(len(self))]]
 
@@ -123,6 +110,6 @@ class LocalRollout(Rollout):
         self._group = group
         self.gate = Gate()
         self.shares_devices = False
-        self._is_server = is_server
+        self.is_server = is_server
         self._expected = ExpectedLengths()
         self.version = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.chosen_sampler import ChosenSampler
 from fivefold.data.replay import Replay
 from fivefold.data.sampler import EpochSampler
-from fivefold.experience.stream import StreamSource
+from fivefold.experience.source import Source
+from fivefold.experience.stream import Stream
+from fivefold.experience.waiting import Saved
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward import NamedReward, PromptReward, Reward
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.responses import Responses
+from fivefold.roles.responses import Job, Responses
 from fivefold.roles.reward_model import RewardModel
-from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.roles.rollout import Rollout
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
@@ -46,22 +50,64 @@ def recipe_of(*overrides: str) -> TrainRecipe:
     return load_recipe(QUICKSTART, [*words, *overrides], TrainRecipe)
 
 
+@dataclass
+class Parts:
+    """What a source of samples is made of."""
+
+    recipe: TrainRecipe
+    sampler: EpochSampler[Prompt]
+    rollout: Rollout
+    rewards: RewardSet
+    timers: PhaseTimers = field(default_factory=PhaseTimers)
+    reward_model: RewardModel | None = None
+
+    @contextmanager
+    def source(
+        self,
+        *,
+        first_step: int = 1,
+        last_step: int = STEPS,
+        resend: Callable[[int], None] = never,
+        saved: Saved | None = None,
+        corrects: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Source]:
+        """Yield a source over a stream that runs inside the block."""
+        sampling = SamplingParams.for_training(self.recipe)
+        steps = {"first_step": first_step, "last_step": last_step}
+        with Stream(self.recipe, self.rollout, self.rewards, self.timers, resend, self.reward_model) as stream:
+            yield Source(
+                self.recipe, self.sampler, sampling, stream, self.timers, **steps, saved=saved, corrects=corrects
+            )
+
+
 def common(
-    recipe: TrainRecipe, group: LocalGroup, reward: Callable[..., float], prompts: list[Prompt], replays: bool = False
-) -> Any:
+    recipe: TrainRecipe,
+    group: LocalGroup,
+    reward: Callable[..., float],
+    prompts: list[Prompt],
+    replays: bool = False,
+    *,
+    is_server: bool = False,
+) -> Parts:
     sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
     if replays:
         choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
         sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
-    sampling = SamplingParams.for_training(recipe)
-    return recipe, sampler, LocalRollout(group), sampling, RewardSet.of(NamedReward("f", reward, None)), PhaseTimers()
+    rewards = RewardSet.of(NamedReward("f", reward, None))
+    return Parts(recipe, sampler, LocalRollout(group, is_server=is_server), rewards)
 
 
-def wait_until(source: StreamSource, holds: Callable[[], bool]) -> None:
+def wait_until(source: Source, holds: Callable[[], bool]) -> None:
     """Wait for something that the thread of the rollout brings about."""
-    with source._changed:
-        assert source._changed.wait_for(lambda: source._failure is not None or holds(), PATIENCE_S)
-        assert source._failure is None
+    stream = source.stream
+    with stream.changed:
+        assert stream.changed.wait_for(lambda: stream._failure is not None or holds(), PATIENCE_S)
+        assert stream._failure is None
+
+
+def answered(source: Source) -> set[int]:
+    """Return the numbers of the prompts that are answered and wait for their step."""
+    return set(source._waiting())
 
 
 def begun(request: GenerationRequest) -> GenerationRequest:
@@ -86,34 +132,32 @@ class ScriptedWorker(RolloutWorker):
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         return {}
 
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         assert self.has_weights
         self._waiting += jobs
         self._n_slices += 1
         if self._n_slices in self._dies:
-            lost = {job.indices.start: [begun(request) for request in job.requests] for job in self._waiting}
+            lost = {job.number: [begun(request) for request in job.requests] for job in self._waiting}
             self._waiting, self.has_weights = [], False
             return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
         job = self._waiting.pop(0)
-        if job.prompts[0].index in self._fails:
+        if job.prompt.index in self._fails:
             raise OSError("the replica is gone")
         self.n_answered += 1
         self.n_gone_on += job.requests[0].begun is not None
-        trajectories = [Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0)) for prompt in job.prompts]
-        return Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001), Columns.of(trajectories)
+        trajectories = [Trajectory.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0)) for _ in job.requests]
+        return Responses.of([job.number], trajectories, ["5"] * len(trajectories), 0.001), Columns.of(trajectories)
 
 
 def scripted(
     worker: ScriptedWorker, reward: Reward | PromptReward | RewardModel, *overrides: str, **options: Any
-) -> StreamSource:
+) -> AbstractContextManager[Source]:
     recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    model = reward if isinstance(reward, RewardModel) else None
-    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
+    parts = common(recipe, LocalGroup([worker]), full_marks, prompts)
     if isinstance(reward, RewardModel):
-        arguments[4] = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
+        parts.reward_model = reward
+        parts.rewards = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))
     else:
-        arguments[4] = RewardSet.of(NamedReward("f", reward, None, **options))
-    return StreamSource(*arguments, first_step=1, last_step=STEPS, resend=never, reward_model=model)
+        parts.rewards = RewardSet.of(NamedReward("f", reward, None, **options))
+    return parts.source()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from fivefold.engine.state.state_store import finish
-from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import Saved, read_waiting
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
-from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
 
 STEPS, AGE, MEAN = 60, 2, 50
 TOKENS = 25
@@ -103,10 +102,10 @@ def trained(prompts: list[Prompt], folder: Path, kills: set[int]) -> list[int]:
     while step < STEPS:
         worker = TossingWorker(seed=step)
         group = LocalGroup([worker])
-        arguments = common(recipe, group, full_marks, prompts)
+        parts = common(recipe, group, full_marks, prompts)
         if position is not None:
-            arguments[1].load_state_dict(position)
-        with StreamSource(*arguments, first_step=step + 1, last_step=STEPS, resend=never, saved=saved) as source:
+            parts.sampler.load_state_dict(position)
+        with parts.source(first_step=step + 1, last_step=STEPS, saved=saved) as source:
             group.each("set_version", step)
             source.weights_sent(step)
             while step < STEPS:

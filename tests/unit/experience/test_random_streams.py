@@ -12,16 +12,13 @@ import numpy as np
 import pytest
 
 from fivefold.data.sampler import EpochSampler
-from fivefold.experience.stream import StreamSource
-from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.responses import Responses
-from fivefold.roles.rollout_worker import Job, RolloutWorker
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.roles.responses import Job, Responses
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
-from tests.unit.experience.streams import full_marks, recipe_of
+from tests.unit.experience.streams import Parts, full_marks, recipe_of
 
 STEPS, N_PROMPTS = 15, 23
 
@@ -40,22 +37,20 @@ class RandomWorker(RolloutWorker):
         time.sleep(self._rng.random() * 0.003)
         self.version = version
 
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         time.sleep(self._rng.random() * 0.002)
         dies = self.version is not None and self._rng.random() < self._deaths
         if self.version is None or dies:
-            lost = {job.indices.start: job.requests for job in [*(job for job, _ in self._begun), *jobs]}
+            lost = {job.number: job.requests for job in [*(job for job, _ in self._begun), *jobs]}
             self._begun, self.version, self.n_deaths = [], None, self.n_deaths + dies
             return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
         self._begun += [(job, self.version) for job in jobs]
         done = [pair for pair in self._begun if self._rng.random() < 0.3]
         self._begun = [pair for pair in self._begun if pair not in done]
         answers = [
-            Trajectory.single_turn(prompt, self._completion(began)) for job, began in done for prompt in job.prompts
+            Trajectory.single_turn(job.prompt, self._completion(began)) for job, began in done for _ in job.requests
         ]
-        report = Responses.of([index for job, _ in done for index in job.indices], answers, ["5"] * len(answers), 0.001)
+        report = Responses.of([job.number for job, _ in done], answers, ["5"] * len(answers), 0.001)
         n_running = sum(len(job.requests) for job, _ in self._begun)
         return replace(report, n_running=n_running), Columns.of(answers) if answers else None
 
@@ -77,12 +72,9 @@ def test_every_prompt_is_trained_once_in_order_by_young_tokens_whatever_happens(
     )  # fmt: skip
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(N_PROMPTS)]
     sampler, expected = (EpochSampler(prompts, batch_size=batch, shuffle=True, seed=seed) for _ in range(2))
-    sampling = SamplingParams.for_training(recipe)
     rewards = RewardSet.of(NamedReward("f", full_marks, None))
-    with StreamSource(
-        recipe, sampler, LocalRollout(group), sampling, rewards, PhaseTimers(),
-        first_step=1, last_step=STEPS, resend=partial(group.each, "set_version"),
-    ) as source:  # fmt: skip
+    parts = Parts(recipe, sampler, LocalRollout(group, is_server=True), rewards)
+    with parts.source(last_step=STEPS, resend=partial(group.each, "set_version")) as source:
         source.weights_follow(0, partial(group.each, "set_version", 0))
         for step in range(1, STEPS + 1):
             samples = source.take(step).samples
@@ -91,5 +83,5 @@ def test_every_prompt_is_trained_once_in_order_by_young_tokens_whatever_happens(
             time.sleep(rng.random() * 0.01)
             source.weights_follow(step, partial(group.each, "set_version", step))
             if rng.random() < 0.3:  # an evaluation, with the weights of the step
-                source.settle()
+                source.stream.settle()
                 assert {worker.version for worker in workers} <= {step, None}

@@ -9,8 +9,7 @@ from statistics import mean
 
 import pytest
 
-from fivefold.experience.idle import idle_shares
-from fivefold.experience.samples import sample_metrics, staleness_metrics
+from fivefold.experience.samples import idle_shares, sample_metrics, staleness_metrics
 from fivefold.types import Prompt, Sample
 
 

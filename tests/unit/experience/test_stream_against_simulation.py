@@ -10,14 +10,13 @@ from random import Random
 
 import pytest
 
-from fivefold.experience.stream import StreamSource
 from fivefold.planning.lengths import Lengths, log_normal
 from fivefold.planning.simulation import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
-from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, never, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
 
 STEPS, SLOTS = N_WARM_UP + N_STEPS, 3
 TOKEN_S, TRAIN_S = 0.004, 0.1
@@ -65,7 +64,7 @@ class SleepingEngine:
         while self.n_running and time.perf_counter() < began + seconds:
             while self._waiting and len(self._left) < SLOTS:
                 number, place = self._waiting.popleft()
-                self._left[number, place] = self._lengths[number + place]
+                self._left[number, place] = self._lengths[SAMPLES * number + place]
             time.sleep(TOKEN_S)
             self._left = {key: left - 1 for key, left in self._left.items() if left > 1}
             now = time.perf_counter()
@@ -98,12 +97,11 @@ def test_steps_take_as_long_as_the_simulation_says(age: int, monkeypatch: pytest
     group = LocalGroup(workers)
     recipe = recipe_of(f"rollout.max_batch_size={SLOTS}")
     rollout = recipe.rollout.model_copy(update={"max_head_offpolicyness": age})
-    prompts = [Prompt(i, str(i), (3, 4), "") for i in range(8)]
+    # Of prompts that come once, no length is known, so that they keep their order.
+    prompts = [Prompt(i, str(i), (3, 4 + i), "") for i in range((STEPS + age + 1) * BATCH)]
     ends, trained = [time.perf_counter()], 0.0
-    with StreamSource(
-        *common(recipe.model_copy(update={"rollout": rollout}), group, full_marks, prompts),
-        first_step=1, last_step=STEPS + age, resend=never,
-    ) as source:  # fmt: skip
+    parts = common(recipe.model_copy(update={"rollout": rollout}), group, full_marks, prompts, is_server=True)
+    with parts.source(last_step=STEPS + age) as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
             if step == N_WARM_UP + 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.sampler import SamplerState
 from fivefold.engine.state.state_store import finish
 from fivefold.experience import waiting
+from fivefold.experience.group import Group
 from fivefold.experience.source import Experience
-from fivefold.experience.step import StepSource
-from fivefold.experience.stream import StreamSource
 from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
-from fivefold.roles.responses import Responses
-from fivefold.roles.rollout_worker import Job
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, group_requests
+from fivefold.roles.responses import Job, Responses
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, complete, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Columns, Completion, FinishReason, Prompt, Trajectory
-from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalRollout, LocalWorker
+from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
     PATIENCE_S,
     SAMPLES,
     STEPS,
     ScriptedWorker,
+    answered,
     common,
     full_marks,
-    never,
     recipe_of,
     scripted,
     wait_until,
@@ -65,77 +65,77 @@ def workers() -> list[LocalWorker]:
     return [LocalWorker(max_batch_size=6) for _ in range(2)]
 
 
-def test_a_replica_reports_groups_as_they_end_with_the_bits_of_a_whole_batch(workers: list[LocalWorker]) -> None:
-    """The job has the last of three samples of a prompt, and whole groups of two others."""
-    recipe, prompts, [worker, _] = recipe_of(), arithmetic(3), workers
+def test_a_replica_reports_jobs_as_they_end_with_the_bits_of_a_whole_batch(workers: list[LocalWorker]) -> None:
+    """The jobs are the last of three samples of a prompt, and whole groups of two others."""
+    prompts, [worker, _] = arithmetic(3), workers
     worker.set_version(0)
-    sampling = SamplingParams.for_training(recipe)
-    requests = group_requests([prompt.token_ids for prompt in prompts], 3, ("key",))[2:]
-    job = Job(range(2, 9), [prompts[index // 3] for index in range(2, 9)], requests)
-    reports = [(report.indices_N.tolist(), columns) for report, columns in worker.generate(iter([job]), sampling, 3)]
-    assert len(reports) > 1, "all groups are reported at the end"
-    assert sorted(index for indices, _ in reports for index in indices) == list(range(2, 9))
-    for indices, _ in reports:
-        assert all({i for i in range(2, 9) if i // 3 == index // 3} <= set(indices) for index in indices)
-    expected = worker._engine.generate(requests, sampling)
-    for indices, columns in reports:
+    sampling = SamplingParams.for_training(recipe_of())
+    requests = group_requests([prompt.token_ids for prompt in prompts], 3, ("key",))
+    jobs = [Job(n, prompts[n], requests[3 * n : 3 * n + 3], sampling) for n in range(3)]
+    jobs[0] = jobs[0].part(2, 3)
+    reports = [worker.advance(jobs, 60.0)]
+    while reports[-1][0].n_running:
+        reports.append(worker.advance([], 60.0))
+    assert len(reports) > 1, "all jobs are reported at the end"
+    assert sorted(number for report, _ in reports for number in report.jobs) == [0, 1, 2]
+    expected = complete(worker._engine, requests[2:], sampling)
+    starts = {0: 0, 1: 1, 2: 4}
+    for report, columns in reports:
         assert columns is not None
+        wanted = [expected[starts[number] + i] for number in report.jobs for i in range(len(jobs[number].requests))]
         ends = columns.lengths_N.cumsum()
-        for index, end, length in zip(indices, ends, columns.lengths_N, strict=True):
-            completion = expected[index - 2]
+        for completion, end, length in zip(wanted, ends, columns.lengths_N, strict=True):
             own = columns.values["rollout_logprobs"][end - length : end][-len(completion.logprobs) :]
             assert own.tolist() == completion.logprobs.tolist()
 
 
-@pytest.mark.parametrize("age", [0, 2])
+@pytest.mark.parametrize("age", [1, 2])
 def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_same(
     age: int, workers: list[LocalWorker]
 ) -> None:
     group, prompts = LocalGroup(workers), arithmetic(11)
     group.each("set_version", 0)
-    synchronous = StepSource(*common(recipe_of(), group, full_marks, prompts), lambda: False)
-    expected = [synchronous.take(step) for step in range(1, STEPS + 1)]
-    recipe = recipe_of().model_copy(
-        update={"rollout": recipe_of().rollout.model_copy(update={"max_head_offpolicyness": age})}
-    )
-    with StreamSource(
-        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
-    ) as source:
-        source.weights_sent(0)
-        for step in range(1, STEPS + 1):
-            taken = source.take(step)
-            assert told(taken) == told(expected[step - 1])
-            assert taken.batch.lengths_N.tolist() == expected[step - 1].batch.lengths_N.tolist()
-            source.weights_sent(step)
-        assert source.sampler_state == synchronous.sampler_state
+
+    def steps(recipe: TrainRecipe) -> Iterator[tuple[Experience, SamplerState]]:
+        with common(recipe, group, full_marks, prompts).source() as source:
+            source.weights_sent(0)
+            for step in range(1, STEPS + 1):
+                yield source.take(step), source.sampler_state
+                source.weights_sent(step)
+
+    ahead = recipe_of(f"rollout.max_head_offpolicyness={age}")
+    for (mine, place), (expected, wanted) in zip(list(steps(ahead)), list(steps(recipe_of())), strict=True):
+        assert told(mine) == told(expected)
+        assert mine.batch.lengths_N.tolist() == expected.batch.lengths_N.tolist()
+        assert place == wanted
 
 
 @pytest.mark.usefixtures("local_objects")
-def test_a_stream_of_age_0_has_the_bits_of_synchronous_training() -> None:
-    """One replica decodes the completions of a step together, with other weights in each step."""
-    worker, prompts, recipe = LocalWorker(max_batch_size=BATCH * SAMPLES), arithmetic(11), recipe_of()
-    group = LocalGroup([worker])
-
-    def columns(source: StepSource | StreamSource) -> list[dict[str, list[float]]]:
-        taken = []
+@pytest.mark.parametrize("n_replicas", [1, 3])
+def test_a_synchronous_step_has_the_bits_of_equal_shares_that_are_decoded_together(n_replicas: int) -> None:
+    """With three replicas, the shares of 3, 3 and 2 completions cut a group. The weights differ in each step."""
+    workers = [LocalWorker(max_batch_size=BATCH * SAMPLES) for _ in range(n_replicas)]
+    alone, prompts, recipe = LocalWorker(max_batch_size=BATCH * SAMPLES), arithmetic(11), recipe_of()
+    group, size = LocalGroup(workers), -(-BATCH * SAMPLES // n_replicas)
+    sampling = SamplingParams.for_training(recipe)
+    of_each_step = []
+    with common(recipe, group, full_marks, prompts).source() as source:
         for step in range(1, STEPS + 1):
-            worker.set_weights_of(step - 1)
+            group.each("set_weights_of", step - 1)
+            alone.set_weights_of(step - 1)
             source.weights_sent(step - 1)
-            batch = source.take(step).batch
-            taken += [
-                {name: values.tolist() for name, values in sequence.items()}
-                for sequence in remote_batch.read_columns(batch, len(batch))
-            ]
-        return taken
-
-    synchronous = columns(StepSource(*common(recipe, group, full_marks, prompts), lambda: False))
-    with StreamSource(
-        *common(recipe, group, full_marks, prompts), first_step=1, last_step=STEPS, resend=never
-    ) as source:
-        assert columns(source) == synchronous
-    assert {version for each in synchronous for version in each["versions"]} == {-1, *range(STEPS)}
-    of_each_step = [each["tokens"] for each in synchronous[:: BATCH * SAMPLES]]
-    assert len({tuple(tokens) for tokens in of_each_step}) == STEPS, "weights differ"
+            taken = source.take(step)
+            sequences = remote_batch.read_columns(taken.batch, len(taken.batch))
+            asked = [sample.prompt.token_ids for sample in taken.samples[::SAMPLES]]
+            requests = group_requests(asked, SAMPLES, (recipe.seed, "train", step))
+            shares = [requests[start : start + size] for start in range(0, len(requests), size)]
+            wanted = [completion for share in shares for completion in complete(alone._engine, share, sampling)]
+            for mine, completion in zip(sequences, wanted, strict=True):
+                assert mine["tokens"][mine["mask"]].tolist() == completion.token_ids.tolist()
+                assert mine["rollout_logprobs"][mine["mask"]].tolist() == completion.logprobs.tolist()
+                assert set(mine["versions"][mine["mask"]]) == {step - 1}
+            of_each_step.append(tuple(sequences[0]["tokens"].tolist()))
+    assert len(set(of_each_step)) == STEPS, "weights differ"
 
 
 @pytest.mark.parametrize("most", ["null", "3"])
@@ -144,9 +144,7 @@ def test_no_token_is_older_than_the_bound_and_weights_change_on_the_way(most: st
     recipe = recipe_of("rollout.max_head_offpolicyness=2", f"rollout.max_concurrent_rollouts={most}")
     group.each("set_version", 0)
     n_reported = n_taken = 0.0
-    with StreamSource(
-        *common(recipe, group, full_marks, arithmetic(40)), first_step=1, last_step=STEPS, resend=never
-    ) as source:
+    with common(recipe, group, full_marks, arithmetic(40)).source() as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
             taken = source.take(step)
@@ -173,13 +171,13 @@ class NotingWorker(ScriptedWorker):
         super().__init__()
         self.begun: list[int] = []
 
-    def advance(self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float) -> tuple[Responses, Any]:
-        self.begun += [job.prompts[0].index for job in jobs]
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Any]:
+        self.begun += [job.prompt.index for job in jobs]
         self._waiting += jobs
         job = self._waiting.pop(0)
-        completion = Completion.of([5] * (1 + job.prompts[0].index), [-1.0] * (1 + job.prompts[0].index), "stop", 0)
-        trajectories = [Trajectory.single_turn(prompt, completion) for prompt in job.prompts]
-        report = Responses.of(list(job.indices), trajectories, ["5"] * SAMPLES, 0.001)
+        completion = Completion.of([5] * (1 + job.prompt.index), [-1.0] * (1 + job.prompt.index), "stop", 0)
+        trajectories = [Trajectory.single_turn(job.prompt, completion) for _ in job.requests]
+        report = Responses.of([job.number], trajectories, ["5"] * SAMPLES, 0.001)
         return replace(report, n_running=SAMPLES * len(self._waiting)), Columns.of(trajectories)
 
 
@@ -188,16 +186,17 @@ def test_servers_get_the_prompts_of_each_step_with_the_longest_answers_first(is_
     recipe = recipe_of("rollout.max_head_offpolicyness=1")
     prompts = [Prompt(i, str(i), (3, 4 + i), "") for i in range(2 * BATCH)]
     worker = NotingWorker()
-    arguments = list(common(recipe, LocalGroup([worker]), full_marks, prompts))
-    arguments[2] = LocalRollout(LocalGroup([worker]), is_server=is_server)
+    parts = common(recipe, LocalGroup([worker]), full_marks, prompts, is_server=is_server)
     taken: list[list[int]] = []
-    with StreamSource(*arguments, first_step=1, last_step=4, resend=never) as source:
+    with parts.source(last_step=4) as source:
         for step in range(1, 5):
             source.weights_sent(step - 1)
             samples = source.take(step).samples
             taken.append([sample.prompt.index for sample in samples[::SAMPLES]])
             if step == 1:  # the next step's answers tell the lengths of the other half of the prompts
-                wait_until(source, lambda: len(source._judged) == BATCH)
+                wait_until(
+                    source, lambda: sum(group.rewarded is not None for group in source._waiting().values()) == BATCH
+                )
     own = [worker.begun[start : start + BATCH] for start in range(0, 4 * BATCH, BATCH)]
     assert own[:2] == taken[:2], "no length is known yet"
     assert own[2:] == [sorted(step, reverse=True) if is_server else step for step in taken[2:]]
@@ -218,8 +217,9 @@ def test_what_fails_beside_the_trainer_ends_its_wait() -> None:
             source.take(1)
 
 
+@pytest.mark.parametrize("age", [0, 2])
 @pytest.mark.parametrize("others", [0, 1])
-def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: int) -> None:
+def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: int, age: int) -> None:
     deadly = ScriptedWorker(dies=frozenset({2, 5}))
     workers = [deadly, *(ScriptedWorker() for _ in range(others))]
     group = LocalGroup(workers)
@@ -230,18 +230,18 @@ def test_prompts_of_a_server_that_dies_go_to_others_or_to_its_successor(others: 
         group.each("take_version", version)
 
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
-    arguments = common(recipe_of("rollout.max_head_offpolicyness=2"), group, full_marks, prompts)
-    with StreamSource(*arguments, first_step=1, last_step=STEPS, resend=send) as source:
+    recipe = recipe_of(f"rollout.max_head_offpolicyness={age}")
+    with common(recipe, group, full_marks, prompts, is_server=True).source(resend=send) as source:
         source.weights_sent(0)
         for step in range(1, STEPS + 1):
             numbers = source.take(step).groups
             assert len(set(numbers)) == BATCH
             assert all(numbers.count(number) == SAMPLES for number in numbers)
             # No slice begins meanwhile, so that the replica does not die between the two.
-            source._rollout.gate.close()
+            source.stream._rollout.gate.close()
             group.each("take_version", step)
             source.weights_sent(step)
-            source._rollout.gate.open()
+            source.stream._rollout.gate.open()
     # One that is alone gets its weights while the trainer waits for it.
     assert sent or others
     assert sum(worker.n_gone_on for worker in workers) > 0, "jobs come back with the tokens that they have"
@@ -251,19 +251,19 @@ def test_a_checkpoint_has_the_tokens_of_jobs_that_wait_for_another_server(tmp_pa
     worker = ScriptedWorker(dies=frozenset({1}))
     with scripted(worker, full_marks) as source:
         source.weights_sent(0)
-        wait_until(source, lambda: source._stream.needs_weights)
+        wait_until(source, lambda: source.stream._replicas.needs_weights)
         [owner] = source.owners.values()
         owner.snapshot(tmp_path)
         finish(tmp_path, owner.write_snapshot())
         saved = read_waiting(tmp_path).begun
         assert [group.number for group in saved] == list(range(3 * BATCH))
         assert all(begun is not None and len(begun.token_ids) == 1 for group in saved for begun in group.begun)
-        assert source.take_news() == "servers have died or hung, and were started again: see logs/rollout-0.log"
-        assert source.take_news() is None
+        assert source.stream.take_news() == "servers have died or hung, and were started again: see logs/rollout-0.log"
+        assert source.stream.take_news() is None
         worker.has_weights = True
         source.weights_sent(0)
         source.take(1)
-    assert source._so_far.keys().isdisjoint(range(BATCH))
+    assert source._running().keys().isdisjoint(range(BATCH))
 
 
 class LosingEngine:
@@ -292,16 +292,16 @@ def test_a_replica_knows_the_jobs_that_it_has_lost_until_its_report_was_read() -
     request = GenerationRequest((3, 4), 0)
     worker = EngineWorker(LosingEngine({8: [request]}))
     sampling = SamplingParams.for_training(recipe_of())
-    report, _ = worker.advance([Job(range(8, 9), [Prompt(0, "", (3, 4), "")], [request])], sampling, 0.0)
+    report, _ = worker.advance([Job(8, Prompt(0, "", (3, 4), ""), [request], sampling)], 0.0)
     assert report.lost == worker.unfinished() == {8: [request]}
     # The next call shows that the driver has read the report.
-    worker.advance([], sampling, 0.0)
+    worker.advance([], 0.0)
     assert worker.unfinished() == {}
 
 
 def test_a_rollout_that_finishes_nothing_ends_the_run() -> None:
     with scripted(ScriptedWorker(), full_marks, "scheduler.timeout_s=1") as source:
-        source._rollout.gate.close()
+        source.stream._rollout.gate.close()
         source.weights_sent(0)
         with pytest.raises(RunFailed, match=r"no group of samples was finished for scheduler.timeout_s=1 s"):
             source.take(1)
@@ -319,10 +319,8 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     expected, columns = {}, {}
     # At the checkpoint, the groups of one step and a half wait, and those behind them have not begun.
     numbers = range(after * BATCH, after * BATCH + BATCH + BATCH // 2)
-    group.each("hold", numbers.stop * SAMPLES)
-    with StreamSource(
-        *common(recipe, group, half_marks, prompts, replays), first_step=1, last_step=STEPS, resend=never
-    ) as source:
+    group.each("hold", numbers.stop)
+    with common(recipe, group, half_marks, prompts, replays).source() as source:
         source.weights_sent(0)
         for step in steps:
             taken = source.take(step)
@@ -331,7 +329,7 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
             group.each("set_version", step)
             source.weights_sent(step)
             if step == after:
-                wait_until(source, lambda: len(source._groups) == len(numbers))
+                wait_until(source, lambda: len(answered(source)) == len(numbers))
                 position, [(folder, owner)] = source.sampler_state, source.owners.items()
                 assert folder == "experience"
                 owner.snapshot(tmp_path)
@@ -339,10 +337,10 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 group.each("hold", None)
     saved = read_waiting(tmp_path).groups
     assert sorted(group.number for group in saved) == list(numbers)
-    arguments = common(recipe, group, half_marks, prompts, replays)
-    arguments[1].load_state_dict(json.loads(json.dumps(position)))
-    with StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(saved)) as resumed:
-        assert resumed._groups.keys() == set(numbers)
+    parts = common(recipe, group, half_marks, prompts, replays)
+    parts.sampler.load_state_dict(json.loads(json.dumps(position)))
+    with parts.source(first_step=after + 1, saved=Saved(saved)) as resumed:
+        assert answered(resumed) == set(numbers)
         resumed.weights_sent(after)
         for step in range(after + 1, STEPS + 1):
             taken = resumed.take(step)
@@ -362,10 +360,10 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
     cut = [replace(group, samples=[{**each, "finish_reason": "length"} for each in group.samples]) for group in saved]
     unknown = [replace(group, columns=without_logprobs(group.columns)) for group in saved]
     for given, offered in ((others, saved), (prompts, old), (prompts, long), (prompts, cut), (prompts, unknown)):
-        arguments = common(recipe, group, half_marks, given, replays)
-        arguments[1].load_state_dict(position)
-        source = StreamSource(*arguments, first_step=after + 1, last_step=STEPS, resend=never, saved=Saved(offered))
-        assert source._groups == {}
+        parts = common(recipe, group, half_marks, given, replays)
+        parts.sampler.load_state_dict(position)
+        with parts.source(first_step=after + 1, saved=Saved(offered)) as source:
+            assert answered(source) == set()
 
 
 @pytest.mark.parametrize(
@@ -386,7 +384,8 @@ def test_completions_that_had_begun_go_on_if_the_recipe_lets_them(
 ) -> None:
     begun = Begun(np.full(n, 5, np.int32), np.full(n, logprob, np.float32), np.zeros(n, np.int32), reason)
     requests = [GenerationRequest((3, 4), seed, wants_logprobs) for seed in range(2)]
-    assert BegunGroup(0, (3, 4), [begun, None]).fits(Prompt(0, "", (3, 4), ""), requests, 8) == fits
+    sampling = replace(SamplingParams.for_training(recipe_of()), max_new_tokens=8)
+    assert BegunGroup(0, (3, 4), [begun, None]).fits(Group(Prompt(0, "", (3, 4), ""), requests, sampling)) == fits
 
 
 @pytest.mark.usefixtures("local_objects")
@@ -396,7 +395,7 @@ def test_training_does_not_wait_until_the_tokens_of_waiting_groups_are_read(
     with scripted(ScriptedWorker(), full_marks) as source:
         source.weights_sent(0)
         source.take(1)
-        wait_until(source, lambda: len(source._groups) == 2 * BATCH)
+        wait_until(source, lambda: len(answered(source)) == 2 * BATCH)
         [owner] = source.owners.values()
         with monkeypatch.context() as patched:
             patched.setattr(waiting, "read_columns", None)
@@ -429,7 +428,7 @@ def test_weights_that_come_beside_a_step_let_prompts_begin_when_they_are_there()
             assert len(source.take(step).samples) == BATCH * SAMPLES
         assert worker.n_answered == 3 * BATCH
         may_give.set()
-        source.settle()
+        source.stream.settle()
         assert len(source.take(4).samples) == BATCH * SAMPLES
 
 
@@ -441,6 +440,6 @@ def test_weights_that_fail_beside_a_step_end_it_and_name_the_failure() -> None:
         source.weights_sent(0)
         source.weights_follow(1, give)
         with pytest.raises(OSError, match="the engine refuses the weights"):
-            source.settle()
+            source.stream.settle()
         with pytest.raises(OSError, match="the engine refuses the weights"):
             source.take(4)

@@ -1,12 +1,16 @@
-"""The reports of all replicas are combined in the order of the requests."""
+"""What the driver makes of the reports of all replicas."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fivefold.roles.responses import Responses, generated
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.responses import Job, Responses, Work, answers_of, load_metrics
 from fivefold.roles.rollout import ExpectedLengths
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Columns, Prompt, Sample, Trajectory
+
+SAMPLING = SamplingParams(16, 0, False, 1.0, 1.0, 0, (), ())
 
 
 def trajectory(group: int, mask: list[bool], versions: list[int]) -> Trajectory:
@@ -22,33 +26,30 @@ def trajectory(group: int, mask: list[bool], versions: list[int]) -> Trajectory:
     )
 
 
-def test_reports_of_all_replicas_become_samples_in_the_order_of_the_requests() -> None:
+def test_a_report_becomes_the_samples_of_its_jobs_and_reports_together_a_batch() -> None:
     prompts = [Prompt(index, f"prompt {index}", (1,), None) for index in range(3)]
+    jobs = [Job(number, prompt, [GenerationRequest((1,), 0)], SAMPLING) for number, prompt in enumerate(prompts)]
     first = [trajectory(0, [False, True, True], [-1, 4, 5]), trajectory(1, [False, True], [-1, 5])]
     second = [trajectory(2, [False], [-1])]  # nothing was sampled
     reports = [
-        [(Responses.of([2], second, [""], busy_s=1.0), "the first replica's columns")],
-        [],
-        [
-            (Responses.of([1], first[1:], ["b"], busy_s=3.0), "the third replica's first columns"),
-            (Responses.of([0], first[:1], ["a"], busy_s=1.0), "the third replica's second columns"),
-        ],
+        (Responses.of([2], second, [""], busy_s=1.0), "one replica's columns"),
+        (Responses.of([1, 0], first[::-1], ["b", "a"], busy_s=4.0), "another one's"),
     ]
-    made = generated(prompts, reports, 4.0)  # type: ignore[arg-type]
-    assert [(s.prompt.index, s.response_text, s.n_tokens, s.n_sampled, s.versions) for s in made.samples] == [
+    made = [a for report, columns in reports for a in answers_of([jobs[n] for n in report.jobs], report, columns)]  # type: ignore[arg-type]
+    in_order = sorted(made, key=lambda answer: answer.number)
+    samples = [sample for answer in in_order for sample in answer.samples]
+    assert [(s.prompt.index, s.response_text, s.n_tokens, s.n_sampled, s.versions) for s in samples] == [
         (0, "a", 3, 2, (4, 5)),
         (1, "b", 2, 1, (5, 5)),
         (2, "", 1, 0, (-1, -1)),
     ]
-    assert made.batch.lengths_N.tolist() == [3, 2, 1]
-    assert made.batch.trained_N.tolist() == [2, 1, 0]
-    pieces = [(piece.columns, piece.sequences_M.tolist()) for piece in made.batch.pieces]
-    assert pieces == [
-        ("the first replica's columns", [2]),
-        ("the third replica's first columns", [1]),
-        ("the third replica's second columns", [0]),
-    ]
-    assert made.metrics == {
+    batch = RemoteBatch.joined([answer.batch for answer in in_order])
+    assert batch.lengths_N.tolist() == [3, 2, 1]
+    assert batch.trained_N.tolist() == [2, 1, 0]
+    pieces = [(piece.columns, piece.sequences_M.tolist()) for piece in batch.pieces]
+    assert pieces == [("another one's", [1, 0]), ("one replica's columns", [2])]
+    work = [Work.of(reports[0][0]), Work(), Work.of(reports[1][0])]
+    assert load_metrics(work, 4.0) == {
         "replica_busy/mean": 1.25 / 3,
         "replica_busy/min": 0.0,
         "replica_tokens/min": 0.0,

@@ -14,9 +14,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.roles import rollout_worker
 from fivefold.roles.rollout_worker import RolloutWorker
 from tests.unit.rollout.conftest import spec_of
-from tests.unit.rollout.served import sampling
 
-SAMPLING = sampling()
 CALL_S, GAP_S = 2.0, 7.0
 
 
@@ -65,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def busy(worker: RolloutWorker) -> float:
     """Return the seconds of one more call."""
-    return worker.advance([], SAMPLING, seconds=1.0)[0].busy_s
+    return worker.advance([], seconds=1.0)[0].busy_s
 
 
 @pytest.mark.parametrize(("backend", "wanted"), [("vllm", GAP_S + CALL_S), ("transformers", CALL_S)])

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.cluster.group import KeptCall, WorkerGroup
-from fivefold.roles.responses import Responses
+from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_stream import RolloutStream
-from fivefold.roles.rollout_worker import Job, RolloutWorker
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Columns, Completion, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
@@ -30,11 +30,9 @@ class TailedWorker(RolloutWorker):
         self.begun: list[int] = []
         """Jobs in the order in which they came."""
 
-    def advance(
-        self, jobs: Sequence[Job], sampling: SamplingParams, seconds: float
-    ) -> tuple[Responses, Columns | None]:
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         self._left += [(job, [1] * (SIZE - 1) + [self._long]) for job in jobs]
-        self.begun += [job.indices.start for job in jobs]
+        self.begun += [job.number for job in jobs]
         running = [(left, place) for _, left in self._left for place in range(SIZE) if left[place]][:SLOTS]
         self.decoded.append(len(running))
         for left, place in running:
@@ -42,11 +40,11 @@ class TailedWorker(RolloutWorker):
         done = [job for job, left in self._left if not any(left)]
         self._left = [(job, left) for job, left in self._left if any(left)]
         trajectories = [
-            Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0))
+            Trajectory.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0))
             for job in done
-            for prompt in job.prompts
+            for _ in job.requests
         ]
-        report = Responses.of([index for job in done for index in job.indices], trajectories, ["5"] * len(trajectories))
+        report = Responses.of([job.number for job in done], trajectories, ["5"] * len(trajectories))
         n_running = sum(map(bool, (tokens for _, left in self._left for tokens in left)))
         return replace(report, n_running=n_running), Columns.of(trajectories) if trajectories else None
 
@@ -63,7 +61,7 @@ class OneByOne(WorkerGroup):
         return 2
 
     def keep_on(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> KeptCall[Any]:
-        self.given.append((rank, [job.indices.start for job in args[0]]))
+        self.given.append((rank, [job.number for job in args[0]]))
         return KeptCall(rank, None, None, "", 0.0)  # type: ignore[arg-type]
 
     def first_kept(self, calls: Sequence[KeptCall[Any]]) -> tuple[KeptCall[Any], Any]:
@@ -73,18 +71,17 @@ class OneByOne(WorkerGroup):
 
 def jobs() -> list[Job]:
     prompt, request = Prompt(0, "", (3, 4), ""), GenerationRequest((3, 4), 0)
-    return [Job(range(n * SIZE, (n + 1) * SIZE), [prompt] * SIZE, [request] * SIZE) for n in range(N_JOBS)]
+    return [Job(n, prompt, [request] * SIZE, SAMPLING) for n in range(N_JOBS)]
 
 
 def test_a_slot_whose_request_has_ended_is_filled_before_its_group_is_done() -> None:
     workers = [TailedWorker(long=30) for _ in range(2)]
-    stream = RolloutStream(LocalRollout(LocalGroup(workers)), SAMPLING, SLOTS)
-    for job in jobs():
-        stream.submit(job)
+    stream = RolloutStream(LocalRollout(LocalGroup(workers)), SLOTS)
+    stream.submit(jobs())
     done: list[int] = []
     while stream.has_work:
         done += [group.number for group in stream.advance()]
-    assert sorted(done) == [job.indices.start for job in jobs()]
+    assert sorted(done) == [job.number for job in jobs()]
     for worker in workers:
         # N_JOBS / 2 groups of a long request each: all of them are decoded while the first ones go on.
         assert len(worker.decoded) <= 30 + 2 * N_JOBS
@@ -97,13 +94,27 @@ def test_jobs_that_a_server_has_lost_go_on_before_those_that_it_was_to_get() -> 
     working = replace(Responses.of([], [], []), n_running=SIZE)
     died = replace(Responses.of([], [], []), lost={0: jobs()[0].requests}, has_weights=False)
     group = OneByOne([(1, working), (1, working), (0, died), (1, working), (1, working)])
-    stream = RolloutStream(LocalRollout(group), SAMPLING, 2 * SIZE)  # type: ignore[arg-type]
+    stream = RolloutStream(LocalRollout(group), 2 * SIZE)  # type: ignore[arg-type]
     first, second, third, *_ = jobs()
-    stream.submit(first)
-    stream.submit(second)
+    stream.submit([first, second])
     assert stream.advance() == []
     # The first replica is to get it with its next call, which the present one does not reach.
-    stream.submit(third)
+    stream.submit([third])
     while group.reports:
         assert stream.advance() == []
-    assert group.given == [(0, [0]), (1, [SIZE]), (1, []), (1, []), (1, [0])]
+    assert group.given == [(0, [0]), (1, [1]), (1, []), (1, []), (1, [0])]
+
+
+def test_equal_shares_are_dealt_at_once_and_cut_jobs() -> None:
+    group = OneByOne([(0, replace(Responses.of([], [], []), n_running=1))])
+    given: list[tuple[int, list[tuple[int, int, int]]]] = []
+
+    def keep_on(rank: int, method: Any, jobs: Sequence[Job], seconds: float) -> KeptCall[Any]:
+        given.append((rank, [(job.number, job.first, len(job.requests)) for job in jobs]))
+        return KeptCall(rank, None, None, "", 0.0)  # type: ignore[arg-type]
+
+    group.keep_on = keep_on  # type: ignore[method-assign,assignment]
+    stream = RolloutStream(LocalRollout(group), capacity=None)  # type: ignore[arg-type]
+    stream.submit(jobs()[:3])
+    stream.advance()
+    assert given == [(0, [(0, 0, SIZE), (1, 0, SIZE // 2)]), (1, [(1, SIZE // 2, SIZE // 2), (2, 0, SIZE)])]

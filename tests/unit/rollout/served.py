@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,14 @@ from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
+from fivefold.types import Completion
 from fivefold.weights.folder import PREFIX, SHARED_MEMORY, NodePlace
 from tests.unit.rollout.fake_server import LONG, PATIENCE_S, Log
 
 GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
 BEAT = {"vllm": "/fivefold/beat", "sglang": "/health_generate"}
+BESIDE = 99
+"""Number of a job that is submitted while others run."""
 PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 
 
@@ -82,3 +85,24 @@ def sampling(**options: Any) -> SamplingParams:
 
 def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
     return [GenerationRequest((first_token, *range(10, 11 + i % 5), 3 + i % 40), 1000 * i + i % 11) for i in range(n)]
+
+
+def lose(engine: ServerEngine, requests: Mapping[int, Sequence[GenerationRequest]]) -> dict[int, Any]:
+    """Submit jobs to a server that dies of them; return those that it has lost."""
+    for number, own in requests.items():
+        engine.submit(number, own, sampling())
+    deadline = time.monotonic() + PATIENCE_S
+    while not (lost := engine.take_lost()):
+        engine.collect(0.05)
+        assert time.monotonic() < deadline
+    return lost
+
+
+def completed_beside(
+    engine: ServerEngine, requests: Sequence[GenerationRequest], others: dict[int, list[Completion]]
+) -> list[Completion]:
+    """Return completions of requests that are answered while other jobs run; those of them that end go to `others`."""
+    engine.submit(BESIDE, requests, sampling())
+    while BESIDE not in others:
+        others |= dict(engine.collect(0.3))
+    return others.pop(BESIDE)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fivefold.rollout import embedded_stream
-from fivefold.rollout.protocol import GenerationRequest, group_requests
+from fivefold.rollout.protocol import GenerationRequest, complete, group_requests
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 from tests.unit.rollout.test_transformers_engine import engine_at, ragged_prompts, sampling, teacher_forced
@@ -44,7 +44,7 @@ def test_jobs_that_join_at_any_time_have_the_completions_that_they_have_alone(
     path = model_folder(family)
     params = sampling(max_new_tokens=30, stop_token_ids=list(range(3, 67, 12)))
     requests = group_requests(ragged_prompts(12, seed=4), 3, ("stream",))
-    expected = engine_at(path).generate(requests, params)
+    expected = complete(engine_at(path), requests, params)
     engine = engine_at(path, max_batch_size=rows)
     answers: dict[int, list[Completion]] = {}
     for job in range(12):

@@ -20,7 +20,7 @@ from fivefold.rollout.servers.vllm_dialect import BEAT, GO_ON, HOLD, VLLMDialect
 from fivefold.types import Completion
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
-from tests.unit.rollout.served import Served, requests_of, sampling, start
+from tests.unit.rollout.served import Served, completed_beside, requests_of, sampling, start
 
 Folder = Callable[..., Path]
 
@@ -89,10 +89,11 @@ def test_requests_go_on_over_updates_and_are_not_asked_for_again(held: Served) -
             "/collective_rpc",
             GO_ON,
         ]
-        # An evaluation beside them, of groups too, has one version.
-        [*evaluated] = held.engine.generate([*requests_of(2), *2 * requests_of(1)], sampling())
+        # Requests beside them that begin now have one version.
+        evaluated = completed_beside(held.engine, [*requests_of(2), *2 * requests_of(1)], answers)
         assert {v for completion in evaluated for v in completion.versions.tolist()} == {version}
-        answers |= collected(held, 1)
+        while version not in answers:
+            answers |= collected(held, 1)
     assert_sampled_at_one_go(requests[1], answers[1][0], [0, 1])
     assert_sampled_at_one_go(requests[2], answers[2][0], [0, 1, 2])
     assert sum(body["token_ids"][0] == LONG for body in held.bodies()[before:]) == 0

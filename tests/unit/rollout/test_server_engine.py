@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import fivefold
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest
+from fivefold.rollout.protocol import GenerationRequest, complete
 from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.weights.table import TRANSPORTS
@@ -24,7 +23,7 @@ from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python
-from tests.unit.rollout.served import GENERATE, PROMPT, Served, requests_of, sampling, start
+from tests.unit.rollout.served import GENERATE, PROMPT, Served, lose, requests_of, sampling, start
 
 END, POSITIONS = 2, 128
 DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
@@ -98,7 +97,7 @@ def served(server: Served) -> Served:
 
 
 def assert_answered(served: Served, requests: Sequence[GenerationRequest], version: int) -> None:
-    completions = served.engine.generate(requests, sampling())
+    completions = complete(served.engine, requests, sampling())
     for request, completion in zip(requests, completions, strict=True):
         token_ids, logprobs, reason = answer_to(request.token_ids, request.seed, 12)
         assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([*token_ids], [*logprobs])
@@ -148,7 +147,7 @@ def test_a_server_gets_no_variables_of_a_rank_and_serves_from_the_checkpoint(
     options = {"load_weights": True, "max_length": 1000}
     spec = spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), **options)
     engine = start(spec)
-    [completion] = engine.generate(requests_of(1), sampling())
+    [completion] = complete(engine, requests_of(1), sampling())
     engine.close()
     assert set(completion.versions.tolist()) == {0}
     [row] = Log(tmp_path).rows("start")
@@ -178,38 +177,38 @@ def test_a_server_that_dies_in_a_request_is_an_error(model_folder: Folder, tmp_p
     engine = start(spec)
     requests = [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(10)]
     with pytest.raises(RuntimeError, match=DEAD):
-        engine.generate(requests, sampling())
+        complete(engine, requests, sampling())
     with pytest.raises(RuntimeError, match=DEAD):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     engine.close()
 
 
-def test_a_server_that_dies_may_end_its_jobs_early_and_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
+def test_a_server_that_dies_loses_its_jobs_and_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
     model = model_folder("qwen3_moe")
     spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
-    served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, load_file(model / "model.safetensors"))
     served.update(1)
-    jobs = [[request] for request in [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(30)]]
-    taken: list[int] = []
-
-    def asked() -> Iterator[list[GenerationRequest]]:
-        for number, job in enumerate(jobs):
-            taken.append(number)
-            yield job
-
-    done = dict(served.engine.generate_each(asked(), sampling(), may_end=True))
-    assert done.keys() <= set(taken) - {10}
-    assert len(taken) < len(jobs), "the others are left to those who can answer them"
-    assert not served.engine.has_weights
+    requests = [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(30)]
+    for number, request in enumerate(requests):
+        engine.submit(number, [request], sampling())
+    done: dict[int, object] = {}
+    while engine.has_weights:
+        done |= dict(engine.collect(0.1))
+    lost = engine.take_lost()
+    assert 10 in lost
+    assert done.keys() | lost.keys() == set(range(len(requests)))
     served.update(1)
-    left = [jobs[number] for number in range(len(jobs)) if number not in {10, *done}]
-    answers = done | dict(enumerate(dict(served.engine.generate_each(iter(left), sampling())).values(), len(jobs)))
-    assert len(answers) == len(jobs) - 1
+    for number in lost.keys() - {10}:
+        engine.submit(number, lost[number], sampling())
+    while engine.n_running:
+        done |= dict(engine.collect(0.1))
+    assert len(done) == len(requests) - 1
     assert len(served.log.rows("start")) == 2
     # It may die as often as the recipe says.
     with pytest.raises(RuntimeError, match=DEAD):
-        list(served.engine.generate_each(iter([jobs[10]]), sampling(), may_end=True))
-    served.engine.close()
+        complete(engine, lost[10], sampling())
+    engine.close()
 
 
 @pytest.mark.parametrize("backend", COMMANDS)
@@ -220,9 +219,9 @@ def test_a_server_of_its_own_weights_answers_again_once_it_was_started_again(
     options = {"load_weights": True, "can_sleep": False, "max_restarts": 1, "keeps_cache": backend == "vllm"}
     engine = start(spec_of(backend, model_folder("qwen3_moe"), python=python, **options))
     [request] = requests_of(1)
-    assert dict(engine.generate_each(iter([[request]]), sampling(), may_end=True)) == {}
+    assert lose(engine, {0: [request]}).keys() == {0}
     assert engine.has_weights
-    [completion] = engine.generate([request], sampling())
+    [completion] = complete(engine, [request], sampling())
     assert set(completion.versions.tolist()) == {0}
     assert len(Log(tmp_path).rows("start")) == 2
     engine.close()
@@ -260,7 +259,7 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
         max_new_tokens=9, min_new_tokens=4, temperature=0.7, top_p=0.9, top_k=11, greedy=greedy,
         stop_token_ids=[33, 9], stop=["ab", "\n"],
     )  # fmt: skip
-    served.engine.generate([GenerationRequest((5, 6), 77)], params)
+    complete(served.engine, [GenerationRequest((5, 6), 77)], params)
     chosen = {"temperature": 0.0, "top_p": 1.0} if greedy else {"temperature": 0.7, "top_p": 0.9, "top_k": 11}
     common = {"stop_token_ids": [END, 9, 33], "stop": ["ab", "\n"], "skip_special_tokens": False, **chosen}
     expected = {
@@ -284,7 +283,7 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
 
 
 def test_a_request_without_options_samples_from_the_whole_distribution(served: Served) -> None:
-    served.engine.generate([GenerationRequest((5, 6), 77)], sampling())
+    complete(served.engine, [GenerationRequest((5, 6), 77)], sampling())
     asked = served.bodies()[-1]["sampling_params"]
     assert (asked["temperature"], asked["top_p"]) == (1.0, 1.0)
     assert asked["top_k"] == {"vllm": 0, "sglang": -1}[served.backend]
@@ -294,7 +293,7 @@ def test_a_request_without_options_samples_from_the_whole_distribution(served: S
 
 def test_seeds_of_requests_fit_signed_integers(served: Served) -> None:
     seeds = [0, 2**31 - 1, 2**31 + 3, 2**63 - 1, 2**64 - 1]
-    served.engine.generate([GenerationRequest((5,), seed) for seed in seeds], sampling())
+    complete(served.engine, [GenerationRequest((5,), seed) for seed in seeds], sampling())
     asked = sorted(body["sampling_params"][SEED[served.backend]] for body in served.bodies()[-len(seeds) :])
     assert asked == sorted(seed % 2**63 for seed in seeds)
 
@@ -306,33 +305,24 @@ def test_the_servers_own_seed_fits_every_library(backend: str) -> None:
     assert 0 <= int(command[command.index(flag) + 1]) < 2**31
 
 
-def test_a_group_is_one_request_whose_prompt_is_read_once(served: Served) -> None:
-    """Without seeds, the server takes those from `LONG_TOKENS` on for the completions of a prompt."""
+def test_a_request_without_a_seed_draws_from_the_servers_random_numbers(served: Served) -> None:
+    """The server of the test then takes the seed `LONG_TOKENS`."""
     requests = [GenerationRequest((5, 6, number), 99) for number in (7, 8) for _ in range(4)]
     before = len(served.bodies())
-    completions = served.engine.generate(requests, replace(sampling(), seeded=False))
-    asked = [(body[PROMPT[served.backend]], body["sampling_params"]["n"]) for body in served.bodies()[before:]]
-    assert sorted(asked) == [([5, 6, 7], 4), ([5, 6, 8], 4)]
-    assert all(SEED[served.backend] not in body["sampling_params"] for body in served.bodies()[before:])
-    for completion, (number, index) in zip(completions, product((7, 8), range(4)), strict=True):
-        token_ids, logprobs, reason = answer_to((5, 6, number), LONG_TOKENS + index, 12)
+    completions = complete(served.engine, requests, replace(sampling(), seeded=False))
+    bodies = served.bodies()[before:]
+    asked = [(body[PROMPT[served.backend]], body["sampling_params"].get("n", 1)) for body in bodies]
+    assert sorted(asked) == [([5, 6, number], 1) for number in (7, 8) for _ in range(4)]
+    assert all(SEED[served.backend] not in body["sampling_params"] for body in bodies)
+    for completion, request in zip(completions, requests, strict=True):
+        token_ids, logprobs, reason = answer_to(request.token_ids, LONG_TOKENS, 12)
         assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([*token_ids], [*logprobs])
         assert completion.finish_reason == reason
 
 
-@ONE_SERVER
-def test_a_group_larger_than_the_batch_is_split_and_a_greedy_one_is_asked_one_by_one(served: Served) -> None:
-    requests = [GenerationRequest((5, 6), 99)] * (BATCH_SIZE + 2)
-    before = len(served.bodies())
-    assert len(served.engine.generate(requests, replace(sampling(), seeded=False))) == BATCH_SIZE + 2
-    served.engine.generate(requests[:2], replace(sampling(greedy=True), seeded=False))
-    asked = [body["sampling_params"]["n"] for body in served.bodies()[before:]]
-    assert sorted(asked) == [1, 1, 2, BATCH_SIZE]
-
-
 def test_log_probs_that_are_not_asked_for_are_not_a_number(served: Served) -> None:
     requests = [GenerationRequest((5, 6, 7), 3, wants_logprobs=wants) for wants in (True, False)]
-    asked, not_asked = served.engine.generate(requests, sampling())
+    asked, not_asked = complete(served.engine, requests, sampling())
     assert asked.token_ids.tolist() == not_asked.token_ids.tolist()
     assert not np.isnan(asked.logprobs).any()
     assert np.isnan(not_asked.logprobs).all()
@@ -349,28 +339,9 @@ def test_a_completion_whose_last_token_ends_it_has_stopped_also_at_the_limit(ser
     requests = [GenerationRequest((5, 6, 7), 11), GenerationRequest((5, 6, 8), 11)]
     ends = [answer_to(request.token_ids, request.seed, 12)[0][-1] for request in requests]
     assert ends[0] != ends[1]
-    completions = served.engine.generate(requests, sampling(stop_token_ids=ends[:1]))
+    completions = complete(served.engine, requests, sampling(stop_token_ids=ends[:1]))
     assert [len(completion.token_ids) for completion in completions] == [12, 12]
     assert [completion.finish_reason for completion in completions] == ["stop", "length"]
-
-
-@ONE_SERVER
-def test_a_job_is_taken_only_when_the_server_has_room(served: Served) -> None:
-    """Each job is answered only when a whole batch has come, so the first batch must be taken before an answer."""
-    taken: list[int] = []
-
-    def jobs() -> Iterator[list[GenerationRequest]]:
-        for number in range(3 * BATCH_SIZE):
-            taken.append(number)
-            yield requests_of(1, fake_server.TOGETHER)
-
-    answered = 0
-    for number, completions in served.engine.generate_each(jobs(), sampling()):
-        answered += 1
-        assert list(completions) == [0]
-        assert number in taken
-        assert len(taken) <= answered + 2 * BATCH_SIZE
-    assert answered == 3 * BATCH_SIZE
 
 
 @pytest.mark.parametrize(("needs_text", "skips"), [(True, False), (False, True)])
@@ -401,32 +372,34 @@ def test_a_prompt_and_its_completion_may_have_all_of_the_length(served: Served, 
     n_new = served.spec.max_length - n_prompt_tokens
     prompt = tuple(range(3, 3 + n_prompt_tokens))
     request = GenerationRequest(prompt, n_new - 1)
-    [completion] = served.engine.generate([request], sampling(max_new_tokens=n_new))
+    [completion] = complete(served.engine, [request], sampling(max_new_tokens=n_new))
     assert (len(completion.token_ids), completion.finish_reason) == (n_new, "length")
 
 
 def test_no_requests_have_no_completions(served: Served) -> None:
-    assert served.engine.generate([], sampling()) == []
+    assert complete(served.engine, [], sampling()) == []
 
 
-@pytest.mark.parametrize("first_token", [fake_server.ABORTED, fake_server.ABORTED_AT_ONCE])
-def test_a_completion_that_is_not_whole_is_an_error(served: Served, first_token: int) -> None:
+def test_a_completion_that_is_aborted_at_once_is_an_error_and_one_that_has_tokens_continues(served: Served) -> None:
+    aborted, at_once = (requests_of(1, token) for token in (fake_server.ABORTED, fake_server.ABORTED_AT_ONCE))
     with pytest.raises(RuntimeError, match="'abort'"):
-        served.engine.generate([*requests_of(3), *requests_of(1, first_token), *requests_of(3)], sampling())
+        complete(served.engine, [*requests_of(3), *at_once, *requests_of(3)], sampling())
+    [completion] = complete(served.engine, aborted, sampling())
+    assert (len(completion.token_ids), completion.finish_reason) == (12, "length")
     assert_answered(served, requests_of(3), version=7)
 
 
 @pytest.mark.parametrize("first_token", [fake_server.NOT_FINITE, fake_server.CUT_SHORT])
 def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int) -> None:
     with pytest.raises(RuntimeError, match=r"answered \d+ tokens with \d+ log-probs: every token needs a number"):
-        served.engine.generate([*requests_of(3), *requests_of(1, first_token)], sampling())
+        complete(served.engine, [*requests_of(3), *requests_of(1, first_token)], sampling())
 
 
 @ONE_SERVER
 def test_a_request_that_the_model_cannot_answer_does_not_reach_the_server(served: Served) -> None:
     before = len(served.bodies())
     with pytest.raises(ValueError, match="token 67, but the model's vocabulary has 67"):
-        served.engine.generate([*requests_of(1), GenerationRequest((3, 67), 0)], sampling())
+        complete(served.engine, [*requests_of(1), GenerationRequest((3, 67), 0)], sampling())
     assert len(served.bodies()) == before
 
 
@@ -466,7 +439,7 @@ def test_a_server_is_told_to_load_the_folder(served: Served) -> None:
 def test_an_engine_waits_for_its_first_weights(model_folder: Folder, tmp_path: Path) -> None:
     engine = start(spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path)))
     with pytest.raises(RuntimeError, match="no complete set of weights: none were loaded"):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     engine.close()
     assert Log(tmp_path).posts() == []
 
@@ -481,7 +454,7 @@ def test_a_server_that_refuses_the_weights_is_an_error(served: Served) -> None:
     refusal.unlink()
     assert served.left_behind() == []
     with pytest.raises(RuntimeError, match="the last update failed"):
-        served.engine.generate(requests_of(1), sampling())
+        complete(served.engine, requests_of(1), sampling())
     served.update(9)
     assert_answered(served, requests_of(2), version=9)
 
@@ -518,18 +491,18 @@ def test_a_set_of_weights_that_does_not_fit_does_not_reach_the_server(served: Se
     assert len(consumed) == len(served.weights), "other ranks wait in the collectives behind the iterator"
     assert served.left_behind() == []
     with pytest.raises(RuntimeError, match="the last update failed"):
-        served.engine.generate(requests_of(1), sampling())
+        complete(served.engine, requests_of(1), sampling())
 
 
 def test_a_server_sleeps_wakes_and_is_given_weights(served: Served) -> None:
     engine = served.engine
     assert served.posts_during(engine.sleep) == [SLEEP[served.backend]]
-    for refused in (lambda: engine.generate(requests_of(1), sampling()), lambda: served.update(8)):
+    for refused in (lambda: complete(engine, requests_of(1), sampling()), lambda: served.update(8)):
         with pytest.raises(RuntimeError, match=r"asleep: call wake\(\) and update_weights\(\) first"):
             refused()
     assert served.posts_during(engine.wake) == [WAKE_WEIGHTS[served.backend], WAKE_CACHE[served.backend]]
     with pytest.raises(RuntimeError, match="it has slept since"):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     assert served.posts_during(lambda: served.update(8)) == LOAD[served.backend]
     assert_answered(served, requests_of(2), version=8)
 
@@ -540,7 +513,7 @@ def test_weights_come_before_the_cache_takes_its_memory(served: Served) -> None:
     assert served.posts_during(engine.wake_weights) == [WAKE_WEIGHTS[served.backend]]
     assert served.posts_during(lambda: served.update(9)) == LOAD[served.backend]
     with pytest.raises(RuntimeError, match=r"memory for its weights alone: call wake\(\) first"):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     assert served.posts_during(engine.wake) == [WAKE_CACHE[served.backend]]
     assert_answered(served, requests_of(2), version=9)
     # A server that has only its weights' memory takes the rest before it gives all of it back.
@@ -555,10 +528,10 @@ def test_a_server_that_cannot_sleep_is_not_asked_to(model_folder: Folder, tmp_pa
     engine = start(spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path), **options))
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     engine.wake()
     with pytest.raises(RuntimeError, match="it has slept since"):
-        engine.generate(requests_of(1), sampling())
+        complete(engine, requests_of(1), sampling())
     engine.close()
     assert Log(tmp_path).posts() == []
 

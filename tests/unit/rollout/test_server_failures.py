@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import running
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import write_python
-from tests.unit.rollout.served import GENERATE, Served, requests_of, sampling, start
+from tests.unit.rollout.served import GENERATE, Served, lose, requests_of, sampling, start
 
 LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 PHASES = {
@@ -54,7 +55,7 @@ def take_a_step(served: Served, version: int) -> None:
             served.engine.revive()
         served.update(version)
         served.engine.wake()
-    [completion] = served.engine.generate(requests_of(1), sampling())
+    [completion] = complete(served.engine, requests_of(1), sampling())
     assert set(completion.versions.tolist()) == {version}
 
 
@@ -74,7 +75,7 @@ def test_a_server_that_hangs_between_two_steps_is_started_again(
 def test_a_server_whose_engine_has_died_is_started_again_though_it_still_answers(backend: str, started: Start) -> None:
     served = started(backend, GENERATE[backend], "engine")
     served.update(0)
-    assert dict(served.engine.generate_each(iter([requests_of(3)]), sampling(), may_end=True)) == {}
+    assert lose(served.engine, {0: requests_of(3)}).keys() == {0}
     take_a_step(served, 1)
     assert len(served.log.rows("start")) == 2
 
@@ -91,7 +92,7 @@ def test_half_an_answer_is_an_error(backend: str, started: Start) -> None:
     served = started(backend, GENERATE[backend], "cuts")
     served.update(0)
     with pytest.raises(RuntimeError, match="the server"):
-        served.engine.generate(requests_of(1), sampling())
+        complete(served.engine, requests_of(1), sampling())
 
 
 @pytest.mark.parametrize(("backend", "path"), [("sglang", "/update_weights_from_disk"), ("vllm", "/collective_rpc")])
@@ -116,9 +117,6 @@ def test_jobs_that_come_to_a_server_after_its_death_are_left_to_others(backend: 
     served.engine.submit(7, requests_of(1), sampling())
     while served.engine.has_weights:
         assert served.engine.collect(0.1) == []
-    taken = iter([requests_of(1)])
-    assert dict(served.engine.generate_each(taken, sampling(), may_end=True)) == {}
-    assert len(list(taken)) == 1, "it has taken none"
     with pytest.raises(RuntimeError, match="no complete set of weights"):
-        served.engine.generate(requests_of(1), sampling())
+        complete(served.engine, requests_of(1), sampling())
     assert list(served.engine.take_lost()) == [7]

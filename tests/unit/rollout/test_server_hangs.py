@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from fivefold.rollout.protocol import GenerationRequest
+from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import standstill
 from fivefold.rollout.servers.process import ServerDied
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LATE, STUCK, write_python
-from tests.unit.rollout.served import BEAT, GENERATE, Served, requests_of, sampling, start
+from tests.unit.rollout.served import BEAT, GENERATE, Served, lose, requests_of, sampling, start
 
 LONGEST_S = 120.0
 """Most seconds that a wait may take, which only a failure uses up."""
@@ -61,16 +61,12 @@ def fail(served: Served, how: str) -> None:
         (served.folder / STUCK).touch()
 
 
-def asked_for(n: int) -> Iterator[Sequence[GenerationRequest]]:
-    return ([request] for request in requests_of(n))
-
-
 @pytest.mark.parametrize("how", ["hangs", "samples nothing"])
-def test_a_server_that_hangs_in_a_step_is_started_again(
+def test_a_server_that_hangs_is_started_again(
     how: str, served: Served, impatience: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fail(served, how)
-    assert dict(served.engine.generate_each(asked_for(3), sampling(), may_end=True)) == {}
+    assert lose(served.engine, {4 + i: [request] for i, request in enumerate(requests_of(3))}).keys() == {4, 5, 6}
     assert re.search(rf"{ENDED}; it is started again \(1 of 1 times\)", capfd.readouterr().out)
     assert not served.engine.has_weights
     (served.folder / STUCK).unlink(missing_ok=True)
@@ -79,24 +75,10 @@ def test_a_server_that_hangs_in_a_step_is_started_again(
     # It may hang as often as it may die.
     fail(served, how)
     with pytest.raises(ServerDied, match=ENDED):
-        list(served.engine.generate_each(asked_for(3), sampling(), may_end=True))
+        complete(served.engine, requests_of(3), sampling())
 
 
-def test_a_server_that_is_busy_for_long_in_a_step_is_left_alone(served: Served) -> None:
-    def asked() -> Iterator[Sequence[GenerationRequest]]:
-        yield requests_of(1, LATE)  # is answered behind the other one
-        until(lambda: n_beats(served) >= 2)
-        yield requests_of(1)
-
-    done = dict(served.engine.generate_each(asked(), sampling()))
-    assert done.keys() == {0, 1}
-    assert len(served.log.rows("start")) == 1
-    n = n_beats(served)
-    time.sleep(0.5)
-    assert n_beats(served) == n, "nobody waits for its answers"
-
-
-def test_a_server_that_is_busy_for_long_in_a_stream_is_left_alone(served: Served) -> None:
+def test_a_server_that_is_busy_for_long_is_left_alone(served: Served) -> None:
     engine = served.engine
     before = len(served.log.posts())
     engine.submit(0, requests_of(1, LATE), sampling())
@@ -109,14 +91,7 @@ def test_a_server_that_is_busy_for_long_in_a_stream_is_left_alone(served: Served
     assert set(paths) <= {GENERATE[served.backend], BEAT[served.backend]}, "it was not interrupted"
     assert paths.count(GENERATE[served.backend]) == 2
     assert len(served.log.rows("start")) == 1
-
-
-def test_a_server_that_samples_nothing_in_a_stream_is_started_again(served: Served, impatience: None) -> None:
-    engine = served.engine
-    fail(served, "samples nothing")
-    engine.submit(4, requests_of(1), sampling())
-    until(lambda: engine.collect(0.05) == [] and not engine.has_weights)
-    assert list(engine.take_lost()) == [4]
-    (served.folder / STUCK).unlink()
-    served.update(1)
-    assert len(served.log.rows("start")) == 2
+    n = n_beats(served)
+    time.sleep(0.5)
+    assert engine.collect(0.05) == []
+    assert n_beats(served) == n, "nobody waits for its answers"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.rollout.protocol import complete
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python
 from tests.unit.rollout.served import Served, requests_of, sampling, start
@@ -44,7 +45,7 @@ def hand_over(served: Served, version: int) -> None:
 @pytest.mark.parametrize("dies", ["before it sleeps", "asleep", "before its cache"])
 def test_a_server_that_dies_between_two_steps_is_started_again(dies: str, served: Served) -> None:
     engine, requests = served.engine, requests_of(3)
-    wanted = [completion.token_ids.tolist() for completion in engine.generate(requests, sampling())]
+    wanted = [completion.token_ids.tolist() for completion in complete(engine, requests, sampling())]
     if dies == "before it sleeps":
         kill(served.log)
         hand_over(served, 1)
@@ -61,7 +62,7 @@ def test_a_server_that_dies_between_two_steps_is_started_again(dies: str, served
         engine.wake()
         assert not engine.has_weights
         hand_over(served, 1)
-    answers = engine.generate(requests, sampling())
+    answers = complete(engine, requests, sampling())
     assert [completion.token_ids.tolist() for completion in answers] == wanted
     assert {version for completion in answers for version in completion.versions.tolist()} == {1}
     assert len(served.log.rows("start")) == 2

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,11 +27,12 @@ from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.running import RunningServer
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
+from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
-from tests.unit.rollout.served import Served, requests_of, sampling, start
+from tests.unit.rollout.served import Served, completed_beside, requests_of, sampling, start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +48,32 @@ PAUSES = {"vllm": ("/pause?mode=abort", "/resume"), "sglang": ("/pause_generatio
 def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let answers take as long as they need on a busy machine."""
     monkeypatch.setattr(stream_of_servers, "GRACE_S", LONGEST_S)
+
+
+class OneSampling:
+    """A stream all of whose jobs are sampled in one way."""
+
+    def __init__(
+        self,
+        send: Callable[[Ask, SamplingParams], bytes],
+        read: Callable[[bytes, Ask], list[Answer]],
+        params: SamplingParams,
+        *,
+        end_token_ids: Sequence[int] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **sizes: int,
+    ) -> None:
+        def stop_rule(of: SamplingParams) -> StopRule:
+            return StopRule(of, frozenset(end_token_ids), tokenizer, torch.device("cpu"))
+
+        self._params = params
+        self._stream = ServerStream(send, read, stop_rule, **sizes)
+
+    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+        self._stream.submit(number, requests, self._params)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
@@ -147,8 +175,10 @@ def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(s
         server.update(version)
         server.engine.wake()
         # What is asked beside the stream is answered meanwhile.
-        assert {c.versions[0] for c in server.engine.generate(requests_of(3), sampling())} == {version}
-        answers |= collected(server, 1)
+        beside = completed_beside(server.engine, requests_of(3), answers)
+        assert {completion.versions[0] for completion in beside} == {version}
+        while 2 - version not in answers:
+            answers |= collected(server, 1)
     for number, request in requests.items():
         [completion] = answers[number]
         n_pauses = request.token_ids[1]
@@ -196,7 +226,7 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
         return reply_of(*one_token, "abort" if is_new and len(asked) == 1 else "stop")
 
     # One request at a time, so that their order is that in which they are asked for.
-    stream = ServerStream(complete, as_it_came, sampling(), most=1)
+    stream = OneSampling(complete, as_it_came, sampling(), most=1)
     for number in range(3):
         stream.submit(number, [GenerationRequest((number,), 0)])
     assert stream.collect(0, 0.1) == []
@@ -225,7 +255,7 @@ def test_chunks_of_a_completion_arrive_before_its_end() -> None:
         return reply_of(np.array(tokens, np.int32), -np.array(tokens, np.float32), "stop" if is_whole else "length")
 
     params = replace(sampling(max_new_tokens=9), min_new_tokens=6)
-    stream = ServerStream(complete, as_it_came, params, most=1, most_tokens=4)
+    stream = OneSampling(complete, as_it_came, params, most=1, most_tokens=4)
     for number in (100, 200):
         stream.submit(number, [GenerationRequest((number,), 0)])
     assert stream.collect(0, LONGEST_S) == []
@@ -272,7 +302,7 @@ def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int,
 
     params = sampling(max_new_tokens=20, min_new_tokens=least, stop=["END"])
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
-    stream = ServerStream(complete, as_it_came, params, most=1, most_tokens=3, tokenizer=tokenizer)
+    stream = OneSampling(complete, as_it_came, params, most=1, most_tokens=3, tokenizer=tokenizer)
     stream.submit(0, [GenerationRequest((100,), 0)])
     done: dict[int, list[Completion]] = {}
     while not done:
@@ -305,7 +335,7 @@ def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_
 
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
     params = sampling(max_new_tokens=8, stop=["END"])
-    stream = ServerStream(
+    stream = OneSampling(
         complete, as_it_came, params, most=1, most_tokens=3, end_token_ids=[ord(".")], tokenizer=tokenizer
     )
     stream.submit(0, [GenerationRequest((100,), 0)])
@@ -317,7 +347,7 @@ def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_
     assert completion.finish_reason == ends
 
 
-def completed(stream: ServerStream, version: int) -> list[int]:
+def completed(stream: OneSampling, version: int) -> list[int]:
     """Return the versions of the tokens of the one completion of a stream."""
     while not (done := stream.collect(version, LONGEST_S)):
         pass
@@ -342,7 +372,7 @@ def test_an_answer_that_comes_after_new_weights_has_the_version_of_those_that_sa
         assert has_weights.wait(LONGEST_S)
         return answer(left.pop(0))
 
-    stream = ServerStream(complete, as_it_came, sampling(), most=1)
+    stream = OneSampling(complete, as_it_came, sampling(), most=1)
     stream.submit(0, [GenerationRequest((0,), 0)])
     assert stream.collect(0, 0.1) == []
     stream.hold()
@@ -373,7 +403,7 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
             assert may_go_on.wait(LONGEST_S)
         return as_it_came(reply, ask)
 
-    stream = ServerStream(complete, read, sampling(), most=2)
+    stream = OneSampling(complete, read, sampling(), most=2)
     for number in range(2):
         stream.submit(number, [GenerationRequest((number,), 0)])
     assert stream.collect(0, 0.1) == []

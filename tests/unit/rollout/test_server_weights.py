@@ -26,7 +26,7 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster import watch
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
 from fivefold.rollout.servers import running, sglang_dialect, standstill, updates, vllm_dialect
 from fivefold.rollout.servers import weights as weights_of_servers
 from fivefold.rollout.servers.client import HttpClient
@@ -104,7 +104,7 @@ def buckets_of(weights: dict[str, Tensor], transport: str, *, with_checksum: boo
 
 def generate(engine: ServerEngine) -> Sequence[int]:
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=4))
-    [completion] = engine.generate([GenerationRequest((5, 6), 7)], sampling)
+    [completion] = complete(engine, [GenerationRequest((5, 6), 7)], sampling)
     return completion.versions.tolist()
 
 

@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.engines import DIALECTS
+from fivefold.rollout.protocol import complete
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers import sglang_dialect
 from fivefold.rollout.servers.engine import ServerEngine
@@ -90,7 +91,7 @@ def test_each_node_starts_its_part_and_the_first_one_answers(
     backend: str, started: Callable[..., ServerEngine], tmp_path: Path
 ) -> None:
     engine = started(backend, load_weights=True)
-    assert len(engine.generate(requests_of(3), sampling())) == 3
+    assert len(complete(engine, requests_of(3), sampling())) == 3
     first, second = starts(tmp_path)
     assert [value(row, "--nnodes") for row in (first, second)] == ["2", "2"]
     programs = {
@@ -159,7 +160,7 @@ def test_a_node_whose_processes_die_takes_those_of_the_other_along(
     def update(version: int) -> None:
         engine.enter(INVITATION, 1)
         engine.load_buckets(iter(buckets_of(weights, "nccl")), version)
-        [completion] = engine.generate(requests_of(1), sampling())
+        [completion] = complete(engine, requests_of(1), sampling())
         assert set(completion.versions.tolist()) == {version}
 
     update(1)

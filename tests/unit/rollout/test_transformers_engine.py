@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout import decode, forward, kv_cache
 from fivefold.rollout.hf_model import build_model
-from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, group_requests
+from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, complete, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
@@ -93,7 +93,7 @@ def greedy_by_hand(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens
 def test_sampled_logprobs_equal_a_teacher_forced_forward(family: str, model_folder: Folder) -> None:
     path = model_folder(family)
     requests = group_requests(ragged_prompts(6), 3, (family,))
-    completions = engine_at(path).generate(requests, sampling(temperature=0.7))
+    completions = complete(engine_at(path), requests, sampling(temperature=0.7))
     model = reference(path)
     for request, completion in zip(requests, completions, strict=True):
         logits = teacher_forced(model, request.token_ids, completion.token_ids)
@@ -106,7 +106,7 @@ def test_sampled_logprobs_equal_a_teacher_forced_forward(family: str, model_fold
 def test_greedy_completions_of_ragged_prompts_equal_those_of_single_prompts(family: str, model_folder: Folder) -> None:
     path = model_folder(family)
     prompts = ragged_prompts(10, seed=1)
-    completions = engine_at(path).generate(group_requests(prompts, 1, ()), sampling(greedy=True, max_new_tokens=16))
+    completions = complete(engine_at(path), group_requests(prompts, 1, ()), sampling(greedy=True, max_new_tokens=16))
     model = reference(path)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids.tolist() == greedy_by_hand(model, prompt, 16)
@@ -126,7 +126,7 @@ def test_experts_of_any_width_generate_what_transformers_generates(
     path = model_folder(family)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="batched_mm").eval()
     prompts = ragged_prompts(6, seed=10)
-    answers = engine_at(path, dtype=dtype).generate(group_requests(prompts, 1, ()), sampling(greedy=True))
+    answers = complete(engine_at(path, dtype=dtype), group_requests(prompts, 1, ()), sampling(greedy=True))
     # Rounding may break a tie in another way on another processor, so tokens are not compared but what they are worth.
     tolerance = 1e-4 if dtype == "float32" else 0.1
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -141,8 +141,8 @@ def test_rows_that_end_early_leave_the_others_as_they_are(model_folder: Folder) 
     path = model_folder("qwen3_moe")
     prompts, stop_ids = ragged_prompts(40, seed=2), list(range(3, VOCABULARY, 12))
     engine = engine_at(path)
-    free = engine.generate(group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30))
-    stopped = engine.generate(group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30, stop_token_ids=stop_ids))
+    free = complete(engine, group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30))
+    stopped = complete(engine, group_requests(prompts, 1, (7,)), sampling(max_new_tokens=30, stop_token_ids=stop_ids))
     lengths = set()
     for long, short in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(long.token_ids) if token in {END, *stop_ids}]
@@ -157,21 +157,21 @@ def test_a_request_has_the_same_completion_in_any_batch(model_folder: Folder, mo
     path = model_folder("qwen3_moe")
     requests = group_requests(ragged_prompts(9, seed=3), 4, (1, "train", 0))
     params = sampling(temperature=1.3, top_p=0.95, top_k=30)
-    expected = engine_at(path).generate(requests, params)
+    expected = complete(engine_at(path), requests, params)
     order = random.Random(0).sample(range(len(requests)), len(requests))
-    shuffled = engine_at(path, max_batch_size=5).generate([requests[i] for i in order], params)
+    shuffled = complete(engine_at(path, max_batch_size=5), [requests[i] for i in order], params)
     assert tokens_of(expected[i] for i in order) == tokens_of(shuffled)
     monkeypatch.setattr(forward, "_PREFILL_TOKENS", 12)
-    assert tokens_of(engine_at(path).generate(requests, params)) == tokens_of(expected)
+    assert tokens_of(complete(engine_at(path), requests, params)) == tokens_of(expected)
     assert len({tuple(tokens) for tokens in tokens_of(expected[:4])}) == 4, "a group's samples must differ"
 
 
 def test_a_cache_that_has_to_grow_changes_no_completion(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_folder("llama")
     requests = group_requests(ragged_prompts(4, seed=4), 2, ())
-    expected = engine_at(path).generate(requests, sampling(max_new_tokens=30))
+    expected = complete(engine_at(path), requests, sampling(max_new_tokens=30))
     monkeypatch.setattr(kv_cache, "_GROWTH", 3)
-    actual = engine_at(path).generate(requests, sampling(max_new_tokens=30))
+    actual = complete(engine_at(path), requests, sampling(max_new_tokens=30))
     assert tokens_of(actual) == tokens_of(expected)
 
 
@@ -182,8 +182,8 @@ def test_end_tokens_come_from_model_generation_config_and_tokenizer(model_folder
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder("qwen2")).save_pretrained(tmp_path)
     ends = {2, 5, 7, 8}
-    completions = engine_at(tmp_path).generate(
-        group_requests(ragged_prompts(20), 8, ()), sampling(max_new_tokens=40, temperature=5.0)
+    completions = complete(
+        engine_at(tmp_path), group_requests(ragged_prompts(20), 8, ()), sampling(max_new_tokens=40, temperature=5.0)
     )
     stopped = [c for c in completions if c.finish_reason == "stop"]
     assert {c.token_ids[-1] for c in stopped} == ends
@@ -193,7 +193,7 @@ def test_end_tokens_come_from_model_generation_config_and_tokenizer(model_folder
 def test_no_completion_ends_before_min_new_tokens(model_folder: Folder) -> None:
     stops = {"stop_token_ids": [9, 10, 11, 12], "stop": ["a", "b"]}
     params = sampling(min_new_tokens=5, max_new_tokens=9, temperature=5.0, **stops)
-    completions = engine_at(model_folder("llama")).generate(group_requests(ragged_prompts(20), 8, ()), params)
+    completions = complete(engine_at(model_folder("llama")), group_requests(ragged_prompts(20), 8, ()), params)
     lengths = [len(completion.token_ids) for completion in completions]
     assert min(lengths) == 5
     assert max(lengths) == 9
@@ -205,10 +205,10 @@ def test_a_completion_ends_with_its_first_stop_text(model_folder: Folder) -> Non
     tokenizer = AutoTokenizer.from_pretrained(path)
     engine = engine_at(path)
     requests = group_requests(ragged_prompts(30, seed=6), 2, ())
-    free = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30))
+    free = complete(engine, requests, sampling(temperature=3.0, max_new_tokens=30))
     texts = [tokenizer.decode(completion.token_ids) for completion in free]
     stops = [texts[0][5:7], texts[1][3:7], texts[2][8], "</s>"]
-    stopped = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30, stop=stops))
+    stopped = complete(engine, requests, sampling(temperature=3.0, max_new_tokens=30, stop=stops))
     for long, text, short in zip(free, texts, stopped, strict=True):
         ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
         expected = text[: min(ends)] if ends else text
@@ -223,11 +223,11 @@ def test_a_stop_text_before_min_new_tokens_ends_nothing(model_folder: Folder, mi
     tokenizer = AutoTokenizer.from_pretrained(path)
     engine = engine_at(path)
     requests = group_requests(ragged_prompts(30, seed=6), 2, ())
-    free = engine.generate(requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens))
+    free = complete(engine, requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens))
     # Texts of two tokens, each of which is near the beginning of at least one completion.
     stops = [tokenizer.decode(completion.token_ids[start : start + 2]) for completion in free[:4] for start in (0, 2)]
-    stopped = engine.generate(
-        requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens, stop=stops)
+    stopped = complete(
+        engine, requests, sampling(temperature=3.0, max_new_tokens=30, min_new_tokens=min_new_tokens, stop=stops)
     )
     n_early = 0
     for long, short in zip(free, stopped, strict=True):
@@ -248,9 +248,9 @@ def test_a_stop_text_without_a_tokenizer_is_an_error(model_folder: Folder) -> No
     model, _ = build_model(path, dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
     bare = TransformersEngine(model, None, end_token_ids=[END], max_batch_size=4, weight_version=0)
     request = GenerationRequest((5,), 0)
-    assert len(bare.generate([request], sampling())) == 1
+    assert len(complete(bare, [request], sampling())) == 1
     with pytest.raises(ValueError, match=r"stop=\['a'\] needs a tokenizer"):
-        bare.generate([request], sampling(stop=["a"]))
+        complete(bare, [request], sampling(stop=["a"]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -267,8 +267,8 @@ def test_weights_are_named_as_in_the_file_and_replaced_in_place(family: str, mod
         assert tensor.data_ptr() == before[name]
         assert torch.equal(tensor, source[name])
     requests = group_requests(ragged_prompts(5), 1, ())
-    answers = engine.generate(requests, sampling(greedy=True))
-    expected = engine_at(second).generate(requests, sampling(greedy=True))
+    answers = complete(engine, requests, sampling(greedy=True))
+    expected = complete(engine_at(second), requests, sampling(greedy=True))
     assert values_of(answers) == values_of(
         Completion.of(c.token_ids, c.logprobs, c.finish_reason, version=3) for c in expected
     )
@@ -280,12 +280,12 @@ def test_an_engine_built_from_the_config_alone_waits_for_weights(model_folder: F
     engine = engine_at(tmp_path, tokenizer_path=str(path), dtype="bfloat16", load_weights=False)
     requests = group_requests(ragged_prompts(3), 1, ())
     with pytest.raises(RuntimeError, match="no complete set of weights"):
-        engine.generate(requests, sampling())
+        complete(engine, requests, sampling())
     source = load_file(path / "model.safetensors")
     engine.update_weights(source.items(), version=0)
     assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in engine.weights())
-    expected = engine_at(path, dtype="bfloat16").generate(requests, sampling())
-    assert values_of(engine.generate(requests, sampling())) == values_of(expected)
+    expected = complete(engine_at(path, dtype="bfloat16"), requests, sampling())
+    assert values_of(complete(engine, requests, sampling())) == values_of(expected)
 
 
 def test_a_set_of_weights_that_does_not_fit_is_refused(model_folder: Folder) -> None:
@@ -318,7 +318,7 @@ def test_a_set_of_weights_that_does_not_fit_is_refused(model_folder: Folder) -> 
     ]:
         assert problem in str(caught.value)
     with pytest.raises(RuntimeError, match="the last update failed"):
-        engine.generate([GenerationRequest((5,), 0)], sampling())
+        complete(engine, [GenerationRequest((5,), 0)], sampling())
 
 
 def test_a_tied_output_layer_is_not_sent(model_folder: Folder) -> None:
@@ -336,14 +336,14 @@ def test_sleep_frees_the_weights_and_the_next_update_brings_them_back(family: st
     model, _ = build_model(str(path), dtype=torch.float32, device=torch.device("cpu"), load_weights=True)
     engine: RolloutEngine = TransformersEngine(model, None, end_token_ids=[END], max_batch_size=64, weight_version=0)
     requests = group_requests(ragged_prompts(3), 1, ())
-    expected = engine.generate(requests, sampling())
+    expected = complete(engine, requests, sampling())
     source = load_file(path / "model.safetensors")
     for _ in range(2):
         engine.sleep()
         engine.sleep()
         assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) == 0
         for refused in (
-            lambda: engine.generate(requests, sampling()),
+            lambda: complete(engine, requests, sampling()),
             lambda: engine.update_weights(source.items(), version=1),
             lambda: dict(engine.weights()),
         ):
@@ -352,23 +352,23 @@ def test_sleep_frees_the_weights_and_the_next_update_brings_them_back(family: st
         engine.wake_weights()
         engine.update_weights(source.items(), version=0)
         with pytest.raises(RuntimeError, match=r"memory for its weights alone: call wake\(\) first"):
-            engine.generate(requests, sampling())
+            complete(engine, requests, sampling())
         engine.wake()
-        assert values_of(engine.generate(requests, sampling()), digits=3) == values_of(expected, digits=3)
+        assert values_of(complete(engine, requests, sampling()), digits=3) == values_of(expected, digits=3)
         engine.sleep()
         engine.wake()
         with pytest.raises(RuntimeError, match="it has slept since"):
-            engine.generate(requests, sampling())
+            complete(engine, requests, sampling())
         engine.update_weights(source.items(), version=0)
         engine.wake()
-        assert values_of(engine.generate(requests, sampling()), digits=3) == values_of(expected, digits=3)
+        assert values_of(complete(engine, requests, sampling()), digits=3) == values_of(expected, digits=3)
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_stop_token_outside_the_vocabulary_is_refused(token: int, model_folder: Folder) -> None:
     params = dataclasses.replace(sampling(min_new_tokens=2), stop_token_ids=(3, token))
     with pytest.raises(ValueError, match=f"stop_token_ids holds {token}, but the model's vocabulary has {VOCABULARY}"):
-        engine_at(model_folder("llama")).generate([GenerationRequest((5,), 0)], params)
+        complete(engine_at(model_folder("llama")), [GenerationRequest((5,), 0)], params)
 
 
 def test_end_tokens_that_the_model_does_not_have_are_left_out(model_folder: Folder, tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out(model_folder: Fold
     generation = {"eos_token_id": [-1, END, VOCABULARY]}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     requests, params = group_requests(ragged_prompts(3), 1, ()), sampling(min_new_tokens=2)
-    actual, expected = (engine_at(folder).generate(requests, params) for folder in (tmp_path, source))
+    actual, expected = (complete(engine_at(folder), requests, params) for folder in (tmp_path, source))
     assert values_of(actual) == values_of(expected)
 
 
@@ -426,7 +426,7 @@ def test_a_request_that_the_model_cannot_answer_is_refused(
     prompt: tuple[int, ...], message: str, model_folder: Folder
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        engine_at(model_folder("llama")).generate([GenerationRequest(prompt, 0)], sampling())
+        complete(engine_at(model_folder("llama")), [GenerationRequest(prompt, 0)], sampling())
 
 
 def test_completions_do_not_depend_on_how_often_the_host_checks_for_ends(
@@ -441,11 +441,11 @@ def test_completions_do_not_depend_on_how_often_the_host_checks_for_ends(
         sampling(max_new_tokens=5, temperature=2.0, stop=["a"]),
     ]
     monkeypatch.setattr(decode, "_MOST_UNSEEN", 1)
-    each_token = [values_of(engine.generate(requests, params), digits=3) for params in cases]
+    each_token = [values_of(complete(engine, requests, params), digits=3) for params in cases]
     for most_unseen, share in [(8, 16), (8, 1), (64, 1)]:
         monkeypatch.setattr(decode, "_MOST_UNSEEN", most_unseen)
         monkeypatch.setattr(decode, "_UNSEEN_SHARE", share)
-        assert [values_of(engine.generate(requests, params), digits=3) for params in cases] == each_token
+        assert [values_of(complete(engine, requests, params), digits=3) for params in cases] == each_token
 
 
 def test_logits_that_overflow_are_reported_before_the_token_limit(
@@ -464,7 +464,7 @@ def test_logits_that_overflow_are_reported_before_the_token_limit(
 
     model.register_forward_pre_hook(overflow)
     with pytest.raises(RuntimeError, match="not finite"):
-        engine.generate([GenerationRequest((5,), 0)], sampling(max_new_tokens=100))
+        complete(engine, [GenerationRequest((5,), 0)], sampling(max_new_tokens=100))
     assert n_forwards < 50
 
 
@@ -475,7 +475,7 @@ def test_weights_that_overflow_are_an_error(model_folder: Folder) -> None:
     engine = engine_at(path)
     engine.update_weights(source.items(), version=1)
     with pytest.raises(RuntimeError, match="not finite"):
-        engine.generate([GenerationRequest((5,), 0)], sampling())
+        complete(engine, [GenerationRequest((5,), 0)], sampling())
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_an_error(model_folder: Folder, tmp_path: Path) -> None:
