@@ -8,7 +8,6 @@
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
     feed_beside  the same, in a second thread          -> results of all ranks
-    deal         every rank takes jobs from one queue  -> summaries, and references, each as soon as it is there
     keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
 A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +40,6 @@ R = TypeVar("R")
 
 STREAM_AHEAD = 2
 """Number of items by which rank 0 may be ahead of a stream's reader, which bounds the stream's memory."""
-RESULTS_AHEAD = 4
-"""Results that are asked of a rank before the first of them has come, so that their ways to the driver overlap."""
 _INLINE = (bool, int, float, str, type(None))
 """Argument types that travel with the call; all others are put into the object store once for all ranks."""
 
@@ -308,66 +304,6 @@ class WorkerGroup:
             self._pend([worker.push.options(**_FEED).remote(feed_id, item) for worker in self._workers]).wait()
         self._pend([worker.push_end.options(**_FEED).remote(feed_id) for worker in self._workers]).wait()
         return running.wait()
-
-    def deal(
-        self,
-        method: Callable[Concatenate[Any, Iterator[Any], P], Iterator[tuple[R, Any]]],
-        jobs: Iterable[Any],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Iterator[list[tuple[int, R, Remote]]]:
-        """Run the generator `method(iterator, *args, **kwargs)` on every rank; yield what the ranks yield, as it comes.
-
-        The iterators take their items from `jobs`, in order. A rank gets its next job when it asks for one, so that
-        none is without work while another has a backlog. The generator yields pairs (summary, payload), of which the
-        payload stays in the object store for as long as its reference is held. A rank whose generator ends early gets
-        no more items; those that no rank takes are left.
-
-        Yields:
-            Some results: rank, summary and reference to the payload. There are none if nothing has come for a second,
-            so that a reader who wants to stop is asked often enough.
-        """
-        feed_id = next(_feed_ids)
-        shared = _put(args)
-        began, phase = time.monotonic(), self._session.timers.current
-        queue, ranks = deque(jobs), range(len(self))
-        calls = [worker.serve.remote(feed_id, method.__name__, kwargs, *shared) for worker in self._workers]
-        self._pend(calls)
-        coming = dict(self._next_result(rank, feed_id) for rank in ranks for _ in range(RESULTS_AHEAD))
-        asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in ranks}
-        calls += [] if queue else [self._in_feed(rank, "push_end", feed_id) for rank in ranks]
-        while coming:
-            found = self._session.watch.look([*asking, *coming], phase, self._session.timeout_s, began)
-            if found is None:
-                yield []
-                continue
-            ref, answer = found
-            if ref in coming:
-                rank, payload = coming.pop(ref)
-                if answer is not None:
-                    coming.update([self._next_result(rank, feed_id)])
-                    yield [(rank, answer, payload)]
-                continue
-            rank, is_wanted = asking.pop(ref), answer
-            if queue and is_wanted:
-                # A worker's feed runs its calls in their order, so that the question comes after the job.
-                calls.append(self._in_feed(rank, "push", feed_id, queue.popleft()))
-                asking[self._in_feed(rank, "wanted", feed_id)] = rank
-                calls += [] if queue else [self._in_feed(rank, "push_end", feed_id) for rank in ranks]
-        self._session.watch.wait([*asking, *calls], phase, self._session.timeout_s, began)
-
-    def _next_result(self, rank: int, feed_id: int) -> tuple[Remote, tuple[int, Remote]]:
-        """Ask a worker for its next result: return the watched reference to the summary, and rank and payload."""
-        asked = self._workers[rank].served.options(num_returns=2, concurrency_group="results")
-        summary, payload = asked.remote(feed_id)
-        self._pend([summary], [rank])
-        return summary, (rank, payload)
-
-    def _in_feed(self, rank: int, method: str, *args: Any) -> Remote:
-        """Call a method of one worker in its thread for feeds; return the watched reference to the answer."""
-        ref: Remote = getattr(self._workers[rank], method).options(**_FEED).remote(*args)
-        self._pend([ref], [rank])
-        return ref
 
     def kill(self) -> None:
         """End the processes at once."""

@@ -5,8 +5,8 @@
             Role("actor", placement["actor"].devices, build_trainer, args=(recipe,), distributed=True),
             Role("rollout", placement["rollout"].devices, "package.module:build_rollout", args=(recipe,)),
         )
-        with timers.phase("rollout"):
-            completions = groups["rollout"].call(RolloutWorker.generate, requests)
+        with timers.phase("train"):
+            result = groups["actor"].call_first(TrainerWorker.update, loss)
 
 However the block ends, it leaves no process of the run.
 """

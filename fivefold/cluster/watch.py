@@ -28,7 +28,7 @@ from fivefold.observe.timers import PhaseTimers
 SETTLE_S = (0.2, 0.5, 5.0)
 """Seconds to wait for further failures, the cause perhaps among them, after one of `distance` 0, 1 or 2."""
 LOOK_S = 1.0
-"""Seconds between checks that Ray is still running, and that the reader of `WorkerGroup.deal` goes on."""
+"""Seconds between checks that Ray is still running."""
 STACK_TIMEOUT_S = 3.0
 """Seconds that workers get to report their stacks after a phase's time limit."""
 MAX_STACKS = 4
@@ -153,25 +153,17 @@ class Watch:
         self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float
     ) -> tuple[ray.ObjectRef[Any], Any]:
         """Return the first of `wanted` that is ready with its value, and forget it. It has the arguments of `wait`."""
-        while (found := self.look(wanted, phase, timeout_s, began)) is None:
-            pass
-        return found
-
-    def look(
-        self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float
-    ) -> tuple[ray.ObjectRef[Any], Any] | None:
-        """Do what `wait_any` does, but return None if nothing has come within `LOOK_S`."""
-        if found := self._found(wanted):
-            return found[0]
         deadline = began + timeout_s
-        ready = self._listen([], min(deadline, time.monotonic() + LOOK_S))
-        if ready:
-            self._take(ready)
-        elif time.monotonic() >= deadline:
-            self._give_up(phase, timeout_s, self._missing(wanted))
-        else:
-            self._while_idle()
-        return next(iter(self._found(wanted)), None)
+        while not (found := self._found(wanted)):
+            # Not until the deadline: another thread may have taken the value after the look at what was found.
+            ready = self._listen([], min(deadline, time.monotonic() + LOOK_S))
+            if ready:
+                self._take(ready)
+            elif time.monotonic() >= deadline:
+                self._give_up(phase, timeout_s, self._missing(wanted))
+            else:
+                self._while_idle()
+        return found[0]
 
     def next(self, stream: ray.ObjectRefGenerator, call: Call, timeout_s: float) -> ray.ObjectRef[Any] | None:
         """Return the reference to the next item of a `Worker.stream`, None at its end. Raises what `wait` raises."""

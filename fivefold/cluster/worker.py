@@ -5,8 +5,6 @@
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
-           ──deal────>        ──runs───> generator over an iterator, which asks for each item; every pair (summary,
-                                         payload) that it yields goes to the driver at once
            ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
 
 Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
@@ -21,7 +19,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -37,7 +34,7 @@ from fivefold.imports import large_imports
 from fivefold.observe.progress import Progress, counting, current_progress
 from fivefold.observe.timers import MAIN, SUFFIX, EventLog
 
-SIDES = {"feed": 1, "results": 1, "control": 2, "where": 1, "hold": 1}
+SIDES = {"feed": 1, "control": 2, "where": 1, "hold": 1}
 """Ray's concurrency groups of a worker, with their threads, for methods that run beside the one in progress. `control`
 writes a checkpoint and sends weights at the same time."""
 
@@ -45,16 +42,14 @@ STACK_FRAMES = 8
 
 
 class Feed:
-    """An iterator whose items are handed in by another thread, one at a time, and the results of its reader."""
+    """An iterator whose items are handed in by another thread, one at a time."""
 
     _END = object()
 
     def __init__(self) -> None:
         self._items: list[Any] = []
-        self._results: deque[tuple[Any, Any]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._is_wanted = False
 
     def put(self, item: Any) -> None:
         """Hand in one item; return once it was taken, or at once if the reader has ended."""
@@ -63,30 +58,12 @@ class Feed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._items or self._closed)
 
-    def wait_until_wanted(self) -> bool:
-        """Return True once the reader waits for an item; False: it has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: (self._is_wanted and not self._items) or self._closed)
-            return not self._closed
-
     def end(self) -> None:
         """Tell the reader that no item follows."""
         self.put(self._END)
 
-    def give(self, result: tuple[Any, Any]) -> None:
-        """Let `next_result` return a pair (summary, payload)."""
-        with self._changed:
-            self._results.append(result)
-            self._changed.notify_all()
-
-    def next_result(self) -> tuple[Any, Any]:
-        """Wait for the reader's next result and return it; a pair of None once the reader has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._results) or self._closed)
-            return self._results.popleft() if self._results else (None, None)
-
     def close(self) -> None:
-        """Record that the reader takes no more items and has no more results, which ends all waits."""
+        """Record that the reader takes no more items, which ends all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -94,10 +71,7 @@ class Feed:
     def __iter__(self) -> Iterator[Any]:
         while True:
             with self._changed:
-                self._is_wanted = True
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._items))
-                self._is_wanted = False
                 item = self._items.pop(0)
                 self._changed.notify_all()
             if item is self._END:
@@ -106,10 +80,9 @@ class Feed:
 
 
 class Worker:
-    """One process of a role. `build`, `call`, `keep`, `serve` and the like run one by one in one thread.
+    """One process of a role. `build`, `call`, `keep` and the like run one by one in one thread.
 
-    `push`, `push_end`, `wanted`, `served`, `control`, `where`, `progress` and `hold` run beside them, in the threads of
-    `SIDES`.
+    `push`, `push_end`, `control`, `where`, `progress` and `hold` run in parallel, in the threads of `SIDES`.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
@@ -203,24 +176,6 @@ class Worker:
         finally:
             feed.close()
         return result if reply else None
-
-    def serve(self, feed_id: int, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
-        """Run the generator `held.method(items, *args, **kwargs)`, whose pairs (summary, payload) `served` returns."""
-        feed = self._feed(feed_id)
-        try:
-            with self._running(method):
-                for result in getattr(self._held, method)(iter(feed), *args, **kwargs):
-                    feed.give(result)
-        finally:
-            feed.close()
-
-    def served(self, feed_id: int) -> tuple[Any, Any]:
-        """Return the next pair (summary, payload) of `serve`, as two objects of the store; None twice at the end."""
-        return self._feed(feed_id).next_result()
-
-    def wanted(self, feed_id: int) -> bool:
-        """Return True once `consume` or `serve` waits for an item; False: it has ended."""
-        return self._feed(feed_id).wait_until_wanted()
 
     def push(self, feed_id: int, item: Any) -> None:
         """Hand one item to `consume`; return once it was taken."""

@@ -87,46 +87,15 @@ class Engine:
     def total_length(self, *payloads: bytes) -> int:
         return sum(map(len, payloads))
 
-    def work(self, jobs: Iterator[int]) -> Iterator[tuple[int, str]]:
-        """Yield each job, and the rank that took it; a job that is a text cannot be done."""
-        for job in jobs:
-            if isinstance(job, str):
-                raise RuntimeError(job)
-            yield job, f"rank {self.rank}"
+    def work(self, job: int | str) -> tuple[int, str]:
+        """Return a job, and the rank that did it; a job that is a text cannot be done."""
+        if isinstance(job, str):
+            raise RuntimeError(job)
+        return job, f"rank {self.rank}"
 
-    def work_unevenly(self, jobs: Iterator[int], folder: str) -> Iterator[tuple[tuple[int, int], str]]:
-        """Yield how many jobs this rank had before each job, and the job; and the rank.
-
-        Rank 0 has its first job from before the first until after the last one of the others.
-
-        The ranks tell one another by files in `folder`.
-        """
-        begun, through = Path(folder, "rank 0 has begun"), Path(folder, "the others are through")
-        for number, job in enumerate(jobs):
-            if self.rank == 0:
-                begun.touch()
-            wait_for_file(through if self.rank == 0 else begun)
-            yield (number, job), f"rank {self.rank}"
-        if self.rank != 0:
-            through.touch()
-
-    def work_till_the_second(self, jobs: Iterator[int], folder: str) -> Iterator[tuple[int, None]]:
-        """Yield each job, on rank 0 only until it takes its second one; the others wait for that."""
-        second = Path(folder, "rank 0 has its second job")
-        for number, job in enumerate(jobs):
-            if self.rank == 0 and number == 1:
-                second.touch()
-                return
-            if self.rank != 0:
-                wait_for_file(second)
-            yield job, None
-
-    def work_until_told(self, jobs: Iterator[int]) -> Iterator[tuple[int | str, None]]:
-        """Yield each job, and then what this engine was told meanwhile."""
-        for job in jobs:
-            yield job, None
+    def work_until_told(self, job: int) -> tuple[int, str]:
         self.told.wait(HANG_S)
-        yield self.word, None
+        return job, self.word
 
     def run_until_told(self) -> str:
         with counting("listening", 4) as count:

@@ -145,42 +145,14 @@ def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: S
     assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
 
 
-def test_jobs_of_a_queue_go_to_the_rank_that_asks(session: Session, tmp_path: Path) -> None:
-    """Rank 0 is slow: it has one job while rank 1 takes all others."""
+def test_calls_on_single_ranks_come_back_as_they_end_with_payloads_that_workers_read(session: Session) -> None:
     group = launch(session, 2)
-    results = [result for some in group.deal(Engine.work_unevenly, range(12), str(tmp_path)) for result in some]
-    # The driver may see two results of a rank in another order than the rank has made them.
-    jobs = [[job for _, job in sorted(taken for rank, taken, _ in results if rank == number)] for number in range(2)]
-    assert sorted(jobs[0] + jobs[1]) == list(range(12))
-    assert [len(own) for own in jobs] == [1, 11]
-    assert jobs[1] == sorted(jobs[1])
-    payloads = [next(payload for rank, _, payload in results if rank == number) for number in range(2)]
-    assert group.call_each(Engine.echo, [(payload,) for payload in payloads]) == ["0:rank 0", "1:rank 1"]
-    assert [result for some in group.deal(Engine.work, []) for result in some] == []
-
-
-def test_a_rank_that_ends_early_gets_no_more_jobs_of_a_queue(session: Session, tmp_path: Path) -> None:
-    group = launch(session, 2)
-    results = [result for some in group.deal(Engine.work_till_the_second, range(40), str(tmp_path)) for result in some]
-    assert [rank for rank, _, _ in results].count(0) == 1
-    done = {job for _, job, _ in results}
-    assert len(done) == 39, "only the job is lost that the rank had taken"
-    alone = launch(session, 1, "alone")
-    assert [job for some in alone.deal(Engine.work_till_the_second, range(4), str(tmp_path)) for _, job, _ in some] == [
-        0
-    ]
-
-
-def test_results_of_a_queue_come_while_the_ranks_are_at_work(session: Session) -> None:
-    """The ranks end only after the driver has had all other results; between these, it is asked whether it goes on."""
-    group, told, was_told = launch(session, 2), [], False
-    for some in group.deal(Engine.work_until_told, range(4)):
-        told += [result for _, result, _ in some]
-        if len(told) == 4 and not some and not was_told:
-            group.control(Engine.tell_to_stop, "enough")
-            was_told = True
-    assert sorted(told[:4]) == [0, 1, 2, 3]
-    assert told[4:] == ["enough", "enough"]
+    slow, quick = group.keep_on(0, Engine.work_until_told, 3), group.keep_on(1, Engine.work, 4)
+    found, summary = group.first_kept([slow, quick])
+    assert (found, summary) == (quick, 4)
+    group.control(Engine.tell_to_stop, "enough")
+    assert group.first_kept([slow]) == (slow, 3)
+    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,)]) == ["0:enough", "1:rank 1"]
 
 
 def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,9 +181,11 @@ def test_a_reader_that_raises_ends_the_feed_and_is_named(session: Session) -> No
     assert caught.value.role == "rollout"
 
 
-def test_a_failure_at_a_job_ends_the_queue(session: Session) -> None:
+def test_a_failure_on_one_rank_ends_the_wait_for_another(session: Session) -> None:
+    group = launch(session, 2)
+    calls = [group.keep_on(0, Engine.work_until_told, 3), group.keep_on(1, Engine.work, "job 7 cannot be done")]
     with pytest.raises(WorkerError, match="job 7 cannot be done"):
-        list(launch(session, 2).deal(Engine.work, [*range(7), "job 7 cannot be done", *range(5)]))
+        group.first_kept(calls)
 
 
 def test_a_log_that_cannot_be_written_is_told_with_the_fix(

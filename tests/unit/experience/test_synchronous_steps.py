@@ -244,11 +244,13 @@ def test_the_phase_of_the_rewards_is_the_time_by_which_they_outlast_generation()
         time.sleep(0.05)
         return 1.0
 
-    def note(phases: str) -> None:
-        if "rewards" in phases:
-            outlasts.set()
+    class Timers(PhaseTimers):
+        def _change(self) -> None:
+            super()._change()
+            if "rewards" in self.under_way:
+                outlasts.set()
 
-    timers = PhaseTimers(note)
+    timers = Timers()
     rewards = RewardSet.of(NamedReward("slow", slow, None))
     with steps_of(set(), 8, rewards=rewards, worker=SlowWorker(), timers=timers) as (steps, _):
         start = time.perf_counter()
