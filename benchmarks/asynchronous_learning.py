@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -173,31 +173,9 @@ class LateEngine:
         random = Random(request.seed)
         return random.expovariate(1 / self._delay) if random.random() < 1 / self._rare else 0.0
 
-    def generate_each(
-        self, jobs: Iterator[Sequence[GenerationRequest]], sampling: SamplingParams
-    ) -> Iterator[tuple[int, Mapping[int, Completion]]]:
-        if sampling.logprob_share == 0:  # an evaluation
-            yield from self._engine.generate_each(jobs, sampling)
-            return
-        taken: list[Sequence[GenerationRequest]] = []
-        late: list[tuple[float, int, int, Completion]] = []
-
-        def noted() -> Iterator[Sequence[GenerationRequest]]:
-            for requests in jobs:
-                taken.append(requests)
-                yield requests
-
-        for number, completions in self._engine.generate_each(noted(), sampling):
-            now = time.monotonic()
-            waits = {index: self.delay_of(taken[number][index]) for index in completions}
-            late += [(now + wait, number, index, completions[index]) for index, wait in waits.items() if wait]
-            yield number, {index: completions[index] for index, wait in waits.items() if not wait}
-        for due, number, index, completion in sorted(late, key=lambda each: each[0]):
-            time.sleep(max(0.0, due - time.monotonic()))
-            yield number, {index: completion}
-
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        self._delays[number] = max(map(self.delay_of, requests))
+        is_evaluation = sampling.logprob_share == 0
+        self._delays[number] = 0.0 if is_evaluation else max(map(self.delay_of, requests))
         self._engine.submit(number, requests, sampling)
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:

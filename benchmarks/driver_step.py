@@ -26,11 +26,11 @@ from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.batches import minibatches
 from fivefold.engine.sharing import BatchPlan, BatchPlanner
+from fivefold.experience.group import groups_of
 from fivefold.experience.samples import sample_metrics
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.responses import Responses, generated
-from fivefold.rollout.protocol import group_requests
+from fivefold.roles.responses import Job, Responses, answers_of
 from fivefold.types import Prompt, Sample
 
 REPLICAS = 8
@@ -64,24 +64,32 @@ def main() -> None:
     ]
     # Lengths of completions are skewed: half as long to twice as long as the mean, and some that are cut off.
     lengths = np.clip(generator.lognormal(0.0, 0.6, n) * args.sequence / 1.2, PROMPT + 1, 4 * args.sequence).astype(int)
-    told = [pickle.dumps(_responses(part, lengths[part])) for part in np.arange(n).reshape(n_groups, GROUP)]
+    told = [
+        pickle.dumps(_responses(number, lengths[number * GROUP : (number + 1) * GROUP])) for number in range(n_groups)
+    ]
     layout = parse_backend(args.layout)
     planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="model", ppo_n_minibatches=args.minibatches)
     loss = build_policy_loss(config, GenerationConfig())
 
+    sampling = SamplingParams.from_config(GenerationConfig())
+    sampling = SamplingParams.from_config(GenerationConfig())
+    groups = groups_of(prompts, GROUP, sampling, (1, "train", 1))
+    jobs = [Job(number, group.prompt, group.requests, sampling) for number, group in enumerate(groups)]
+
     def send_requests() -> None:
-        requests = group_requests([prompt.token_ids for prompt in prompts], GROUP, (1, "train", 1))
-        asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        for part in np.array_split(np.arange(n), REPLICAS):
-            pickle.dumps((asked[part[0] : part[-1] + 1], requests[part[0] : part[-1] + 1]), protocol=5)
+        groups = groups_of(prompts, GROUP, sampling, (1, "train", 1))
+        jobs = [Job(number, group.prompt, group.requests, sampling) for number, group in enumerate(groups)]
+        for part in np.array_split(np.arange(n_groups), REPLICAS):
+            pickle.dumps(jobs[part[0] : part[-1] + 1], protocol=5)
 
     def receive() -> tuple[list[Sample], RemoteBatch]:
-        answers = [pickle.loads(part) for part in told]
-        asked = [prompt for prompt in prompts for _ in range(GROUP)]
-        kept = [[(answer, None) for answer in answers[replica::REPLICAS]] for replica in range(REPLICAS)]
-        made = generated(asked, kept, 1.0)  # type: ignore[arg-type]
-        return [sample.rewarded({"math": float(i % 3 == 0)}) for i, sample in enumerate(made.samples)], made.batch
+        for number, part in enumerate(told):
+            [answer] = answers_of([jobs[number]], pickle.loads(part), object())  # type: ignore[arg-type]
+            groups[number].add(answer)
+        samples = [sample for group in groups for sample in group.samples]
+        batch = RemoteBatch.joined([group.batch for group in groups])
+        return [sample.rewarded({"math": float(i % 3 == 0)}) for i, sample in enumerate(samples)], batch
 
     def order(batch: RemoteBatch) -> BatchPlan:
         plan = planner.plan(batch.lengths_N.tolist())
@@ -92,16 +100,16 @@ def main() -> None:
 
     timed("requests", send_requests)
     samples, batch = timed("samples", receive)  # type: ignore[misc]
-    groups = [sample.prompt.index for sample in samples]
+    indices_N = [sample.prompt.index for sample in samples]
     timed("metrics", lambda: sample_metrics(samples))
     method, shaping = build_advantage(config, GROUP), RewardShaping.of(config, GenerationConfig())
-    outcomes = Outcomes([s.reward for s in samples], groups, [s.n_sampled for s in samples])
+    outcomes = Outcomes([s.reward for s in samples], indices_N, [s.n_sampled for s in samples])
     advantages = timed("advantages", lambda: compute_advantages(outcomes, shaping, method))
     batch = batch.with_scalars(advantages=advantages.advantages_N.numpy())  # type: ignore[attr-defined]
     plan = timed("orders of the log-probs", lambda: order(batch))
     pieces = [Piece(None, np.array(plan.sequences(replica))) for replica in range(layout.dp)]  # type: ignore[attr-defined]
     batch = batch.with_pieces(pieces)
-    split = timed("mini-batches", lambda: minibatches(groups, args.minibatches, "seed"))
+    split = timed("mini-batches", lambda: minibatches(indices_N, args.minibatches, "seed"))
     for indices in split:  # type: ignore[attr-defined]
         timed("orders of the updates", lambda indices=indices: order(batch.select(indices)))
 
@@ -111,9 +119,9 @@ def main() -> None:
     print(f"  {'together':<24}{sum(seconds.values()):8.3f} s    Python {platform.python_version()}")
 
 
-def _responses(indices: np.ndarray, lengths: np.ndarray) -> Responses:
+def _responses(number: int, lengths: np.ndarray) -> Responses:
     return Responses(
-        indices_N=indices,
+        jobs=[number],
         texts=["x" * (length - PROMPT) * CHARACTERS_PER_TOKEN for length in lengths.tolist()],
         finish_reasons=["stop"] * len(lengths),
         lengths_N=lengths.astype(np.int64),

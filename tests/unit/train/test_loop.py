@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fivefold import evaluate, train
 from fivefold.checkpoints.start import Anew
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.experience.stream import Stream
 from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
 from fivefold.observe.errors import RunFailed
@@ -27,101 +28,96 @@ from fivefold.roles.devices import Roles
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.models import MovedBytes, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.responses import Generated, Group
-from fivefold.roles.rollout import Finished, Rollout, ignore
+from fivefold.roles.responses import Job, Responses
+from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
-from fivefold.types import Prompt, Sample
+from fivefold.types import Columns, Completion, Trajectory
 from fivefold.update.updates import MOST_SKIPPED, SkipGuard
 from fivefold.weights.offer import WeightOffer
+from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 
 
-class FixedRollout(Rollout):
-    """Answers `n_answers` times with the same two tokens, then fails."""
+class FixedWorker(RolloutWorker):
+    """Answers jobs of `n_answers` rounds with the same two tokens, then fails."""
 
     def __init__(self, n_answers: int) -> None:
-        self.shares_devices = False
-        self.device_share = None
         self._n_answers = n_answers
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n_samples: int,
-        sampling: Any,
-        key: Any,
-        finished: Finished = ignore,
-        renew: Callable[[], None] | None = None,
-    ) -> Generated:
-        if self._n_answers == 0:
-            raise OSError("the rollout is out of answers")
-        self._n_answers -= 1
-        asked = [prompt for prompt in prompts for _ in range(n_samples)]
-        samples = [Sample(p, "56", "length", len(p.token_ids) + 2, 2, (0, 0)) for p in asked]
-        lengths = np.array([sample.n_tokens for sample in samples])
-        batch = RemoteBatch(lengths, np.full(len(samples), 2), ())
-        for start in range(0, len(samples), n_samples):
-            own = range(start, start + n_samples)
-            finished([Group(start, samples[start : start + n_samples], batch.select(own))])
-        return Generated(samples, batch, {})
-
-    def can_generate(self) -> bool:
-        return True
-
-    def take_weights(self, offer: WeightOffer) -> None: ...
-
-
-class DyingRollout(FixedRollout):
-    """Has a server that dies while it takes the weights of step 1 for the first time."""
-
-    def __init__(self, n_answers: int) -> None:
-        super().__init__(n_answers)
+        self._waiting: list[Job] = []
         self.taken: list[int] = []
+        """Versions of the weights that it was given."""
+        self.has_weights = True
 
-    def can_generate(self) -> bool:
-        return self.taken != [0, 1]
+    def take_version(self, version: int) -> None:
+        self.taken.append(version)
+        self.has_weights = True
 
-    def generate(self, *args: Any, **kwargs: Any) -> Generated:
-        assert self.can_generate(), "a server has no weights"
-        return super().generate(*args, **kwargs)
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
+        if not self.has_weights:
+            return _lost(jobs), None
+        if jobs and self._n_answers == 0:
+            raise OSError("the rollout is out of answers")
+        self._n_answers -= bool(jobs)
+        done = [self.trajectory(job) for job in jobs for _ in job.requests]
+        return Responses.of([job.number for job in jobs], done, self.texts(jobs), 0.001), Columns.of(done)
 
-    def take_weights(self, offer: WeightOffer) -> None:
-        self.taken.append(offer.version)
+    def trajectory(self, job: Job) -> Trajectory:
+        return Trajectory.single_turn(job.prompt, Completion.of([5, 6], [-1.0, -1.0], "length", 0))
+
+    def texts(self, jobs: Sequence[Job]) -> list[str]:
+        return ["56" for job in jobs for _ in job.requests]
 
 
-class DyingInEvaluation(DyingRollout):
+def _lost(jobs: Sequence[Job]) -> Responses:
+    """Return the report of a server that has died, and has no weights."""
+    return replace(Responses.of([], [], []), lost={job.number: job.requests for job in jobs}, has_weights=False)
+
+
+class DyingWorker(FixedWorker):
+    """Has a server that dies while it takes the weights of step 1 for the first time, which its next report tells."""
+
+    def take_version(self, version: int) -> None:
+        super().take_version(version)
+        self.has_weights = self.taken != [0, 1]
+
+
+class DyingInEvaluation(FixedWorker):
     """Has a server that dies in the evaluation after step 1."""
 
-    is_dead = False
-
-    def can_generate(self) -> bool:
-        return not self.is_dead
-
-    def generate(self, *args: Any, renew: Callable[[], None] | None = None, **kwargs: Any) -> Generated:
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         if self.taken == [0, 1]:
-            self.is_dead = True
-            assert renew is not None, "the death of a server ends the evaluation"
-            renew()
-        return super().generate(*args, **kwargs)
-
-    def take_weights(self, offer: WeightOffer) -> None:
-        super().take_weights(offer)
-        self.is_dead = False
+            self.has_weights = False
+        return super().advance(jobs, seconds)
 
 
-class DyingInStep(DyingInEvaluation):
+class DyingInStep(FixedWorker):
     """Has a server that dies in step 1."""
 
-    def generate(self, *args: Any, renew: Callable[[], None] | None = None, **kwargs: Any) -> Generated:
-        if "train" in args[3] and self.taken == [0]:
-            self.is_dead = True
-            assert renew is not None, "the death of a server ends the step"
-            renew()
-        return FixedRollout.generate(self, *args, **kwargs)
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
+        if self.taken == [0] and jobs and not jobs[0].sampling.greedy:
+            self.has_weights = False
+        return super().advance(jobs, seconds)
+
+
+class FixedRollout(LocalRollout):
+    """Replicas that take no tensors."""
+
+    def __init__(self, worker: FixedWorker, *, is_server: bool = False) -> None:
+        super().__init__(LocalGroup([worker]), is_server=is_server)
+        self.device_share = None
+        self._worker = worker
+
+    def can_generate(self) -> bool:
+        return self._worker.has_weights
+
+    def meet(self, actor: Actor) -> None: ...
+
+    def take_weights(self, offer: WeightOffer) -> None:
+        self._worker.take_version(offer.version)
 
 
 class FixedActor(Actor):
@@ -167,27 +163,27 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
 
 
 def test_metrics_and_samples_of_a_step_are_written_even_if_its_updates_are_not_finite(tmp_path: Path) -> None:
-    metrics, samples = loop(tmp_path, FixedActor(math.nan), FixedRollout(9))
+    metrics, samples = loop(tmp_path, FixedActor(math.nan), FixedRollout(FixedWorker(9)))
     assert [(row["step"], row["skipped_updates"]) for row in metrics] == [(1, MOST_SKIPPED)]
     assert "response_length/mean" in metrics[0]
     assert {sample["step"] for sample in samples} == {1}
 
 
 @pytest.mark.parametrize(
-    ("dies", "taken"), [(DyingRollout, [0, 1, 1]), (DyingInEvaluation, [0, 1, 1]), (DyingInStep, [0, 0, 1])]
+    ("dies", "taken"), [(DyingWorker, [0, 1, 1]), (DyingInEvaluation, [0, 1, 1]), (DyingInStep, [0, 0, 1])]
 )
 def test_a_server_that_was_started_again_gets_the_weights_of_now_and_answers(
-    dies: type[DyingRollout], taken: list[int], tmp_path: Path
+    dies: type[FixedWorker], taken: list[int], tmp_path: Path
 ) -> None:
-    rollout = dies(3)
-    metrics, _ = loop(tmp_path, FixedActor(1.0), rollout)
-    assert rollout.taken == taken
+    worker = dies(3)
+    metrics, _ = loop(tmp_path, FixedActor(1.0), FixedRollout(worker, is_server=True))
+    assert worker.taken == taken
     assert [row["step"] for row in metrics if "eval/accuracy" in row] == [1]
 
 
 def test_metrics_of_a_step_are_written_even_if_its_evaluation_fails(tmp_path: Path) -> None:
     # The rollout answers before training and in step 1, but not in the evaluation after it.
-    metrics, samples = loop(tmp_path, FixedActor(1.0), FixedRollout(2))
+    metrics, samples = loop(tmp_path, FixedActor(1.0), FixedRollout(FixedWorker(2)))
     assert [row["step"] for row in metrics] == [1]
     assert metrics[0]["grad_norm"] == 1.0
     assert "eval/accuracy" not in metrics[0]
@@ -206,8 +202,8 @@ class NoSession:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def launch(self, *_: Any) -> dict[str, None]:
-        return {"rollout": None}
+    def launch(self, *_: Any) -> dict[str, Any]:
+        return {"rollout": LocalGroup([None])}
 
     def progress(self) -> dict[str, Any]:
         return {}
@@ -232,20 +228,17 @@ def test_an_evaluation_that_fails_is_a_failed_run_and_leaves_its_logs_to_the_nex
 
 
 def test_an_evaluation_tells_the_chance_that_one_of_k_completions_is_right() -> None:
-    class Halves(FixedRollout):
+    class Halves(FixedWorker):
         """Answers each prompt rightly the first time, and wrongly the other three times."""
 
-        def generate(self, prompts: Sequence[Prompt], n_samples: int, *args: Any, **kwargs: Any) -> Generated:
-            generated = super().generate(prompts, n_samples, *args, **kwargs)
-            for index, sample in enumerate(generated.samples):
-                text = str(sample.prompt.ground_truth) if index % n_samples == 0 else "no number"
-                generated.samples[index] = replace(sample, response_text=text)
-            return generated
+        def texts(self, jobs: Sequence[Job]) -> list[str]:
+            return [text for job in jobs for text in [str(job.prompt.ground_truth), *["no number"] * 3]]
 
     keys = ["valid_dataset.limit=3", "evaluator.greedy=false", "evaluator.n_samples=4"]
-    evaluator = train.set_up(load_recipe(QUICKSTART, keys, TrainRecipe)).evaluator
-    assert evaluator is not None
-    measures = evaluator.run(Halves(1)).measures
+    setup = train.set_up(load_recipe(QUICKSTART, keys, TrainRecipe))
+    assert setup.evaluator is not None
+    with Stream(setup.recipe, FixedRollout(Halves(1)), setup.rewards, PhaseTimers(), lambda version: None) as stream:
+        measures = setup.evaluator.run(stream).measures
     assert measures == {
         "accuracy": 0.25, "pass_at/2": 0.5, "pass_at/4": 1.0, "reward": 0.25, "response_length": 2.0,
     }  # fmt: skip
