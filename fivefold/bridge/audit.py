@@ -14,11 +14,13 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_WEIGHT, expected_tensors, is_ignored, is_optional
+from fivefold.bridge.decoder import VALUE_ALIASES, expected_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, StoredTensors, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.bridge.reading import StoredTensors
 from fivefold.bridge.weight_files import WeightFiles, survey
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import VALUE_WEIGHT, Shape
 
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights, as safetensors writes them; others are those of quantized models."""

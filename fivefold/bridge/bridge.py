@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
-from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mappings
+from fivefold.bridge.decoder import mappings
 from fivefold.bridge.finite import is_finite, not_finite_error
 from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.participants import find_part
+from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import EMBEDDING, OUTPUT, Shape
 from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 from fivefold.weights.transport import GATHER_BYTES
@@ -45,11 +47,12 @@ class Bridge:
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape
         self._bucket_bytes = bucket_bytes
-        self._mappings = {mapping.parameter: mapping for mapping in mappings(shape)}
+        self.mappings: dict[str, WeightMapping] = {mapping.parameter: mapping for mapping in mappings(shape)}
+        """The mapping of each parameter of the whole model, by its name, in the model's order."""
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors."""
-        return expected_tensors(self._shape)
+        return {name: full for mapping in self.mappings.values() for name, full in mapping.hf_shapes().items()}
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
@@ -63,13 +66,13 @@ class Bridge:
             ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        check_model(self._mappings, over_stages(shapes, groups), groups)
+        check_model(self.mappings, over_stages(shapes, groups), groups)
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
         with counting(LOADING, sum(parameter.nbytes for parameter in parameters.values())) as count:
             for name, parameter in parameters.items():
-                mapping = self._mappings[name]
-                mapping.fill(parameter, source, groups)
+                mapping = self.mappings[name]
+                fill(parameter, mapping, source, groups)
                 # The filled parameter is checked, not what was read: one check for all experts, on its device.
                 if not is_finite(parameter):
                     suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
@@ -108,18 +111,13 @@ class Bridge:
                 for stack in item.merged(shards):
                     yield Stack(stack.names, stack.tensors.contiguous())
 
-    def mapped(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[WeightMapping, Tensor]]:
-        """Yield this rank's `parameters`, or anything of their names and shapes, each with its mapping."""
-        for name, parameter in parameters.items():
-            yield self._mappings[name], parameter
-
     def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
         """Return what is sent, in order and in parts, the same on every rank."""
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
         stages = over_stages(specs, groups)
-        check_model(self._mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
+        check_model(self.mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
         plan: list[Item] = []
-        for name, mapping in self._mappings.items():
+        for name, mapping in self.mappings.items():
             if mapping.hf_shapes():
                 owner = next(number for number, stage in enumerate(stages) if name in stage)
                 shape, shard_dtype = stages[owner][name]

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Domain, Shape, WeightMapping
+from fivefold.bridge.mapping import Domain, WeightMapping
 from fivefold.bridge.participants import Part
+from fivefold.families.tensors import Shape
 from fivefold.weights.stream import Stack
 
 # torch 2.11 knows only the second name; later versions deprecate it.

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_writer import HFFolder
-from fivefold.bridge.mapping import Domain, WeightMapping
+from fivefold.bridge.mapping import Domain
+from fivefold.bridge.parameters import Parameter
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import BLOCK_BYTES, ShardFiles
 from fivefold.bridge.shard_plan import ShardPlan
@@ -115,28 +116,27 @@ def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
     return turns
 
 
-def shared_blocks(shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups) -> Iterator[Block]:
+def shared_blocks(parameters: Iterable[Parameter], groups: ShardGroups) -> Iterator[Block]:
     """Return the blocks that this rank writes of shards that several ranks may hold, which take turns.
 
     All ranks of the default process group call this together.
 
     Args:
-        shards: this rank's shard of each parameter that it holds, contiguous, in the planned dtype.
+        parameters: this rank's parameters, contiguous, in the planned dtype.
         groups: where this rank stands.
     """
-    return _own_blocks(shards, groups, _turns(groups))
+    return _own_blocks(parameters, groups, _turns(groups))
 
 
-def _own_blocks(
-    shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups, turns: Mapping[Domain, _Turn]
-) -> Iterator[Block]:
+def _own_blocks(parameters: Iterable[Parameter], groups: ShardGroups, turns: Mapping[Domain, _Turn]) -> Iterator[Block]:
     counts: Counter[Domain] = Counter()
-    for mapping, shard in shards:
+    for parameter in parameters:
+        mapping, shard = parameter.mapping, parameter.tensor.detach()
         turn = turns[mapping.domain]
         for piece in mapping.stored_pieces(groups):
             for block in blocks(piece, shard.element_size()):
                 if counts[mapping.domain] % turn.n_ranks == turn.own:
-                    yield block, block.view(shard.detach())
+                    yield block, block.view(shard)
                 counts[mapping.domain] += 1
 
 

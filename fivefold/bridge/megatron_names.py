@@ -20,7 +20,7 @@ from itertools import product
 from typing import Literal
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import ExpertGatedMLP, GatedMLP, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
 from fivefold.families.shape import ModelShape
 
 Spec = Literal["te", "local"]
@@ -96,7 +96,7 @@ def check_rotation(shape: ModelShape) -> None:
 def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:
     """Yield every way in which a checkpoint may store the parameter of `mapping`, the usual one first."""
     layer, name = _split(mapping.parameter)
-    has_experts, is_gated = mapping.domain == "expert", isinstance(mapping, GatedMLP | ExpertGatedMLP)
+    has_experts, is_gated = mapping.domain == "expert", len(mapping.tensors) == 2
     for pattern, stacked, expert_axis, together in product(
         _SPELLINGS.get(name, (name,)) if layer is not None else (name,),
         (True, False) if layer is not None else (False,),

@@ -208,17 +208,24 @@ def _combine(statistics_4N: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
 
 
 class WeightGradient:
-    """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` if it has one."""
+    """Sum over chunks of grad_logits.T @ hidden in float32, in the parameter's `main_grad` if it has one.
+
+    A frozen weight has no gradient, and nothing is summed for it.
+    """
 
     def __init__(self, weight: torch.Tensor, real_rows: int) -> None:
         self.weight = weight
         self.real_rows = real_rows
-        buffer = main_grad(weight)
-        self.is_main_grad = buffer is not None
-        self.total = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
+        self.buffer = main_grad(weight)
+        self.total = self.buffer
+        if weight.requires_grad and self.buffer is None:
+            self.total = torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        add_matmul(self.total[: self.real_rows], grad_logits.t(), hidden)
+        if self.total is not None:
+            add_matmul(self.total[: self.real_rows], grad_logits.t(), hidden)
 
     def result(self) -> torch.Tensor | None:
-        return mark_accumulated(self.weight) if self.is_main_grad else self.total.to(self.weight.dtype)
+        if self.total is None:
+            return None
+        return self.total.to(self.weight.dtype) if self.buffer is None else mark_accumulated(self.weight)

@@ -15,12 +15,13 @@ from fivefold.algorithms.loss import Loss
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
+from fivefold.bridge.parameters import trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights, HeldWeight
+from fivefold.engine.ema import EMAWeights
 from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.kernels.flash import flash_kernels
@@ -42,6 +43,7 @@ from fivefold.families.check import check_attention, check_layout
 from fivefold.families.fsdp_check import check_fsdp
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import ALL, NONE, Trained
 from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
@@ -70,6 +72,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -82,6 +85,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
+            trained: the tensors that the optimizer changes; the others stay as they are, in the config's dtype.
 
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
@@ -104,12 +108,12 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self.head: Head = model_head(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
-        trains = optimizer is not None
+        learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
         self.model = build_model(
-            self._folder, config, self.shape, known, self.head, self.groups, self._device, trains=trains
+            self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
         )
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
-        self.shards = Shards(self.model, self.shape, known, self.groups)
+        self.shards = Shards(self.model, self.shape, known, learning, self.groups)
         self._load(seed, stored)
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
@@ -117,9 +121,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             self.optimizer = Optimizer(
                 optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, total_steps
             )
-            self._state = TrainingState(
-                self.optimizer, known, expected_tensors(self.shape), self.groups.weights, layout, TorchGenerators()
-            )
+            self._state = TrainingState(self.optimizer, self.shards.parameters, layout, TorchGenerators())
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
@@ -208,19 +210,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""
-        weights = {
-            shard.mapping.parameter: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
-        }
-        weights |= {
-            each.mapping.parameter: HeldWeight(each.mapping, each.values_E, is_stored=each.is_stored)
-            for each in self.shards.offsets
-        }
-        return EMAWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
+        return EMAWeights(self.shards.parameters, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        sharded = {shard.mapping.parameter: shard.values_N for shard in self.shards}
-        return sharded | {each.mapping.parameter: each.values_E for each in self.shards.offsets}
+        return {parameter.name: parameter.values_N for parameter in self.shards.parameters}
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)
@@ -262,5 +256,5 @@ class FSDPEngine(SharedVerbs[Optimizer]):
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of the accumulated gradients."""
-        grads = [shard.parameter.grad for shard in self.shards]
+        grads = [shard.tensor.grad for shard in self.shards]
         return sum(local_elements(grad).nbytes for grad in grads if grad is not None)

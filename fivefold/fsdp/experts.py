@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fivefold.bridge.mapping import Shape
+from fivefold.families.tensors import Shape
 
 _SUFFIX = "_rows"
 
@@ -24,7 +24,9 @@ def shard_by_rows(experts: nn.Module) -> None:
     for name, matrices in list(experts.named_parameters(recurse=False)):
         if matrices.dim() == 3:
             delattr(experts, name)
-            experts.register_parameter(f"{name}{_SUFFIX}", nn.Parameter(matrices.detach().flatten(0, 1)))
+            experts.register_parameter(
+                f"{name}{_SUFFIX}", nn.Parameter(matrices.detach().flatten(0, 1), matrices.requires_grad)
+            )
             views[name] = property(_View(name, matrices.shape[0]))
     experts.__class__ = type(type(experts).__name__, (type(experts),), views)
 

@@ -98,13 +98,23 @@ def build_model(
     config: EngineConfig,
     shape: ModelShape,
     mappings: Mapping[str, WeightMapping],
+    trained: frozenset[str],
     head: Head,
     groups: Groups,
     device: torch.device,
-    *,
-    trains: bool,
 ) -> PackedModel:
-    """Build the model, sharded and with uninitialised weights: float32 if it is trained, else in the config's dtype."""
+    """Build the model, sharded and with uninitialised weights: float32 where trained, else in the config's dtype.
+
+    Args:
+        folder: folder of the model's config.
+        config: options.
+        shape: shape of the model.
+        mappings: the mapping of each parameter, by its name in memory.
+        trained: names of the parameters that are trained.
+        head: the model's head.
+        groups: the groups of this process.
+        device: the device that it will be on.
+    """
     register_attention()
     hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES)
     dtype = getattr(torch, config.dtype)
@@ -115,7 +125,7 @@ def build_model(
         if groups.tp.size() > 1:
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
         model = PackedModel(decoder, shape, head, groups)
-        _take_local_shapes(model, mappings, groups, torch.float32 if trains else dtype)
+        _take_local_shapes(model, mappings, trained, groups, dtype)
     if shape.is_moe:
         fits = _fits_grouped_matmul(model, dtype, device)
         decoder.set_experts_implementation("grouped_mm" if fits else "eager")
@@ -126,10 +136,10 @@ def build_model(
             gather_latents(layer.self_attn, groups.cp)
         if (experts := getattr(layer.mlp, "experts", None)) is not None:
             shard_by_rows(experts)
-        if trains and config.fsdp.recompute == "full":
+        if trained and config.fsdp.recompute == "full":
             # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    _shard(model, config, groups, device, dtype if trains else None)
+    _shard(model, config, groups, device, dtype if trained else None)
     model.to_empty(device=device)
     with torch.device(device):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=hf_config)
@@ -138,14 +148,20 @@ def build_model(
 
 
 def _take_local_shapes(
-    model: PackedModel, mappings: Mapping[str, WeightMapping], groups: Groups, dtype: torch.dtype
+    model: PackedModel,
+    mappings: Mapping[str, WeightMapping],
+    trained: frozenset[str],
+    groups: Groups,
+    dtype: torch.dtype,
 ) -> None:
-    """Give every parameter the shape that this tensor-parallel rank has of it, and the offsets of routers float32."""
+    """Give every parameter the shape that this tensor-parallel rank has of it, and what is trained float32."""
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            mapping = mappings.get(f"{module_name}.{name}")
+            full_name = f"{module_name}.{name}"
+            mapping, is_trained = mappings.get(full_name), full_name in trained
             shape = parameter.shape if mapping is None else mapping.local_shape(groups.weights)
-            setattr(module, name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            empty = torch.empty(shape, dtype=torch.float32 if is_trained else dtype, device="meta")
+            setattr(module, name, nn.Parameter(empty, requires_grad=is_trained))
         for name, buffer in list(module.named_buffers(recurse=False)):
             # transformers makes some in the dtype of the file's config.
             if f"{module_name}.{name}" in mappings:

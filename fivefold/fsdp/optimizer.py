@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
@@ -48,7 +48,7 @@ class Optimizer:
         Args:
             config: hyper-parameters.
             fields: variant of Adam, number formats of the moments, and where they are kept.
-            shards: this rank's shards, float32.
+            shards: this rank's shards; those that are trained are float32.
             groups: the groups of this process.
             device: the device that the shards are on.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -61,8 +61,8 @@ class Optimizer:
         """Steps made, skipped ones included: the place in the schedule."""
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
-        self._shards = list(shards)
-        self._fixed = [FixedSlice(each.mapping.parameter, each.values_E, each.is_stored) for each in shards.offsets]
+        self._shards = [shard for shard in shards if shard.has_gradient]
+        self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in shards.parameters.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
         self.state = OptimizerState(self._parts, state_format(fields, device))
@@ -70,7 +70,7 @@ class Optimizer:
     def _part(self, shard: Shard) -> StateShard:
         # Norms and biases are the parameters of one dimension, and exempt from weight decay.
         options = self._options[len(shard.shape) > 1]
-        return StateShard(shard.mapping.parameter, shard.parameter, shard.begin, shard.values_N, options)
+        return StateShard(shard.name, shard.tensor, shard.begin, shard.values_N, options)
 
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
@@ -102,13 +102,13 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clear all accumulated gradients."""
         for shard, part in zip(self._shards, self._parts, strict=True):
-            shard.parameter.grad = None
+            shard.tensor.grad = None
             vars(part.weight_N).pop("decoupled_grad", None)
 
     def _gradient(self, shard: Shard) -> Tensor:
         """Return the gradient of a shard, summed over all ranks, float32 [N]."""
-        grad_N = gradient(shard.parameter)
-        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.mapping.parameter):
+        grad_N = gradient(shard.tensor)
+        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.name):
             dist.all_reduce(grad_N, group=self._groups.tp)
         return grad_N
 
@@ -129,11 +129,7 @@ class Optimizer:
 
     def _non_finite(self, grads: list[Tensor]) -> tuple[str, ...]:
         """Return the first few parameters whose gradient is not finite on some rank."""
-        local = [
-            shard.mapping.parameter
-            for shard, grad_N in zip(self._shards, grads, strict=True)
-            if not grad_N.isfinite().all()
-        ]
+        local = [shard.name for shard, grad_N in zip(self._shards, grads, strict=True) if not grad_N.isfinite().all()]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:_LISTED])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:_LISTED]
@@ -149,7 +145,7 @@ def state_format(fields: FSDPOptimizerFields, device: torch.device) -> StateForm
     return StateFormat(kinds, on_host=fields.state_on == "host" and device.type == "cuda")
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter's accumulated gradient, flat; zeros if there is none."""
     return torch.zeros_like(local_elements(parameter)) if parameter.grad is None else local_elements(parameter.grad)
 

@@ -1,6 +1,6 @@
-"""The buffers in which Megatron-Core's DDP lays out the weights and gradients of a model's chunks.
+"""The buffers in which Megatron-Core's DDP lays out trained weights and their gradients.
 
-Without DDP, in a model that is not trained, each parameter has memory of its own.
+A parameter that is not trained has its own memory.
 """
 
 from __future__ import annotations
@@ -9,43 +9,40 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from fivefold.bridge.parameters import Parameter
 from fivefold.engine.contract import Offloadable
 from fivefold.engine.state.host_copy import Parkable
 
 
-def free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
+def free_weights(parameters: Iterable[Parameter]) -> None:
+    """Give the memory of weights without values back where Megatron's DDP allocates it again: of those it trains."""
     for parameter in parameters:
         # One element that looks like a whole tensor, from which DDP can copy.
-        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+        parameter.tensor.data = parameter.tensor.data.new_zeros(()).expand(parameter.tensor.shape)
 
 
 class ChunkBuffers:
     """The memory of the weights and gradients of a model's chunks on this rank."""
 
-    def __init__(self, chunks: Sequence[Any], parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, chunks: Sequence[Any], parameters: Iterable[Parameter]) -> None:
         """Find the memory.
 
         Args:
             chunks: the model's chunks, each inside Megatron's DDP if the model is trained.
-            parameters: the parameters of all chunks.
+            parameters: the parameters of all chunks. DDP has those that gradients change.
         """
         self._chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         self.buffers: list[Any] = [
             buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         """DDP's buffers, each with the data of several parameters and of their gradients."""
+        apart = [each.tensor.data for each in parameters if not each.has_gradient and not each.mapping.keeps_float32]
         self._parkable: dict[Offloadable, list[Parkable]] = {
-            "params": [Parkable(parameter.data) for parameter in parameters]
+            "params": [Parkable(data) for data in (*(buffer.param_data for buffer in self.buffers), *apart)],
+            "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
         }
-        if self.buffers:
-            self._parkable = {
-                "params": [Parkable(buffer.param_data) for buffer in self.buffers],
-                "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
-            }
         self.has_gradients = False
         """Whether the buffers have the gradient of an earlier mini-batch, reduced over the ranks."""
 

@@ -19,13 +19,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
+from fivefold.bridge.audit import check_model
+from fivefold.bridge.gather import over_stages
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
+from fivefold.bridge.parameters import Parameter, Parameters, trained_parameters
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights, HeldWeight
+from fivefold.engine.ema import EMAWeights
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Head, HeadOptions, model_head
 from fivefold.engine.kernels.flash import flash_kernels
@@ -44,11 +47,12 @@ from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
+from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.check import check_attention, check_layout
 from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
+from fivefold.families.tensors import ALL, NONE, Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore import compat, settings
@@ -57,7 +61,7 @@ from fivefold.mcore.bridges import build_bridge
 from fivefold.mcore.buffers import ChunkBuffers, free_weights
 from fivefold.mcore.dispatcher import check_deepep
 from fivefold.mcore.generators import MegatronGenerators
-from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
+from fivefold.mcore.model import Decoder, build_chunks, named_tensors
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
@@ -86,6 +90,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -98,6 +103,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
+            trained: the tensors that the optimizer changes.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
@@ -127,19 +133,16 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._decoders = build_chunks(self._megatron_config, layout, self.shape, spec_provider(config.megatron.kernels))
         self._routers = routers_of(self._decoders)
         self._chunks: list[Any] = list(self._decoders)
-        self.parameters = dict(named_parameters(self._decoders))
-        offsets = dict(named_offsets(self._decoders))
+        self.parameters = self._name_parameters(NONE if optimizer is None else trained)
         if optimizer is not None:
             ddp = settings.ddp_config(config.megatron, layout)
-            free_weights(self.parameters.values())
+            free_weights(self.parameters.with_gradient)
             self._chunks = [
                 DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(self._decoders)
             ]
-        self.weights: dict[str, torch.Tensor] = {**self.parameters, **offsets}
-        """Everything that the model's files hold of this rank: parameters, and offsets of routers."""
         source = WeightSource(config, self._folder, shape)
-        source.load(self._bridge, self.weights, self._shards, seed, self._device)
+        source.load(self._bridge, self.parameters.tensors, self._shards, seed, self._device)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
         self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
@@ -152,22 +155,12 @@ class MegatronEngine(SharedVerbs[Optimizer]):
                 "OptimizerConfig": settings.effective_values(megatron_optimizer),
             }
             form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-            position = rank_grid(layout)[dist.get_rank()]
-            fixed = [
-                FixedSlice(name, offset_E, is_stored=position.dp == position.cp == 0)
-                for name, offset_E in offsets.items()
-            ]
-            self.optimizer = Optimizer(
-                optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps, fixed
-            )
-            mappings = {mapping.parameter: mapping for mapping, _ in self._bridge.mapped(self.weights)}
-            source.refine(self.optimizer, mappings, self.shape, self._shards)
-            self._state = TrainingState(
-                self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
-            )
+            self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
+            source.refine(self.optimizer, self.parameters, self.shape)
+            self._state = TrainingState(self.optimizer, self.parameters, layout, MegatronGenerators())
         self._away: set[Offloadable] = set()
         """What is offloaded."""
-        self._buffers = ChunkBuffers(self._chunks, self.parameters.values())
+        self._buffers = ChunkBuffers(self._chunks, self.parameters)
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
         self.head: Head = model_head(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
@@ -178,6 +171,30 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             flash=flash,
             device=self._device,
         )
+
+    def _name_parameters(self, trained: Trained) -> Parameters[Parameter]:
+        """Return this rank's parameters; those that are not trained require no gradient from now on.
+
+        Raises:
+            WeightMismatchError: the model's parameters are not those of the mappings.
+            ValueError: a parameter holds tensors that are trained and tensors that are not.
+        """
+        mappings, position = self._bridge.mappings, rank_grid(self.layout)[dist.get_rank()]
+        tensors = dict(named_tensors(self._decoders))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_model(mappings, over_stages(shapes, self._shards), self._shards)
+        learning = trained_parameters(mappings.values(), trained)
+        held = []
+        for name, tensor in tensors.items():
+            mapping = mappings[name]
+            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
+            held.append(Parameter(mapping, tensor, name in learning, is_first))
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.requires_grad_(name in learning)
+        for decoder in self._decoders:
+            learns = any(parameter.requires_grad for parameter in decoder.decoder.parameters())
+            decoder.needs_gradient = bool(learning) and (learns or self.layout.pp > 1)
+        return Parameters(held, mappings, learning, self._shards)
 
     def effective_config(self) -> dict[str, Any]:
         """Return the values of all fields of Megatron-Core's configuration, by class."""
@@ -221,8 +238,10 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._buffers.has_gradients = False
         result = super().optim_step()
         if self._load_LE is not None and self.shape.router_bias and not result.skipped:
+            moving = {parameter.tensor for parameter in self.parameters.offsets}
             for router in self._routers:
-                router.balance(self._load_LE[router.layer_number - 1])
+                if router.expert_bias in moving:
+                    router.balance(self._load_LE[router.layer_number - 1])
         self._load_LE = None
         return result
 
@@ -240,23 +259,18 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
-        return self._bridge.export(self.weights, self._shards, readers=readers)
+        return self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""
-        position, held = rank_grid(self.layout)[dist.get_rank()], self.held_weights()
-        weights = {}
-        for mapping, _ in self._bridge.mapped(self.weights):
-            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
-            weights[mapping.parameter] = HeldWeight(mapping, held[mapping.parameter], is_stored=is_first)
-        return EMAWeights(weights, self._bridge.expected_names(), self._shards, decay)
+        return EMAWeights(self.parameters, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        return {name: weight.detach().view(-1) for name, weight in self.weights.items()}
+        return {parameter.name: parameter.values_N for parameter in self.parameters}
 
     def _blocks(self) -> Iterator[Block]:
-        return shared_blocks(self._bridge.mapped(self.weights), self._shards)
+        return shared_blocks(self.parameters, self._shards)
 
     def load(self, folder: Path) -> None:
         """Load the training state; see `SharedVerbs.load`."""

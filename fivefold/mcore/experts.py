@@ -89,6 +89,8 @@ class GroupedLinear(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grouped_mm(grad, weight, ends)
+        if not weight.requires_grad:
+            return grad_x, None, None
         buffer = main_grad(weight)
         if buffer is None:
             return grad_x, grouped_mm(grad.t(), x, ends), None

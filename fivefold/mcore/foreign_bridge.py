@@ -20,8 +20,8 @@ from fivefold.bridge.finite import is_finite
 from fivefold.bridge.gather import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.mapping import TensorReader
 from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
+from fivefold.bridge.reading import TensorReader
 from fivefold.families.shape import ModelShape
 from fivefold.weights.stream import Stack, alone
 
@@ -61,7 +61,7 @@ class ForeignBridge(Bridge, ABC):
             super().load(parameters, source, groups)
             return
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        check_model(self._mappings, over_stages(shapes, groups), groups)
+        check_model(self.mappings, over_stages(shapes, groups), groups)
         checked_source(self._shape, source)
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
@@ -71,7 +71,7 @@ class ForeignBridge(Bridge, ABC):
     def _check_filled(self, parameters: Mapping[str, Tensor], source: TensorReader) -> None:
         """Check that every parameter, which was NaN before, has finite values."""
         left = [name for name, parameter in parameters.items() if not is_finite(parameter)]
-        tensors = {tensor: parameters[name].dtype for name in left for tensor in self._mappings[name].sources()}
+        tensors = {tensor: parameters[name].dtype for name in left for tensor in self.mappings[name].sources()}
         if any(not is_finite(source.read(tensor).to(dtype)) for tensor, dtype in tensors.items()):
             raise not_finite_weights(tensors, source)
         if left:

@@ -29,12 +29,18 @@ class Decoder(GPTModel):
 
     routers: list[Router]
     """The routers of its layers."""
+    needs_gradient = False
+    """Whether a backward pass reaches its layers, though the embedding before them may be frozen."""
 
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
+            if self.needs_gradient and torch.is_grad_enabled() and not hidden.requires_grad:
+                # Reentrant checkpoints (recompute=full) give the weights inside them no gradient, without an error,
+                # unless an input requires one; and a pipeline's schedule differentiates the output of every stage.
+                hidden.requires_grad_()
         padding_T, sequences_T = local.padding_T, local.sequences_T
         if self.config.sequence_parallel:
             padding_T, sequences_T = (
@@ -98,18 +104,15 @@ def build_chunks(
     return chunks
 
 
-def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_tensors(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model.
 
-    A norm has the name of the layer's own module also where it belongs to the linear layer behind it.
+    A norm has the name of the layer's own module also where it belongs to the linear layer after it. The offsets of
+    routers, float32 [E], which are buffers, come last.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             yield _global_name(chunk, name), parameter
-
-
-def named_offsets(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the offsets of this rank's routers, float32 [E], under the same names. No gradient changes them."""
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(".expert_bias"):

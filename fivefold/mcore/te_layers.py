@@ -84,6 +84,8 @@ class TEGroupedLinear(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         weights = weight.detach().unbind()
         _multiply(weights, grads, [grad_x], ctx.sizes, layout="NN", grad=True, single_output=True)
+        if not weight.requires_grad:
+            return grad_x, None, None
         buffer = main_grad(weight)
         total = torch.zeros_like(weight) if buffer is None else buffer
         # Experts without tokens are left as they are.

@@ -13,6 +13,7 @@ from fivefold.algorithms.loss import Loss
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import Share
+from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
@@ -82,6 +83,7 @@ class EngineCase(ABC, Generic[AnEngine]):
         *,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> AnEngine:
         config = {
             "path": str(folder),
@@ -97,5 +99,6 @@ class EngineCase(ABC, Generic[AnEngine]):
             "timeout_s": self.timeout_s,
             "value_head": value_head,
             "value_bias": value_bias,
+            "trained": trained,
         }
         return self._build(config, options)

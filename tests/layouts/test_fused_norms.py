@@ -64,7 +64,7 @@ def names_and_differences(case: Case, folder: Path) -> tuple[list[str], list[str
     files = load_file(folder / "model.safetensors")
     engine = case.engine(folder, OptimizerConfig())
     differ = [name for name, tensor in engine.export_weights() if not torch.equal(tensor, files[name])]
-    return sorted(engine.weights), differ, len(engine.modules_of(NormLinear))
+    return sorted(engine.parameters.tensors), differ, len(engine.modules_of(NormLinear))
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)

@@ -191,7 +191,8 @@ def copies_agree(case: Case, folder: Path, names: tuple[str, ...]) -> bool:
     """In a worker: train, and return whether all ranks that hold one of the named parameters have the same bits."""
     engine = case.engine(folder, OPTIMIZER)
     train(engine, 3)
-    own = [p.detach().view(torch.int16) for n, p in engine.parameters.items() if any(part in n for part in names)]
+    tensors = engine.parameters.tensors.items()
+    own = [p.detach().view(torch.int16) for n, p in tensors if any(part in n for part in names)]
     held = [tensors for tensors in gathered(own) if tensors]
     assert len(held) > 1, "several ranks must hold the parameter"
     return all(torch.equal(*pair) for other in held[1:] for pair in zip(held[0], other, strict=True))
@@ -216,7 +217,7 @@ def gradients_and_norm(case: Case, folder: Path) -> tuple[Tensors, float, set[to
     engine = case.engine(folder, OPTIMIZER)
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     found = whole(engine.gradients())
-    dtypes = {parameter.main_grad.dtype for parameter in engine.parameters.values()}
+    dtypes = {vars(each.tensor)["main_grad"].dtype for each in engine.parameters.with_gradient}
     return {name: tensor.float() for name, tensor in found.items()}, engine.optim_step().grad_norm, dtypes
 
 

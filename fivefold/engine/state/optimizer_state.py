@@ -59,7 +59,7 @@ class Shard:
     """The elements of one parameter whose state this rank keeps."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     start: int
     """First element of the shard, in the flattened parameter."""
     weight_N: torch.Tensor
@@ -244,7 +244,7 @@ class StateSlice:
 
     name: str
     """Name of the parameter, as the engine names it."""
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     """The whole parameter of this rank."""
     start: int
     """First element of the slice, in the flattened parameter."""

@@ -6,20 +6,22 @@ import pytest
 import torch
 
 from fivefold.bridge.gather import Item
-from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Row
+from fivefold.bridge.mapping import WeightMapping, mapping_of
 from fivefold.bridge.participants import RankGroups, parts
+from fivefold.families.tensors import WeightTensor
 from fivefold.weights.stream import unstacked
 
 N_EXPERTS, FFN, HIDDEN = 12, 6, 5
-UP = ExpertGatedMLP("up", "experts.{expert}.gate", "experts.{expert}.up", N_EXPERTS, (FFN, HIDDEN))
-DOWN = ExpertRow("down", "experts.{expert}.down", N_EXPERTS, (HIDDEN, FFN))
+GATE_UP = [
+    WeightTensor(f"experts.{{expert}}.{name}", (FFN, HIDDEN), "rows", n_experts=N_EXPERTS) for name in ("gate", "up")
+]
+UP = mapping_of("up", *GATE_UP)
+DOWN = mapping_of("down", WeightTensor("experts.{expert}.down", (HIDDEN, FFN), "columns", n_experts=N_EXPERTS))
 
 
 @pytest.mark.parametrize(("mapping", "shape"), [(UP, (4, FFN, HIDDEN)), (DOWN, (4, HIDDEN, FFN // 2))])
 @pytest.mark.parametrize("max_bytes", [1, 3 * 2 * 2 * 2 * FFN * HIDDEN, 10**6])
-def test_experts_travel_in_slices_that_fit(
-    mapping: ExpertGatedMLP | ExpertRow, shape: tuple[int, ...], max_bytes: int
-) -> None:
+def test_experts_travel_in_slices_that_fit(mapping: WeightMapping, shape: tuple[int, ...], max_bytes: int) -> None:
     """Three ranks have four experts each, cut over two ranks; merged, the slices are the whole parameter."""
     shards = torch.randn(6, *shape).bfloat16()
     whole = Item(mapping, 0, shape, torch.bfloat16, 6)
@@ -40,7 +42,7 @@ def test_experts_travel_in_slices_that_fit(
 
 
 def test_a_parameter_without_experts_travels_whole() -> None:
-    item = Item(Row("o", "o_proj", (4, 8)), 0, (4, 4), torch.float32, 2)
+    item = Item(mapping_of("o", WeightTensor("o_proj", (4, 8), "columns")), 0, (4, 4), torch.float32, 2)
     assert list(item.slices(1)) == [item]
 
 
