@@ -5,18 +5,17 @@ Hugging Face folder ──load──> parameters of every rank ──export─�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.decoder import mappings
+from fivefold.bridge.export import Export, over_stages
 from fivefold.bridge.finite import is_finite, not_finite_error
-from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import WeightMapping
-from fivefold.bridge.participants import find_part
 from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
@@ -80,15 +79,15 @@ class Bridge:
         if suspects:
             raise not_finite_weights(suspects, source)
 
-    def export(
+    def exporter(
         self,
         parameters: Mapping[str, Tensor],
         groups: ShardGroups,
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
-    ) -> Iterator[Stack]:
-        """Yield every Hugging Face tensor, full, on the ranks that read them; on the others, outlines on `meta`.
+    ) -> Iterable[Stack]:
+        """Return what yields every Hugging Face tensor, full, on the ranks that read them; on others, `meta` outlines.
 
         The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
         parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
@@ -104,26 +103,18 @@ class Bridge:
         Raises:
             WeightMismatchError: on every rank, unless `parameters` are those of the model, all in their shapes.
         """
-        plan = self._plan(parameters, groups, dtype)
-        part = find_part(groups, readers)
-        for bucket in buckets(plan, self._bucket_bytes):
-            for item, shards in zip(bucket, gather(bucket, parameters, groups, part), strict=True):
-                for stack in item.merged(shards):
-                    yield Stack(stack.names, stack.tensors.contiguous())
+        return Export(self.mappings, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
 
-    def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
-        """Return what is sent, in order and in parts, the same on every rank."""
-        specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
-        stages = over_stages(specs, groups)
-        check_model(self.mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
-        plan: list[Item] = []
-        for name, mapping in self.mappings.items():
-            if mapping.hf_shapes():
-                owner = next(number for number, stage in enumerate(stages) if name in stage)
-                shape, shard_dtype = stages[owner][name]
-                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups))
-                plan += item.slices(self._bucket_bytes)
-        return plan
+    def export(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: ShardGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        readers: frozenset[int] | None = None,
+    ) -> Iterator[Stack]:
+        """Yield every Hugging Face tensor once, as `exporter` does each time."""
+        yield from self.exporter(parameters, groups, dtype=dtype, readers=readers)
 
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:

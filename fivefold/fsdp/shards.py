@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import LOADING, checked_source, not_finite_weights
+from fivefold.bridge.export import all_gather
 from fivefold.bridge.finite import is_finite
-from fivefold.bridge.gather import all_gather
 from fivefold.bridge.hf_saver import Block, blocks
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.parameters import Parameter, Parameters

@@ -6,7 +6,7 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
 from fivefold.bridge.audit import check_model
-from fivefold.bridge.gather import over_stages
+from fivefold.bridge.export import over_stages
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.bridge.parameters import Parameter, Parameters, trained_parameters
@@ -158,6 +158,8 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
             source.refine(self.optimizer, self.parameters, self.shape)
             self._state = TrainingState(self.optimizer, self.parameters, layout, MegatronGenerators())
+        self._exports: dict[frozenset[int] | None, Iterable[Stack]] = {}
+        """What has been exported to which readers."""
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._buffers = ChunkBuffers(self._chunks, self.parameters)
@@ -259,7 +261,9 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
-        return self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
+        if readers not in self._exports:
+            self._exports[readers] = self._bridge.exporter(self.parameters.tensors, self._shards, readers=readers)
+        return iter(self._exports[readers])
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""

@@ -7,7 +7,8 @@ expert is a parameter of its own. `presented` shows our parameters as such: what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import Bridge, checked_source, not_finite_weights
+from fivefold.bridge.export import over_stages
 from fivefold.bridge.finite import is_finite
-from fivefold.bridge.gather import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
@@ -80,23 +81,36 @@ class ForeignBridge(Bridge, ABC):
                 "set bridge_type to fivefold"
             )
 
-    def export(
+    def exporter(
         self,
         parameters: Mapping[str, Tensor],
         groups: ShardGroups,
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
-    ) -> Iterator[Stack]:
-        """Yield every Hugging Face tensor as the package exports it, on all ranks; see `Bridge.export`."""
+    ) -> Iterable[Stack]:
+        """Return what yields every Hugging Face tensor as the package exports it; see `Bridge.exporter`."""
         reads = readers is None or torch.distributed.get_rank() in readers
+        return _TheirExport(lambda: self._exported(parameters, groups), dtype, reads)
+
+
+@dataclass(frozen=True)
+class _TheirExport:
+    """Yields the tensors of a package's export."""
+
+    exported: Callable[[], Iterator[tuple[str, Tensor]]]
+    dtype: torch.dtype | None
+    reads: bool
+    """Whether this rank reads the tensors."""
+
+    def __iter__(self) -> Iterator[Stack]:
         sent: set[str] = set()
-        for name, tensor in self._exported(parameters, groups):
+        for name, tensor in self.exported():
             # The last stage of a pipeline has a copy of a tied embedding.
             if name not in sent:
                 sent.add(name)
-                tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
-                yield alone(name, tensor.contiguous() if reads else tensor.to("meta"))
+                tensor = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+                yield alone(name, tensor.contiguous() if self.reads else tensor.to("meta"))
 
 
 def presented(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:

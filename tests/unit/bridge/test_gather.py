@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.bridge.gather import Item
+from fivefold.bridge.export import Item
 from fivefold.bridge.mapping import WeightMapping, mapping_of
 from fivefold.bridge.participants import RankGroups, parts
 from fivefold.families.tensors import WeightTensor

@@ -1,4 +1,4 @@
-"""The collectives of an export, which make full tensors of shards, in buckets.
+"""The export of a model: shards become full tensors, in buckets, by collectives.
 
     shard ──all-gather over ETP, TP──> ──all-gather over EP──> [n, *local shape] ──broadcast over PP──> readers
 
@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.bridge.audit import check_model
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Domain, WeightMapping
-from fivefold.bridge.participants import Part
+from fivefold.bridge.participants import Part, find_part
 from fivefold.families.tensors import Shape
 from fivefold.weights.stream import Stack
 
@@ -62,6 +63,51 @@ class Item:
     def merged(self, shards: Tensor) -> Iterator[Stack]:
         """Yield the full Hugging Face tensors of its shards, [n_shards, *shape]."""
         yield from self.mapping.merge(shards, self.first)
+
+
+class Export:
+    """Yields every Hugging Face tensor of a model, each time that it is iterated over; see `Bridge.exporter`.
+
+    All ranks build it together, which costs a few collectives of its own, and iterate over it together.
+
+    Args:
+        mappings: the mappings of the whole model.
+        tensors: this rank's tensors by the parameters' names.
+        groups: where this rank stands.
+        dtype: what tensors are converted to before they are sent; None leaves them as they are.
+        readers: the ranks that read the tensors; None: all.
+        bucket_bytes: most bytes of full tensors that exist at one time, unless one parameter is larger.
+    """
+
+    def __init__(
+        self,
+        mappings: Mapping[str, WeightMapping],
+        tensors: Mapping[str, Tensor],
+        groups: ShardGroups,
+        *,
+        dtype: torch.dtype | None,
+        readers: frozenset[int] | None,
+        bucket_bytes: int,
+    ) -> None:
+        self._tensors, self._groups = tensors, groups
+        self._part = find_part(groups, readers)
+        specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in tensors.items()}
+        stages = over_stages(specs, groups)
+        check_model(mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
+        plan: list[Item] = []
+        for name, mapping in mappings.items():
+            if mapping.hf_shapes():
+                owner = next(number for number, stage in enumerate(stages) if name in stage)
+                shape, shard_dtype = stages[owner][name]
+                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups))
+                plan += item.slices(bucket_bytes)
+        self._buckets = list(buckets(plan, bucket_bytes))
+
+    def __iter__(self) -> Iterator[Stack]:
+        for bucket in self._buckets:
+            for item, shards in zip(bucket, gather(bucket, self._tensors, self._groups, self._part), strict=True):
+                for stack in item.merged(shards):
+                    yield Stack(stack.names, stack.tensors.contiguous())
 
 
 def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
