@@ -32,7 +32,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenFile, WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenFile, WrittenPart
 
 Result = TypeVar("Result")
 
@@ -240,7 +240,7 @@ class Checkpointer:
     def _files(self, begun: _Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""
         # Imported here: torch.distributed.checkpoint takes half a second, which a driver without checkpoints saves.
-        from fivefold.engine.state.state_store import finish
+        from fivefold.engine.state.dcp_files import finish
 
         files: dict[str, FileEntry] = {}
         for name, owner in self._owners.items():

@@ -19,7 +19,7 @@ from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
     from fivefold.engine.ema import EMAWeights
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
@@ -109,7 +109,7 @@ class TrainingEngine(Protocol):
         """Copy this rank's part of the training state to host memory, to be written to `folder`.
 
         Training may go on when this returns. The folder is whole when all ranks have written their part, and
-        `state_store.finish` has written the index.
+        `dcp_files.finish` has written the index.
 
         Args:
             folder: the folder of the state.

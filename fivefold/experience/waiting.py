@@ -31,7 +31,7 @@ from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 SAMPLED_WITH = (
     "gconfig.greedy",

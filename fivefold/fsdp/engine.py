@@ -37,7 +37,7 @@ from fivefold.engine.passes import (
 )
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.check import check_attention, check_layout
 from fivefold.families.fsdp_check import check_fsdp

@@ -13,15 +13,9 @@ from torch import Tensor
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
 from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import (
-    AdamStep,
-    FixedSlice,
-    OptimizerState,
-    StateFormat,
-    StateKind,
-    StateSlice,
-)
+from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind
 from fivefold.engine.state.optimizer_state import Shard as StateShard
+from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_shared_by_heads
@@ -93,7 +87,7 @@ class Optimizer:
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter with optimizer state, and what no gradient changes."""
-        yield from self.state.slices()
+        yield from state_slices(self.state)
         yield from self._fixed
 
     def finish_loading(self) -> None:

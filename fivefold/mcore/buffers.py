@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from fivefold.bridge.parameters import Parameter
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.state.parkable import Parkable
 
 
 def free_weights(parameters: Iterable[Parameter]) -> None:

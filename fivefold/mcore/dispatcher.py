@@ -16,6 +16,7 @@ device sorts them.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,7 +31,6 @@ from torch import nn
 
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.kernels.elementwise import sum_rows
-from fivefold.engine.state.host_copy import HostCopy
 
 
 def check_deepep(config: MegatronConfig) -> None:
@@ -105,7 +105,7 @@ class SortingDispatcher(MoETokenDispatcher):
         self.received_SE = counts_SE[:, first : first + self.n_local_experts].contiguous()
         if self.ep_size > 1:
             sent = counts_SE[self.ep_group.rank()].view(self.ep_size, self.n_local_experts).sum(1)
-            self.splits = HostCopy(torch.stack((sent, self.received_SE.sum(1))))
+            self.splits = _HostCopy(torch.stack((sent, self.received_SE.sum(1))))
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the rows of all expert-tensor ranks. Each of them uses all rows, so their gradients are summed."""
@@ -164,6 +164,33 @@ class SortingDispatcher(MoETokenDispatcher):
         if self.ep_size > 1:
             del self.splits, self.order_N, self.inverse_N
         return tokens if self.shared_experts is None else tokens + self.shared_experts.get_output()
+
+
+class _HostCopy:
+    """The values of a small tensor on their way to the host, while the device works on what was queued after them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = values
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            stream = _copy_stream(values.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            with torch.cuda.stream(stream):
+                self._host.copy_(values, non_blocking=True)
+                self._copied = stream.record_event()
+            values.record_stream(stream)
+
+    def tolist(self) -> list[Any]:
+        """Return the values; the host waits until they have arrived, and for nothing else."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def invert(order_N: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import AdamStep, FixedSlice, OptimizerState, Shard, StateFormat, StateSlice
+from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.types import StepResult
 
 
@@ -99,7 +100,7 @@ class Optimizer:
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
-        yield from self.state.slices()
+        yield from state_slices(self.state)
         yield from self._fixed
 
     def finish_loading(self) -> None:

@@ -18,7 +18,7 @@ from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.bridge.reading import fill_range
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.engine.state.optimizer_state import FixedSlice
+from fivefold.engine.state.slices import FixedSlice
 from fivefold.families.shape import ModelShape
 from fivefold.mcore.optimizer import Optimizer
 

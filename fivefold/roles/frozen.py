@@ -20,7 +20,7 @@ from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import Model, TrainerWorker
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 class FrozenModel(ModelHandle):

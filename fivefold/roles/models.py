@@ -27,7 +27,7 @@ from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult, WriteFailed
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 Result = TypeVar("Result")
 

@@ -39,7 +39,7 @@ from fivefold.weights.buckets import Bucket, unpack
 if TYPE_CHECKING:
     from fivefold.engine.contract import Snapshot
     from fivefold.engine.ema import EMAWeights
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""

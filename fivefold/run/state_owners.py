@@ -21,7 +21,7 @@ from fivefold.roles.models import TrainedModel
 from fivefold.run.resume import load_state
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 @dataclass(frozen=True)

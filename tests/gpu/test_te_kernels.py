@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch

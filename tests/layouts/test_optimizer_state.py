@@ -64,7 +64,7 @@ def weights_after(case: Case, folder: Path, n_steps: int, bucket_size: int) -> t
         optimizer_state.BUCKET_SIZE = 2**25
     train(engine, n_steps)
     state = [part.get(kind).clone() for part in engine.optimizer.slices() for kind in optimizer_state.STATE_KINDS]
-    return whole(engine.export_weights()), state, len(engine.optimizer.state._buckets)
+    return whole(engine.export_weights()), state, len(engine.optimizer.state.buckets)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,7 @@ def test_master_weights_have_all_digits_of_the_files(
 def stored_dtypes(case: Case, folder: Path) -> set[tuple[str, torch.dtype]]:
     """In a worker: return kind and dtype of the tensors of state."""
     engine = case.engine(folder, OPTIMIZER)
-    return {
-        (kind, tensor.dtype) for bucket in engine.optimizer.state._buckets for kind, tensor in bucket.stored.items()
-    }
+    return {(kind, tensor.dtype) for bucket in engine.optimizer.state.buckets for kind, tensor in bucket.stored.items()}
 
 
 def test_each_kind_of_state_is_stored_in_its_own_precision(workers: Workers, models: Path) -> None:

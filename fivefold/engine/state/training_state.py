@@ -20,7 +20,8 @@ from torch import Tensor
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.parameters import Parameters
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state.optimizer_state import STATE_KINDS, FixedSlice, StateKind, StateSlice
+from fivefold.engine.state.optimizer_state import STATE_KINDS, StateKind
+from fivefold.engine.state.slices import FixedSlice, StateSlice
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.state.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout

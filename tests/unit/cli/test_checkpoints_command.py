@@ -21,7 +21,8 @@ from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.state.state_store import StateWriter, StoredRange, finish
+from fivefold.engine.state.dcp_files import finish
+from fivefold.engine.state.state_store import StateWriter, StoredRange
 from fivefold.families.read import load_shape
 from tests.e2e.documents import DOCS, indented_commands
 from tests.unit.checkpoints.examples import manifest_of, run_state, save

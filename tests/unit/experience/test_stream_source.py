@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.experience import waiting
 from fivefold.experience.source import Experience
 from fivefold.experience.step import StepSource

@@ -11,7 +11,7 @@ from fivefold.checkpoints.changes import Change
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.store import Checkpoint
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.waiting import SAMPLED_WITH, WaitingGroups, taken_over
 from fivefold.rollout.protocol import Begun, GenerationRequest
 from tests.unit.checkpoints.examples import run_state

@@ -1,9 +1,6 @@
-"""Tensors whose device memory is given back for a while, and small values on their way to the host."""
+"""Tensors whose device memory is given back for a while."""
 
 from __future__ import annotations
-
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -61,30 +58,3 @@ class Parkable:
                 for start in starts
             ]
         return list(zip(starts, self._chunks, strict=True))
-
-
-class HostCopy:
-    """The values of a small tensor on their way to the host, while the device goes on with what comes behind them."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._host = values
-        self._copied: torch.cuda.Event | None = None
-        if values.is_cuda:
-            stream = _copy_stream(values.device)
-            stream.wait_stream(torch.cuda.current_stream())
-            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            with torch.cuda.stream(stream):
-                self._host.copy_(values, non_blocking=True)
-                self._copied = stream.record_event()
-            values.record_stream(stream)
-
-    def tolist(self) -> list[Any]:
-        """Return the values; the host waits until they have arrived, and for nothing else."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host.tolist()
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
