@@ -50,6 +50,7 @@ class Optimizer:
         self._config = config
         self._decoupled = fields.decoupled_weight_decay
         self._groups = groups
+        self._device = device
         self._total_steps = total_steps
         self.steps = 0
         """Steps made, skipped ones included: the place in the schedule."""
@@ -115,9 +116,8 @@ class Optimizer:
             for shard, grad_N in zip(self._shards, grads, strict=True)
             if leads or shard.mapping.domain != "replicated"
         ]
-        square = (
-            torch.stack([torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]).square().sum()
-        )
+        norms = [torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(square)
         return math.sqrt(float(square))
 

@@ -5,11 +5,11 @@ A parameter that is not trained has its own memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from fivefold.bridge.parameters import Parameter
 from fivefold.engine.contract import Offloadable
@@ -46,20 +46,20 @@ class ChunkBuffers:
         self.has_gradients = False
         """Whether the buffers have the gradient of an earlier mini-batch, reduced over the ranks."""
 
-    @contextmanager
-    def earlier_gradients(self) -> Iterator[None]:
-        """Set the gradient of earlier mini-batches aside, and add it again at the end.
+    def set_gradients_aside(self) -> list[Tensor]:
+        """Clear the gradient of earlier mini-batches, and return it.
 
-        It is already reduced over the ranks, and would be reduced a second time if it stayed in the buffers.
+        It is already summed over the ranks, and would be summed a second time if it stayed in the buffers.
         """
-        earlier = [buffer.grad_data.clone() for buffer in self.buffers] if self.has_gradients else []
-        if earlier:
-            for chunk in self._chunks:
-                chunk.zero_grad_buffer()
-        yield
-        for buffer, gradients in zip(self.buffers, earlier, strict=False):
+        earlier = [buffer.grad_data.clone() for buffer in self.buffers]
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        return earlier
+
+    def add_gradients(self, earlier: Sequence[Tensor]) -> None:
+        """Add what `set_gradients_aside` has returned."""
+        for buffer, gradients in zip(self.buffers, earlier, strict=True):
             buffer.grad_data += gradients
-        self.has_gradients = True
 
     def park(self, what: Collection[Offloadable]) -> int:
         """Give device memory back: parameters are copied to the host, gradients are lost. Returns the freed bytes."""

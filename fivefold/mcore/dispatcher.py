@@ -17,44 +17,16 @@ device sorts them.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
-from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.kernels.elementwise import sum_rows
-
-
-def check_deepep(config: MegatronConfig) -> None:
-    """Refuse DeepEP's dispatcher where it is not installed.
-
-    Raises:
-        ValueError: `token_dispatcher` is `flex`, and there is no package `deep_ep`.
-    """
-    if config.token_dispatcher == "flex" and find_spec("deep_ep") is None:
-        raise ValueError(
-            "token_dispatcher=flex exchanges tokens by DeepEP, and the package deep_ep is not installed here: build it "
-            "(https://github.com/deepseek-ai/DeepEP), or set token_dispatcher to alltoall"
-        )
-
-
-def install(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Give every MoE layer a `SortingDispatcher`, unless the recipe chooses another dispatcher."""
-    if config.moe_token_dispatcher_type != "alltoall":
-        return
-    for module in decoder.modules():
-        if isinstance(module, MoELayer):
-            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, groups)
-            if config.moe_shared_expert_overlap and module.use_shared_expert:
-                module.token_dispatcher.set_shared_experts(module.shared_experts)
 
 
 class SortingDispatcher(MoETokenDispatcher):

@@ -19,15 +19,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
-from fivefold.bridge.audit import check_model
-from fivefold.bridge.export import over_stages
-from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
-from fivefold.bridge.parameters import Parameter, Parameters, trained_parameters
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Head, HeadOptions, model_head
@@ -47,27 +42,15 @@ from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import LocalSequences
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state.optimizer_state import StateFormat
-from fivefold.engine.state.training_state import TrainingState
-from fivefold.families.check import check_attention, check_layout
-from fivefold.families.megatron_check import check_megatron
-from fivefold.families.read import load_shape
-from fivefold.families.tensors import ALL, NONE, Trained
-from fivefold.layout.grid import rank_grid
+from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
-from fivefold.mcore import compat, settings
-from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.bridges import build_bridge
-from fivefold.mcore.buffers import ChunkBuffers, free_weights
-from fivefold.mcore.dispatcher import check_deepep
-from fivefold.mcore.generators import MegatronGenerators
-from fivefold.mcore.model import Decoder, build_chunks, named_tensors
+from fivefold.mcore.buffers import ChunkBuffers
+from fivefold.mcore.build import Training, build
+from fivefold.mcore.layers import PackedSequences
+from fivefold.mcore.model import Decoder
 from fivefold.mcore.optimizer import Optimizer
-from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
-from fivefold.mcore.specs import check_transformer_engine, spec_provider
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
-from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
 from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
@@ -108,95 +91,34 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
-        compat.prepare()
-        if config.megatron.use_deterministic_algorithms:
-            make_deterministic()
         layout = with_stages(layout, config.megatron)
-        self.config, self.layout = config, layout
-        self._folder = resolve_model_folder(config.path)
-        shape = load_shape(self._folder)
-        self.shape = shape
-        if value_head:
-            self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
-        check_layout(layout, shape)
-        check_attention(config, shape)
-        check_megatron(config, shape, layout)
-        check_deepep(config.megatron)
-        check_transformer_engine(config.megatron.kernels)
-        self.groups = initialize_parallel(layout, seed, timeout_s)
-        self._shards = shard_groups(self.groups)
-        self._device = torch.device(torch.cuda.current_device())
-        flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self._megatron_config = settings.transformer_config(config, layout, self.shape)
-        self._group_size: int = self._megatron_config.microbatch_group_size_per_vp_stage
-        self._bridge = build_bridge(config, self.shape, self._folder, self._megatron_config)
-        self._decoders = build_chunks(self._megatron_config, layout, self.shape, spec_provider(config.megatron.kernels))
-        self._routers = routers_of(self._decoders)
-        self._chunks: list[Any] = list(self._decoders)
-        self.parameters = self._name_parameters(NONE if optimizer is None else trained)
-        if optimizer is not None:
-            ddp = settings.ddp_config(config.megatron, layout)
-            free_weights(self.parameters.with_gradient)
-            self._chunks = [
-                DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
-                for index, chunk in enumerate(self._decoders)
-            ]
-        source = WeightSource(config, self._folder, shape)
-        source.load(self._bridge, self.parameters.tensors, self._shards, seed, self._device)
+        training = None if optimizer is None else Training(optimizer, total_steps, trained)
+        built = build(config, layout, seed, training, timeout_s, value_head=value_head, value_bias=value_bias)
+        self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
+        self.groups, self._shards = built.groups, built.shards
+        self._megatron_config, self._effective = built.megatron, built.effective
+        self._group_size: int = built.megatron.microbatch_group_size_per_vp_stage
+        self._bridge, self._decoders, self._chunks = built.bridge, built.decoders, built.chunks
+        self._routers = routers_of(built.decoders)
+        self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
+        self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
-        self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
-        self.optimizer: Optimizer | None = None
-        self._state: TrainingState | None = None
-        if optimizer is not None:
-            megatron_optimizer = settings.optimizer_config(config, optimizer)
-            self._effective |= {
-                "DistributedDataParallelConfig": settings.effective_values(ddp),
-                "OptimizerConfig": settings.effective_values(megatron_optimizer),
-            }
-            form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-            self.optimizer = Optimizer(optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps)
-            source.refine(self.optimizer, self.parameters, self.shape)
-            self._state = TrainingState(self.optimizer, self.parameters, layout, MegatronGenerators())
         self._exports: dict[frozenset[int] | None, Iterable[Stack]] = {}
         """What has been exported to which readers."""
         self._away: set[Offloadable] = set()
         """What is offloaded."""
-        self._buffers = ChunkBuffers(self._chunks, self.parameters)
+        self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = model_head(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head: Head = model_head(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
             same_length=config.megatron.token_dispatcher == "allgather" or layout.gathers_replicas,
-            flash=flash,
+            flash=flash_kernels(config.attn_impl, config.dtype, self._device),
             device=self._device,
         )
-
-    def _name_parameters(self, trained: Trained) -> Parameters[Parameter]:
-        """Return this rank's parameters; those that are not trained require no gradient from now on.
-
-        Raises:
-            WeightMismatchError: the model's parameters are not those of the mappings.
-            ValueError: a parameter holds tensors that are trained and tensors that are not.
-        """
-        mappings, position = self._bridge.mappings, rank_grid(self.layout)[dist.get_rank()]
-        tensors = dict(named_tensors(self._decoders))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        check_model(mappings, over_stages(shapes, self._shards), self._shards)
-        learning = trained_parameters(mappings.values(), trained)
-        held = []
-        for name, tensor in tensors.items():
-            mapping = mappings[name]
-            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
-            held.append(Parameter(mapping, tensor, name in learning, is_first))
-            if isinstance(tensor, torch.nn.Parameter):
-                tensor.requires_grad_(name in learning)
-        for decoder in self._decoders:
-            learns = any(parameter.requires_grad for parameter in decoder.decoder.parameters())
-            decoder.needs_gradient = bool(learning) and (learns or self.layout.pp > 1)
-        return Parameters(held, mappings, learning, self._shards)
 
     def effective_config(self) -> dict[str, Any]:
         """Return the values of all fields of Megatron-Core's configuration, by class."""
@@ -221,8 +143,11 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
-        with self._buffers.earlier_gradients():
-            kept = self._run(share, step, loss, backward=True, timers=timers)
+        earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
+        kept = self._run(share, step, loss, backward=True, timers=timers)
+        if earlier is not None:
+            self._buffers.add_gradients(earlier)
+        self._buffers.has_gradients = True
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
@@ -283,14 +208,9 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._load_LE = None
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+        """Give device memory back; see `TrainingEngine.offload`.
 
-        Parameters and optimizer state are copied to pinned host memory, gradients are lost. Call `onload` before the
-        next method that needs what was moved. A model without an optimizer has parameters only, and optimizer state
-        that is always on the host stays there.
-
-        Returns:
-            The bytes that were freed on this rank's device.
+        A model without an optimizer has parameters only, and optimizer state that is always on the host stays there.
         """
         freed = self._buffers.park(what)
         if "grads" in what:
@@ -302,11 +222,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return freed
 
     def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Bring back what `offload` moved; gradients are zero then.
-
-        Returns:
-            The bytes that were allocated on this rank's device.
-        """
+        """Bring back what `offload` moved; see `TrainingEngine.onload`."""
         allocated = self._buffers.fetch(what)
         if "optimizer" in what and self.optimizer is not None:
             allocated += self.optimizer.state.fetch()

@@ -1,27 +1,18 @@
-"""The chunks of a decoder that one rank holds, as Megatron-Core models."""
+"""A chunk of a decoder: the layers of one virtual stage, as a Megatron-Core model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from fivefold.bridge.mapping import padded_vocab
 from fivefold.bridge.megatron_names import UNFUSED_NORMS
 from fivefold.engine.heads import OutputLayer
 from fivefold.engine.sequences import LocalSequences
-from fivefold.families.shape import ModelShape
-from fivefold.layout.parallel import ParallelLayout
-from fivefold.mcore import dispatcher
-from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.router import GroupChoice, Router, note_sequences, routers_of
-from fivefold.mcore.specs import block_spec
+from fivefold.mcore.layers import PackedSequences
+from fivefold.mcore.router import Router, note_sequences
 
 
 class Decoder(GPTModel):
@@ -70,38 +61,6 @@ class ValueLayer(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype)) if has_bias else None
-
-
-def build_chunks(
-    config: TransformerConfig, layout: ParallelLayout, shape: ModelShape, provider: BackendSpecProvider
-) -> list[Decoder]:
-    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = []
-    for stage in range(layout.vpp):
-        vp_stage = stage if layout.vpp > 1 else None
-        chunk = Decoder(
-            config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, shape.latent, provider),
-            vocab_size=padded_vocab(shape.vocab, layout.tp),
-            max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
-        if shape.value_head and chunk.post_process:
-            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
-        chunk.routers = routers_of([chunk])
-        limits = (config.moe_router_num_groups, config.moe_router_group_topk)
-        if limits == (shape.expert_groups, shape.groups_per_token):
-            for router in chunk.routers:
-                router.router_replay = GroupChoice(shape.group_best)
-        dispatcher.install(chunk, config, groups)
-        chunks.append(chunk.to(torch.cuda.current_device()))
-    return chunks
 
 
 def named_tensors(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:

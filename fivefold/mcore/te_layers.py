@@ -19,7 +19,7 @@ from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.main_grad import main_grad, mark_accumulated
 from fivefold.engine.sequences import PackedAttention
-from fivefold.mcore.experts import GroupedExperts
+from fivefold.mcore.layers import GroupedExperts
 
 
 class TESpecs(TESpecProvider):
@@ -66,7 +66,7 @@ class TEExperts(GroupedExperts):
 
 
 class TEGroupedLinear(torch.autograd.Function):
-    """As `fivefold.mcore.experts.GroupedLinear`, with the number of rows of each expert in place of their ends."""
+    """As `fivefold.mcore.layers.GroupedLinear`, with the number of rows of each expert in place of their ends."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, sizes: list[int]) -> torch.Tensor:

@@ -26,9 +26,9 @@ from fivefold.engine.rope import cos_sin, inverse_frequencies
 from fivefold.engine.sequences import localize
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
-from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.latent_attention import LatentSelfAttention
+from fivefold.mcore.layers import PackedSequences
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.stages import stages

@@ -16,7 +16,7 @@ from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
-from fivefold.mcore.attention import PackedCoreAttention
+from fivefold.mcore.layers import PackedCoreAttention
 from fivefold.types import Batch
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from test_checkpoint import assert_equal, commit, read_with_torch
 from test_heads import batch_of, hugging_face_model, make_critic, values_of
 from worker_pool import Workers
 
-from fivefold.algorithms.loss import SFTLoss
+from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.bridge.decoder import mappings
 from fivefold.bridge.parameters import trained_parameters
