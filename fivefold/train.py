@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from fivefold.algorithms.build import check_methods
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Resume
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.algorithms import deviations

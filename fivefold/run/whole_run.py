@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from fivefold.checkpoints.changes import RecipeChangedError
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.start import Anew, Finished, Item, Resume
 from fivefold.cluster.machine import check_devices
 from fivefold.config.load import resolved_yaml

@@ -1,4 +1,4 @@
-"""When an action of the recipe, such as a checkpoint or an evaluation, is due."""
+"""When an action of a recipe is due, such as a checkpoint or an evaluation, and when a run must end to be saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable
 
 from fivefold.config.schema.run import PeriodicConfig
+
+LONGER = 1.25
+"""How much longer than the longest step so far the next one may take."""
+CLOSING_S = 5.0
+"""Seconds that are kept for ending the processes."""
 
 
 class Schedule:
@@ -55,3 +60,33 @@ class Schedule:
     def done(self) -> None:
         """Measure `freq_secs` from now on, because the action was done."""
         self._last = self._clock()
+
+
+class TimeLimit:
+    """The time limit of a command, `recover.save_before`: after which step the run must end, while it can be saved."""
+
+    def __init__(self, seconds: float | None, *, began: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begin to measure the first step.
+
+        Args:
+            seconds: the limit; None: there is none.
+            began: time on `clock` at which the command was started.
+            clock: returns the time in seconds.
+        """
+        self._seconds = seconds
+        self._began = began
+        self._clock = clock
+        self._step_began = clock()
+        self._longest_step = 0.0
+
+    def is_near(self, write_s: float) -> bool:
+        """Return whether another step and the writing of its state might not fit in; call it once, after each step.
+
+        Args:
+            write_s: seconds that the writing of a checkpoint took so far.
+        """
+        now = self._clock()
+        self._longest_step = max(self._longest_step, now - self._step_began)
+        self._step_began = now
+        needed = LONGER * (self._longest_step + write_s) + CLOSING_S
+        return self._seconds is not None and now - self._began + needed > self._seconds
