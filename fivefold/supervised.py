@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
@@ -207,7 +207,7 @@ def run_supervised(
     )
 
 
-def _execute(setup: Setup[Item], start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(setup: Setup[Item], start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the models, with the state of a checkpoint, and run the loop."""
     ground = setup.ground
     models = launch_models(run.session, setup.recipe, ground.placement, setup.total_steps)

@@ -19,7 +19,7 @@ from typing import Any
 from fivefold.algorithms.build import check_methods
 from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.algorithms import deviations
 from fivefold.config.schema.train import TrainRecipe
@@ -178,7 +178,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
     return run_whole(recipe, TRAIN_COLUMNS, partial(set_up, recipe), _execute, overwrite=overwrite, screen=screen)
 
 
-def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the roles, with the state of a checkpoint, and run the loop."""
     recipe, ground = setup.recipe, setup.ground
     roles = launch_roles(run.session, recipe, ground.placement, setup.total_steps, setup.route)

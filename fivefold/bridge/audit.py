@@ -23,7 +23,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import VALUE_WEIGHT, Shape
 
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of weights, as safetensors writes them; others are those of quantized models."""
+"""Dtypes of weights, as safetensors writes them; others mean a quantized model."""
 _LISTED = 8
 """Most strays that an error names; the others are counted."""
 _COMPARED = 1000
@@ -44,7 +44,7 @@ def check_model(
     Args:
         mappings: the model's mappings by Megatron name.
         stages: shape of the shard by Megatron name, for each stage.
-        groups: where this rank stands.
+        groups: this rank's place.
 
     Raises:
         WeightMismatchError: parameters that no mapping knows, mapped parameters that no stage has, or shapes that are
@@ -95,7 +95,7 @@ def check_weights(folder: Path, shape: ModelShape | None) -> None:
 
 
 def check_files(shape: ModelShape, source: StoredTensors) -> None:
-    """Check the tensors of `source` against those of a model of `shape`.
+    """Check that the tensors of `source` are a model of `shape`.
 
     Raises:
         WeightMismatchError: tensors that are missing or unused, or that have another shape.
@@ -125,7 +125,7 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
         fix = "  this is a reward model or a critic, which has a score in the place of words: it serves as "
         fix += "reward.model.path or critic.path; name a language model here"
     else:
-        fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
+        fix = "  config.json and weights must be of one model: correct config.json, or fetch the weights again"
     return [*lines, fix] if lines else []
 
 

@@ -96,12 +96,12 @@ class Bridge:
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
-            groups: where this rank stands.
+            groups: this rank's place.
             dtype: what tensors are converted to before they are sent; None leaves them as they are.
             readers: the ranks that read the tensors; None: all.
 
         Raises:
-            WeightMismatchError: on every rank, unless `parameters` are those of the model, all in their shapes.
+            WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
         """
         return Export(self.mappings, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
 

@@ -28,7 +28,7 @@ _LATENTS = {
 }
 """Modules of multi-head latent attention, without the output projection."""
 _LATENT_QUERIES, _DIRECT_QUERIES = ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj"), ("linear_q_proj",)
-"""Those of them that make queries, by way of a latent or at once."""
+"""Modules that make queries, by way of a latent or directly."""
 
 _Rows = Iterator[tuple[str, tuple[str, ...]]]
 """Name of a parameter, and of the Hugging Face tensors in it, both within a layer."""

@@ -68,12 +68,12 @@ class Item:
 class Export:
     """Yields every Hugging Face tensor of a model, each time that it is iterated over; see `Bridge.exporter`.
 
-    All ranks build it together, which costs a few collectives of its own, and iterate over it together.
+    All ranks build it together, which takes a few collectives, and iterate over it together.
 
     Args:
         mappings: the mappings of the whole model.
         tensors: this rank's tensors by the parameters' names.
-        groups: where this rank stands.
+        groups: this rank's place.
         dtype: what tensors are converted to before they are sent; None leaves them as they are.
         readers: the ranks that read the tensors; None: all.
         bucket_bytes: most bytes of full tensors that exist at one time, unless one parameter is larger.
@@ -141,7 +141,7 @@ def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardG
     Args:
         bucket: items of one stage and dtype.
         tensors: tensors of this rank, by Megatron name.
-        groups: where this rank stands.
+        groups: this rank's place.
         part: what this rank does.
     """
     if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):

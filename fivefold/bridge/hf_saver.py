@@ -49,13 +49,13 @@ def save_blocks(new: HFFolder, own: Iterable[Block]) -> None:
 
     Args:
         new: the folder, described alike on every rank.
-        own: the blocks that this rank writes, of at most `BLOCK_BYTES` unless one row is larger. Those of all ranks
-            tile the model's tensors once.
+        own: the blocks that this rank writes, of at most `BLOCK_BYTES` unless one row is larger. All ranks' blocks tile
+            the model's tensors once.
 
     Raises:
         OSError: on every rank, naming the rank and the file, if a disk is full or a rank cannot write; an earlier
             folder is then as it was.
-        ValueError: on every rank, if the shards are not those of the planned model.
+        ValueError: on every rank, if the shards are not the planned model's.
     """
     leads = dist.get_rank() == 0
     partial, *_ = _together(new.target, lambda: new.begin() if leads else Path())
@@ -105,7 +105,7 @@ class _Turn:
 def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
     """Return this rank's turn in each domain. All ranks call this together."""
     tensor, expert = (groups.pp_rank, groups.tp_rank), (groups.pp_rank, groups.ep_rank, groups.etp_rank)
-    # Replicated parameters are stored by the first tensor-parallel rank, so their turns are those of the others.
+    # Replicated parameters are stored by the first tensor-parallel rank, so they take the turns of the others.
     places: dict[Domain, tuple[int, ...]] = {"replicated": tensor, "tensor": tensor, "expert": expert}
     everywhere: list[dict[Domain, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, places)
@@ -123,7 +123,7 @@ def shared_blocks(parameters: Iterable[Parameter], groups: ShardGroups) -> Itera
 
     Args:
         parameters: this rank's parameters, contiguous, in the planned dtype.
-        groups: where this rank stands.
+        groups: this rank's place.
     """
     return _own_blocks(parameters, groups, _turns(groups))
 

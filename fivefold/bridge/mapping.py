@@ -32,7 +32,7 @@ def padded_vocab(vocab: int, tp_size: int) -> int:
 
 
 def mapping_of(parameter: str, *tensors: WeightTensor, n_units: int | None = None) -> WeightMapping:
-    """Return the mapping of a parameter that holds `tensors`, all of which are cut alike; `n_units` as in `Column`."""
+    """Return the mapping of a parameter that holds `tensors`, cut alike; `n_units` as in `Column`."""
     if tensors[0].n_experts is not None:
         return (ExpertColumn if tensors[0].cut == "rows" else ExpertRow)(parameter, tensors)
     match tensors[0].cut:
@@ -84,7 +84,7 @@ class WeightMapping(ABC):
         """Yield the pieces of this rank's shard in the order in which they lie in it; padding is in none of them."""
 
     def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
-        """Yield the pieces that this rank stores. Those of all ranks that shard a parameter tile its tensors once."""
+        """Yield the pieces that this rank stores. Over all ranks that shard a parameter, they tile its tensors once."""
         yield from self.pieces(groups)
 
     @abstractmethod
@@ -262,7 +262,7 @@ class _Experts(WeightMapping):
     def _by_rank(self, shards: Tensor, etp_size: int, first: int) -> Iterator[tuple[list[str], Tensor]]:
         """Yield the names of each expert-parallel rank's tensors in [ep * etp, experts, ...], and their shards.
 
-        The experts are those of each rank from its own number `first` on, and their shards [etp, experts, ...].
+        They begin with each rank's expert number `first`; their shards are [etp, experts, ...].
         """
         ep_size, n_experts = len(shards) // etp_size, self.tensors[0].n_experts or 0
         for ep_rank, rank_shards in enumerate(shards.view(ep_size, etp_size, *shards.shape[1:])):

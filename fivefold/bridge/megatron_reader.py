@@ -46,7 +46,7 @@ class _Run:
     n_rows: int
     part: Part
     row: int
-    """First row in the stored tensor, behind its leading dimensions."""
+    """First row in the stored tensor, after its leading dimensions."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MegatronWeights:
     files on exit.
 
     Args:
-        path: the checkpoint, or Megatron-LM's folder of several, of which the newest is read.
+        path: the checkpoint, or Megatron-LM's folder of several, whose newest is read.
         shape: the model.
 
     Raises:
@@ -182,7 +182,7 @@ class MegatronWeights:
 
 
 def _common_prefix(keys: frozenset[str]) -> str:
-    """Return what stands before every parameter's key: nothing, or a wrapper's name such as `module.`."""
+    """Return the prefix of every parameter's key: nothing, or a wrapper's name such as `module.`."""
     ends = [key for key in keys if key.endswith(_EMBEDDING) and not _OPTIMIZER.fullmatch(key)]
     return min(ends, key=len, default=_EMBEDDING).removesuffix(_EMBEDDING)
 

@@ -63,7 +63,7 @@ class Parameters(Generic[P]):
         held: the parameters.
         mappings: the mappings of the whole model by parameter.
         trained: names of the parameters of the whole model that are trained.
-        groups: where this rank stands.
+        groups: this rank's place.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class WithValueHead:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors, those of the value head included."""
+        """Names of all tensors, the value head included."""
         return self._source.names | self._new.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is due, and writes it while training goes on.
+"""Decides when a checkpoint is due, and writes it while training continues.
 
 is_due   after each step
 begin    the state is copied                        training waits
@@ -54,7 +54,7 @@ class Checkpointer:
             schedule: the frequencies of `recover`.
             history: values of the metric `recover.keep_best` at the steps before; None if there are none.
             note: shows a line of text to the user.
-            is_ours: tells whether the run's folder is still that of this process; without it, nothing is committed.
+            is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
         """
         self._config = recipe.recover
         self._store = store
@@ -70,7 +70,7 @@ class Checkpointer:
         self._begun: Begun | None = None
         self._writing: Future[None] | None = None
         self._has_told = False
-        """Whether the user was told that a step lacks the metric of `recover.keep_best`."""
+        """Whether the user knows that a step lacks the metric of `recover.keep_best`."""
 
     @property
     def longest_write(self) -> float:

@@ -70,7 +70,7 @@ class CheckpointWriter:
         owners: whose state is saved, by the folder of a checkpoint that gets it.
         timers: timers of the driver; writing counts for the phase `checkpoint write`.
         note: shows a line of text to the user.
-        is_ours: tells whether the run's folder is still that of this process; without it, nothing is committed.
+        is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CheckpointWriter:
     def _snapshot(self, step: int) -> Path:
         folder = self._store.begin(step)
         # All folders come first: an owner that has copied its state makes no second copy before the first is written,
-        # so nothing behind a copy may fail and be attempted again.
+        # so nothing after a copy may fail and be attempted again.
         for name in self._owners:
             (folder / name).mkdir()
         for name, owner in self._owners.items():

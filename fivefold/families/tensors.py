@@ -18,8 +18,8 @@ from fivefold.families.shape import LatentAttention, ModelShape
 
 Shape = tuple[int, ...]
 Cut = Literal["whole", "rows", "columns", "vocabulary"]
-"""How tensor parallelism cuts a tensor: not at all, its rows (outputs), its columns (inputs), or its rows as those of
-the vocabulary, which are padded to a multiple of the ranks."""
+"""How tensor parallelism cuts a tensor: not at all, its rows (outputs), its columns (inputs), or its rows, padded to a
+multiple of the ranks, as the vocabulary is."""
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"

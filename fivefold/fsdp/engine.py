@@ -157,7 +157,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
+        It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing.
         """
         self._trained("train")

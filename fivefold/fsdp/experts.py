@@ -1,7 +1,7 @@
 """Fused experts, whose matrices FSDP shards by rows.
 
     transformers    gate_up_proj        [E, 2F, H]
-    here            gate_up_proj_rows   [E * 2F, H], of which the module sees [E, 2F, H]
+    here            gate_up_proj_rows   [E * 2F, H]; the module sees [E, 2F, H]
 
 FSDP shards along the first dimension. By experts, more ranks than experts would hold nothing, and each layer would be
 padded to as many experts as ranks when it is gathered.

@@ -59,7 +59,7 @@ class Output(nn.Module):
 
 
 class PackedModel(nn.Module):
-    """A decoder of transformers, and the head behind it. The parameters have transformers' names."""
+    """A decoder of transformers, and the head after it. The parameters have transformers' names."""
 
     def __init__(self, decoder: nn.Module, shape: ModelShape, head: Head, groups: Groups) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _shard(
         config: options.
         groups: the groups of this process.
         device: the device that it will be on.
-        dtype: dtype of the passes, for which float32 weights are gathered; None: that of the weights.
+        dtype: dtype of the passes, for which float32 weights are gathered; None: as the weights are.
     """
     mesh = DeviceMesh.from_group(groups.shard, device.type)
     reduced = getattr(torch, config.fsdp.mp_policy.reduce_dtype) if dtype is not None else None

@@ -38,7 +38,7 @@ class Shard(Parameter):
     """This rank's rows of one parameter, which is a DTensor, whole over the ranks that FSDP shards it over."""
 
     shape: Shape = ()
-    """Shape of the whole parameter of this tensor-parallel rank, in which experts have a dimension of their own."""
+    """Shape of the whole parameter of this tensor-parallel rank, in which experts have their own dimension."""
     padded: int = 0
     """Elements of the largest shard of any rank."""
 
@@ -75,7 +75,7 @@ class Shards:
             groups: the groups of this process.
 
         Raises:
-            WeightMismatchError: the model's parameters are not those of the mappings.
+            WeightMismatchError: the mappings do not fit the model's parameters.
         """
         self._shape = shape
         self._groups = groups

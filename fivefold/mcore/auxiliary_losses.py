@@ -5,7 +5,7 @@ f_e is the share of the choices that fall on expert e, and p_e its mean probabil
 
     aux_loss          the tokens of a micro-batch
     seq_aux_loss      the tokens of each sequence, weighted by their number (DeepSeek-V3, arXiv:2412.19437, equation 17)
-    global_aux_loss   f_e: those of all micro-batches of all replicas so far in the mini-batch; p_e: of a micro-batch
+    global_aux_loss   f_e: over all micro-batches of all replicas so far in the mini-batch; p_e: of a micro-batch
 
 Each token weighs as much as any other in the mean over a mini-batch. z_loss is Megatron-Core's own, the mean of
 log^2 sum_e exp(logit_e) (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
@@ -83,8 +83,8 @@ class BalancedRouter(Router):
     ) -> torch.Tensor:
         """Return the probabilities, to which a loss is attached that the backward pass differentiates.
 
-        It is the sum over sets of tokens of (number of tokens) * E sum_e f_e p_e, of which each rank attaches the part
-        of its own tokens' probabilities. The schedule divides all of them by the tokens of the mini-batch.
+        It is the sum over sets of tokens of (number of tokens) * E sum_e f_e p_e; each rank attaches the part
+        of its tokens' probabilities. The schedule divides all of them by the tokens of the mini-batch.
 
         Args:
             name: the loss, as its metric is called.

@@ -92,7 +92,7 @@ def build(
     value_head: bool,
     value_bias: bool,
 ) -> BuiltModel:
-    """Build the model of `config.path` with its weights; the arguments are those of `MegatronEngine`.
+    """Build the model of `config.path` with its weights; the arguments are as in `MegatronEngine`.
 
     Raises:
         ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
@@ -154,7 +154,7 @@ def _name_parameters(
     """Return this rank's parameters; those that are not trained require no gradient from now on.
 
     Raises:
-        WeightMismatchError: the model's parameters are not those of the mappings.
+        WeightMismatchError: the mappings do not fit the model's parameters.
         ValueError: a parameter holds tensors that are trained and tensors that are not.
     """
     mappings, position = bridge.mappings, rank_grid(layout)[dist.get_rank()]

@@ -32,15 +32,15 @@ from fivefold.engine.kernels.elementwise import sum_rows
 class SortingDispatcher(MoETokenDispatcher):
     """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state.
 
-    With `moe_shared_expert_overlap`, it is the dispatcher that computes the shared experts: Megatron-Core puts them on
-    a stream of their own, where they run while tokens travel, the first half on the way there, the second on the way
+    With `moe_shared_expert_overlap`, the dispatcher computes the shared experts: Megatron-Core puts them on a separate
+    stream, where they run while tokens travel, the first half on the way there, the second on the way
     back.
     """
 
     def __init__(self, n_local_experts: int, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config, groups)
         self.n_local_experts = n_local_experts
-        # Where one of the two groups is all there is, their product would be another communicator of the same ranks.
+        # Where one of the two groups is everything, their product would be another communicator of the same ranks.
         if self.tp_size == 1:
             self.counting_group = self.ep_group
         else:
@@ -69,7 +69,7 @@ class SortingDispatcher(MoETokenDispatcher):
         return _CopyRows.apply(token_GH, self.token_N, self.row_GK), prob_GK.flatten()[order_N]
 
     def _count(self, routing_map: torch.Tensor) -> None:
-        """Find how many rows each expert-parallel rank has for each expert, and begin to tell the host."""
+        """Find how many rows each expert-parallel rank has for each expert, and send the numbers to the host."""
         counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.counting_group)
         # Expert-tensor ranks are side by side, and each of them has the rows of all.
         counts_SE = counts.view(self.ep_size, self.tp_size, -1).sum(1)

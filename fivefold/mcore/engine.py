@@ -127,7 +127,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
     def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
+        It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing. Only two of the router's auxiliary losses depend on the split,
         because their formulas are over one micro-batch.
         """
@@ -293,7 +293,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Inside the block, Megatron's schedules have the functions that delay and finish the gradients' reduction.
 
         They do not stay: through them, the configuration refers to the engine by way of C++ objects, which Python's
-        garbage collector cannot follow, so no engine would ever be freed. `timers` are those of the schedule.
+        garbage collector cannot follow, so no engine would ever be freed. `timers` are the schedule's.
         """
         config, no_sync = self._megatron_config, [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

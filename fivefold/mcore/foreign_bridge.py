@@ -1,7 +1,7 @@
 """What bridges of other packages have in common: they load Hugging Face folders, and Fivefold checks what they did.
 
-They read models built of TransformerEngine's layers, in which a norm belongs to the linear layer behind it and each
-expert is a parameter of its own. `presented` shows our parameters as such: what is loaded into a view is loaded.
+They read models built of TransformerEngine's layers, in which a norm belongs to the linear layer after it and each
+expert is a separate parameter. `presented` shows our parameters as such: what is loaded into a view is loaded.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _views(name: str, parameter: Tensor, *, has_experts: bool) -> Iterator[tuple
             yield from ((f"{prefix}.weight{expert}", weight) for expert, weight in enumerate(parameter.unbind()))
             return
     for theirs, ours in UNFUSED_NORMS.items():
-        # The norm before experts is a module of its own in their layers too.
+        # The norm before experts is a separate module in their layers too.
         if name.endswith(f".{ours}") and not (has_experts and theirs.startswith("mlp.")):
             name = name.removesuffix(ours) + theirs
     yield name, parameter.view_as(parameter)

@@ -159,7 +159,7 @@ class GroupedExperts(MegatronModule):
         return output, None
 
     def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> Any:
-        """Return which rows are of which expert, as `_multiply` takes it."""
+        """Return where each expert's rows are, as `_multiply` takes it."""
         return tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fivefold.types import StepResult
 
 
 class Optimizer:
-    """Megatron-Core's distributed optimizer over state of our own, and the place in the learning-rate schedule.
+    """Megatron-Core's distributed optimizer over our own state, and the place in the learning-rate schedule.
 
     Megatron-Core divides the parameters over data-parallel ranks, and sums gradients and their norm; it keeps no state.
     """
@@ -96,7 +96,7 @@ class Optimizer:
         return StepResult(norm, rate, skipped=False)
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
+        """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """

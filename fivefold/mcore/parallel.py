@@ -33,7 +33,7 @@ def initialize_parallel(layout: ParallelLayout, seed: int, timeout_s: float) -> 
         if _current_degrees() != degrees:
             raise ValueError(
                 f"these processes are laid out as tp, pp, vpp, cp, ep, etp = {_current_degrees()}, and a model with "
-                f"{degrees} cannot share them: give it processes of its own"
+                f"{degrees} cannot share them: give it its own processes"
             )
         return ProcessGroupCollection.use_mpu_process_groups()
     parallel_state.initialize_model_parallel(

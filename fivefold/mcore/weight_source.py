@@ -49,7 +49,7 @@ class WeightSource:
         """Give master weights the digits that files have and the model's weights have not; all ranks call it together.
 
         Args:
-            optimizer: its master weights are those of the rounded weights.
+            optimizer: its master weights are the rounded weights.
             parameters: this rank's parameters.
             shape: the model, which may be a critic.
         """

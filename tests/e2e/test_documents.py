@@ -29,7 +29,7 @@ from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.checkpoints.start import Anew
+from fivefold.checkpoints.start import FromScratch
 from fivefold.cli.main import app
 from fivefold.config.load import load_any_recipe, load_recipe
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -258,7 +258,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     monkeypatch.setattr(RemoteBatch, "of", lambda columns: batch)
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
-    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
+    state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     run_loop(setup, Models(FixedTrainer()), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]

@@ -59,7 +59,7 @@ class Result:
     with_buffer: dict[str, int]
     """Elements of gradient buffers of this rank, by the Hugging Face names of each parameter."""
     with_state: set[str]
-    """Hugging Face names of the tensors of which this rank has optimizer state."""
+    """Hugging Face names of the tensors whose optimizer state this rank has."""
 
 
 def result_of(engine: Any, steps: list[Step]) -> Result:

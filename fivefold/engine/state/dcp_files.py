@@ -50,7 +50,7 @@ _THREADS = 4
 _FILE_BYTES = 256 * 2**20
 """Bytes from which on a rank writes more than one file."""
 Item = tuple[WriteItem, Tensor]
-"""A tensor on the CPU, with storage of its own size, and what DCP calls it."""
+"""A tensor on the CPU that owns its storage, and what DCP calls it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _item(
 
 def piece_item(kind: str, piece: Piece, memory: npt.NDArray[np.float32], begin: int) -> Item:
     """Return a piece of the range that begins at element `begin` of the shard, and is in `memory`."""
-    # A tensor with storage of its own: torch.save writes the whole storage of a view.
+    # A tensor that owns its storage: torch.save writes the whole storage of a view.
     elements = torch.frombuffer(memory, dtype=torch.float32, count=piece.n_elements, offset=4 * (piece.start - begin))
     item = _item(f"{kind}/{piece.name}", piece.offsets, piece.sizes, piece.shape, torch.float32)
     return item, elements.view(piece.sizes)
@@ -184,7 +184,7 @@ def _write_items(path: Path, items: Iterable[Item]) -> WrittenPart:
 
     Args:
         path: the file; it must not exist.
-        items: what to write. Shared items end if the file cannot be written, so that no thread goes on for nothing.
+        items: what to write. Shared items end if the file cannot be written, so that no thread continues for nothing.
 
     Raises:
         OSError: it cannot be written; the error names `path`, and a part of the file may be left.
@@ -245,7 +245,7 @@ class _HashedStream:
 
 
 class SharedItems:
-    """Items that several threads take, each of which is made when it is taken; none after one of them has failed."""
+    """Items that several threads take, each made when it is taken; none after one thread has failed."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._items = iter(items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _CHUNK_BYTES = 2**27
-"""Pinned memory is allocated in powers of two, so a copy is in chunks of this size, of which only the last wastes."""
+"""Pinned memory is allocated in powers of two, so a copy is in chunks of this size; only the last wastes some."""
 
 
 class Parkable:

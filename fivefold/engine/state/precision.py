@@ -2,7 +2,7 @@
 
 The remainder is exact: weight and remainder together are the master weight bit for bit. Moments in bfloat16 are
 rounded stochastically, so that what many steps add up is right on average. To the nearest, the second moment would
-stand still: with beta2 = 0.999 a step changes it by 0.1 % of its distance from the squared gradient, and half a unit in
+not change: with beta2 = 0.999 a step changes it by 0.1 % of its distance from the squared gradient, and half a unit in
 the last place of bfloat16 is 0.2 to 0.4 %.
 """
 

@@ -13,7 +13,7 @@ from fivefold.engine.state.precision import join_master, split_master
 
 
 def state_slices(state: OptimizerState) -> Iterator[StateSlice]:
-    """Yield this rank's slice of every parameter of which it holds optimizer state."""
+    """Yield this rank's slice of every parameter whose optimizer state it holds."""
     places: dict[Shard, list[tuple[Bucket, Piece]]] = {shard: [] for shard in state.shards}
     for bucket in state.buckets:
         for piece in bucket.pieces:

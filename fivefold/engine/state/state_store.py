@@ -32,7 +32,7 @@ from fivefold.engine.state.dcp_files import (
 from fivefold.observe.progress import Count, counting
 
 CHUNK_ELEMENTS = 2**24
-"""Most elements of a chunk in host memory, of which each thread has one, while state is written without a copy."""
+"""Most elements of a chunk in host memory, one for each thread, while state is written without a copy."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class HostSnapshot:
     def write(self) -> WrittenPart:
         """Write this rank's files below `folder`, and wait until they are on the disk.
 
-        It may run in any thread, beside anything that the rank does, and may be called again after an error.
+        It may run in any thread, while the rank does anything else, and may be called again after an error.
 
         Raises:
             OSError: a file cannot be written; the error names it.

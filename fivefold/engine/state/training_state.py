@@ -41,7 +41,7 @@ class SavedOptimizer(Protocol):
     """Steps that changed the weights: Adam's own count, for its bias correction."""
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
+        """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
@@ -64,7 +64,7 @@ class Generators(Protocol):
 
 
 class TorchGenerators:
-    """The generators that torch has on every rank: the CPU's, and that of its GPU."""
+    """The generators that torch has on every rank: the CPU's and its GPU's."""
 
     def states(self) -> dict[str, Tensor]:
         """Return the state of each generator by name, uint8 on the CPU."""
@@ -85,7 +85,7 @@ class TrainingState:
 
     Args:
         optimizer: the optimizer.
-        parameters: the model's parameters on this rank, of which those that are trained are saved.
+        parameters: the model's parameters on this rank; trained ones are saved.
         layout: the layout of all ranks.
         generators: this rank's random-number generators.
     """
@@ -128,11 +128,11 @@ class TrainingState:
     def load(self, folder: Path) -> None:
         """Load what all ranks of this layout or any other have written; gradients are cleared.
 
-        Random-number generators continue where those of the same rank were, if the layout and the kind of device are
+        Each rank's random-number generators continue where they were, if the layout and the kind of device are
         the same. Otherwise they stay as they are, because the states of other ranks would have no meaning for them.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model.
+            ValueError: the folder holds no complete training state, or another model's.
         """
         with DCPFolder(folder) as files:
             kinds = {kind: StoredState(files, kind) for kind in STATE_KINDS}

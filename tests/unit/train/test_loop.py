@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fivefold import evaluate, train
-from fivefold.checkpoints.start import Anew
+from fivefold.checkpoints.start import FromScratch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.columns import TRAIN_COLUMNS
@@ -158,7 +158,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
-    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
+    state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
         train._loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
