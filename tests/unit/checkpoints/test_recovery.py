@@ -369,7 +369,9 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file_and_the_way_on(rec
     file = left.checkpoints / "step-000008/trainer/__1_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + b"!")
-    with pytest.raises(DamagedCheckpointError, match=rf"(?s){file} is damaged.*delete .*8 to continue from step-000004"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"(?s){file} is damaged.*delete .*8 to continue from step-000004"
+    ):
         find_start(loaded, overwrite=False)
     assert resumed(find_start(recipe(recipe_file, "recover.verify=false"), overwrite=False)).step == 8
     for damage in (lambda: file.write_bytes(b""), file.unlink):
