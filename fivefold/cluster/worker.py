@@ -7,9 +7,9 @@
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
            ──deal────>        ──runs───> generator over an iterator, which asks for each item; every pair (summary,
                                          payload) that it yields goes to the driver at once
-           ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
+           ──control─>        ──runs───> engine.method(*args) in a second thread, in parallel with another method
 
-Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
+Nothing heavy is imported here: the environment (visible device, threads) is set before `build` imports torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from typing import Any
 from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
-from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.cluster.role import LOOPBACK
 from fivefold.imports import large_imports
 from fivefold.observe.progress import Progress, counting, current_progress
 from fivefold.observe.timers import MAIN, SUFFIX, EventLog
 
 SIDES = {"feed": 1, "results": 1, "control": 2, "where": 1, "hold": 1}
-"""Ray's concurrency groups of a worker, with their threads, for methods that run beside the one in progress. `control`
-writes a checkpoint and sends weights at the same time."""
+"""Ray's concurrency groups of a worker, with their threads, for methods that run in parallel with the one in progress.
+`control` writes a checkpoint and sends weights at the same time."""
 
 STACK_FRAMES = 8
 
@@ -86,7 +86,7 @@ class Feed:
             return self._results.popleft() if self._results else (None, None)
 
     def close(self) -> None:
-        """Record that the reader takes no more items and has no more results, which ends all waits."""
+        """Record that the reader takes no more items and has no more results. This ends all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -108,8 +108,8 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `keep`, `serve` and the like run one by one in one thread.
 
-    `push`, `push_end`, `wanted`, `served`, `control`, `where`, `progress` and `hold` run beside them, in the threads of
-    `SIDES`.
+    `push`, `push_end`, `wanted`, `served`, `control`, `where`, `progress` and `hold` run in parallel with them, in the
+    threads of `SIDES`.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
@@ -123,13 +123,13 @@ class Worker:
         self._store: Any = None
         self._thread = 0
         self._sides: set[int] = set()
-        """Numbers of the methods that run beside the one in progress."""
+        """Numbers of the methods that run in parallel with the one in progress."""
         self._sides_lock = threading.Lock()
         self._feeds: dict[int, Feed] = {}
         self._feeds_lock = threading.Lock()
 
     def rendezvous(self, host: str | None) -> int:
-        """Open the store of torch.distributed on a free port, on rank 0; other ranks get no host and only import torch.
+        """Open the store of torch.distributed on a free port of rank 0. Other ranks get no host and only import torch.
 
         The store is kept open for torch.distributed, so that no other process can take the port in between.
 
@@ -141,13 +141,13 @@ class Worker:
 
         if host is None:
             return 0
-        # The store listens on all interfaces unless it gets a socket. It must if other machines are to reach it.
+        # The store listens on all interfaces, which other machines need, unless it gets a socket.
         listener = None if host != LOOPBACK else socket.create_server((host, 0)).detach()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         return int(self._store.port)
 
     def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> None:
-        """Make the held object, `build(*args)`."""
+        """Build the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
         with self._running("build"), counting("starting"):
@@ -174,7 +174,7 @@ class Worker:
         return (summary, payload) if reply else (None, None)
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """Return `held.method(*args, **kwargs)`, which runs at once and must be safe beside another method."""
+        """Return `held.method(*args, **kwargs)` at once, in parallel with another method if one runs."""
         with self._running(method):
             return getattr(self._held, method)(*args, **kwargs)
 
@@ -231,7 +231,7 @@ class Worker:
         self._feed(feed_id).end()
 
     def progress(self) -> Progress | None:
-        """Return how far this process is with what it counts; None if it counts nothing."""
+        """Return the progress of what this process counts; None if it counts nothing."""
         return current_progress()
 
     def where(self) -> str:
@@ -252,7 +252,7 @@ class Worker:
 
     @contextmanager
     def _row(self) -> Iterator[str]:
-        """Give the thread's name among the events: of methods that run at once, each has one of its own."""
+        """Yield the thread's name among the events. Methods that run in parallel have different ones."""
         if threading.get_ident() == self._thread:
             yield MAIN
             return
@@ -260,7 +260,7 @@ class Worker:
             number = next(number for number in count(1) if number not in self._sides)
             self._sides.add(number)
         try:
-            yield "beside" if number == 1 else f"beside {number}"
+            yield "parallel" if number == 1 else f"parallel {number}"
         finally:
             with self._sides_lock:
                 self._sides.remove(number)
@@ -274,7 +274,7 @@ class Worker:
 
 
 class HeldError(Exception):
-    """An exception of the held object, as text: so any exception can travel, and without the frames of this file."""
+    """An exception of the held object as text, so that any exception can travel, without the frames of this file."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, fetch, put
 from fivefold.cluster.nodes import Node
-from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
-from fivefold.cluster.role import Role
+from fivefold.cluster.role import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, Role, worker_environment
 from fivefold.cluster.session import Session
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
@@ -85,7 +84,7 @@ def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(sessi
     # What goes on at once lies on rows of its own.
     events = [json.loads(line) for line in (session.logs / "actor-0.events").read_text().splitlines()]
     rows = {event["name"]: event["thread"] for event in events}
-    assert rows == {"build": "main", "run_until_told": "main", "total": "beside", "tell_to_stop": "beside"}
+    assert rows == {"build": "main", "run_until_told": "main", "total": "parallel", "tell_to_stop": "parallel"}
 
 
 def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session) -> None:
