@@ -6,7 +6,7 @@ version v lies between them. If log-probs move evenly from version to version,
 
     log p_old ~ log q / (age + 1) + log p * age / (age + 1)
 
-which takes no forward pass of its own: A-3PO (Li et al. 2025, arXiv 2512.06547, section 3). There, the distance of p
+which needs no extra forward pass: A-3PO (Li et al. 2025, arXiv 2512.06547, section 3). There, the distance of p
 from q is d with the weight 1 / d for log q; AReaL's code takes d = age, for which tokens of age 1 have p_old = q.
 """
 
@@ -18,7 +18,7 @@ from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Metrics, count
 
 MOST_TOLD = 8
-"""Ages are told one by one below this; older tokens count for it."""
+"""Ages below this have their own metrics; older tokens count as this age."""
 TOKENS, BY_AGE = "staleness/tokens", ("staleness/mismatch_kl", "staleness/ratio", "staleness/cut")
 """Names of the metrics, before `/<age>`: the number of an age's tokens, and sums over these tokens."""
 
@@ -74,7 +74,7 @@ def averaged(averages: dict[str, float]) -> dict[str, float]:
     """Return metrics with the sums of each age divided by its tokens, without the ages that no token has.
 
     Args:
-        averages: metrics, of which these are divided by the number of all trained tokens.
+        averages: metrics; the sums of ages are divided by the number of all trained tokens.
     """
     averages = dict(averages)
     for age in range(MOST_TOLD + 1):

@@ -9,7 +9,7 @@ of q estimate an expectation under p_old only if each is weighted by
 `weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`]. `mask` leaves tokens out
 by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or largest value:
 
-    ratio       log w_t, so that the sum is that of the product, and the mean that of the geometric mean
+    ratio       log w_t: its sum stands for the product, and its mean for the geometric mean
     k2          (log w_t)^2 / 2
     k3          w_t - 1 - log w_t, whose mean estimates KL(q, p_old)
     binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
@@ -48,7 +48,7 @@ from fivefold.types import Batch
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
 MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]
 SMALLEST = 1e-8
-"""Least probability of "any other" token of which a logarithm is taken."""
+"""Least probability of "any other" token in a logarithm."""
 KEPT_TOKENS = "second_moment_kept"
 """Name of the field that is 1 on the tokens that are kept, else 0."""
 

@@ -5,7 +5,7 @@
 over the trained tokens t of a mini-batch: M of the expert's responses (or the mean over sequences of their token
 means), P of the completions that count as right. mu is a constant in MIX (Trinity-RFT), and falls in CHORD (Zhang et
 al. 2025, arXiv 2508.11408), whose token weight w_t = p_t (1 - p_t), without gradient, is small for tokens that are
-certain and for those that are unlikely. The term of right completions is that of VAPO (Yue et al. 2025, arXiv
+certain or unlikely. The term of right completions comes from VAPO (Yue et al. 2025, arXiv
 2504.05118, section 4.3).
 
 An expert's responses are further sequences of the mini-batch, of which the policy loss sees no token, and which its

@@ -1,7 +1,7 @@
 """What an engine minimises: per-token tensors of one micro-batch in, a *sum* and sums of metrics out.
 
 The engine alone divides by `Loss.normalizer` of the whole mini-batch. A sequence's share of the loss never depends
-on the sequences beside it, so the gradient is the same however the mini-batch is split, packed and laid out:
+on its neighbours, so the gradient is the same however the mini-batch is split, packed and laid out:
 
     sum over micro-batches of loss(micro-batch) / normalizer(mini-batch)  ==  loss(mini-batch) / normalizer(mini-batch)
 
@@ -92,7 +92,7 @@ class Surrogate(Protocol):
 
 
 def zero_unless(trained_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:
-    """Return the values with 0 in place of those of tokens that are not trained, which may be infinite or NaN."""
+    """Return the values with 0 on tokens that are not trained, whose values may be infinite or NaN."""
     # A product with the mask would not do: 0 * NaN is NaN, in the sum and in the gradient.
     return torch.where(trained_T, values_T, torch.zeros_like(values_T))
 

@@ -47,7 +47,7 @@ def ratio_metrics(tokens: PolicyTokens) -> Metrics:
 
 
 def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T: torch.Tensor) -> Metrics:
-    """Measure how far the trainer's log-probs are from those of the rollout engine, at the same weights.
+    """Measure how far the trainer's log-probs are from the rollout engine's, at the same weights.
 
     Args:
         trainer_T, rollout_T: [T], zero where not trained.
@@ -56,7 +56,7 @@ def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T
     Returns:
         Sums over the tokens that have a log-prob of the rollout (the others are NaN in `rollout_T`), with d = trainer -
         rollout and w = exp(d): |d|; the estimates w - 1 - d of KL(rollout, trainer) and w d - (w - 1) of KL(trainer,
-        rollout), neither of which is ever negative; w and w^2, from which the effective sample size follows; the number
+        rollout), both never negative; w and w^2, from which the effective sample size follows; the number
         of these tokens; and the largest |d| and w.
     """
     known_T = trained_T & ~rollout_T.isnan()

@@ -28,11 +28,11 @@ class PolicyLoss:
 
         cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
-    where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
-    Where the batch has the field `sample_weight`, the surrogate is multiplied by it (`sample_weights.py` beside this).
+    where the weight comes from the rollout correction, or is 1, and tokens that the correction leaves out cost nothing.
+    Where the batch has the field `sample_weight`, the surrogate is multiplied by it (`sample_weights.py`).
     With `opsm_delta`, the surrogate is 0 in sequences of a negative advantage whose mean of log p_old - log p is larger
     (off-policy sequence masking: DeepSeek-AI 2025, arXiv 2512.02556, section 3.1). With `kl_unbiased`, KL is multiplied
-    by r, with gradient (the same section): its gradient is then that of the divergence, whatever sampled the tokens.
+    by r, with gradient (the same section): it then has the gradient of the divergence, whatever sampled the tokens.
 
     Without an `old_logprobs` field the batch is on-policy: p_old is p without its gradient, so that r = p / p_old is 1
     and PPO's gradient is the plain policy gradient -A grad log p. The correction's weights p_old / q then still compare

@@ -37,7 +37,7 @@ class LinearLoss:
     """The sum over trained tokens of coefficient * prediction.
 
     With the derivatives of another loss as coefficients (`fivefold/algorithms/preferences.py`), it has that loss's
-    gradient, but not its value. The coefficients are those of a mean already, so nothing divides the sum.
+    gradient, but not its value. The coefficients belong to a mean already, so nothing divides the sum.
 
     Fields read: `coefficient`.
     """

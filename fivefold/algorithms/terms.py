@@ -47,7 +47,7 @@ def with_kl(
         coeff: weight of the divergence; at 0, it is measured alone.
         estimator: estimator of the divergence.
         unbiased: whether KL is multiplied by p / p_old, with gradient (DeepSeek-AI 2025, arXiv 2512.02556, section
-            3.1): its gradient is then that of the divergence, whatever sampled the tokens.
+            3.1): it then has the gradient of the divergence, whatever sampled the tokens.
 
     Raises:
         ValueError: the batch has no log-probs of the reference.

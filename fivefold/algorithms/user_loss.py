@@ -106,7 +106,7 @@ def _try_out(name: str, loss: UserLoss) -> None:
 
 
 def _fields_before(loss: UserLoss) -> Mapping[str, torch.Tensor]:
-    """Return the fields of the two sequences behind what the loss computes over a whole mini-batch."""
+    """Return the fields of the two sequences after what the loss computes over a whole mini-batch."""
     tokens = _tokens([2, 3])
     fields = {
         "old_logprobs": tokens.old_logprobs_T,

@@ -16,7 +16,7 @@ from fivefold.algorithms.sequences import PolicyTokens
 LARGEST_RATIO = 20.0
 """Largest weight of a token unless `c_clip` says otherwise."""
 SMALLEST = 1e-12
-"""Least 1 - p of which a logarithm is taken."""
+"""Least 1 - p in a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class DPPOKL:
 def _with_region(
     tokens: PolicyTokens, above_T: torch.Tensor, below_T: torch.Tensor, c_clip: float | None
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return the costs, 0 where an update would go on in the direction in which the token is out of the region."""
+    """Return the costs, 0 where an update would push a token further out of the region."""
     upper_T, lower_T = above_T & (tokens.advantages_T > 0), below_T & (tokens.advantages_T < 0)
     weight_T = tokens.ratio_T.detach().clamp(max=LARGEST_RATIO if c_clip is None else c_clip)
     weight_T = torch.where(upper_T | lower_T, torch.zeros_like(weight_T), weight_T)
