@@ -397,7 +397,7 @@ def test_the_first_experiment_runs_as_its_page_says(
     for command in shell_commands(page):
         shortened = ["total_train_steps=1"] if command[0] == "train" else []
         if command[0] == "train" and command[2] != "trial_name=free":
-            load_recipe(Path("sums.yaml"), command[2:])
+            load_recipe(Path("sums.yaml"), command[2:], TrainRecipe)
         else:
             fivefold(*command, *shortened, cwd=tmp_path)
 
