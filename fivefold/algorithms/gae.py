@@ -18,11 +18,12 @@ trained, such as a tool's answer, are no steps: the next trained token follows t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.types import Batch
 
 
@@ -169,6 +170,33 @@ class EstimateMoments:
         Returns that are all equal leave nothing to explain: 0.
         """
         return 1.0 - self.errors.variance / self.returns.variance if self.returns.variance > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates the advantages and the returns of a batch, with a penalty in the reward of each token, if any."""
+
+    gae: GAE
+    kl: KLInReward | None = None
+
+    def __call__(self, batch: Batch) -> tuple[EstimateMoments, dict[str, torch.Tensor]]:
+        """Return moments over the trained tokens, and the columns `advantages` and `returns`."""
+        token_rewards_T = None if self.kl is None else -self.kl.kl_ctl * self.kl.estimate(batch)
+        advantages_T, returns_T = self.gae.estimate(batch, token_rewards_T)
+        columns = {"advantages": advantages_T, "returns": returns_T}
+        return EstimateMoments.of(batch.with_fields(**columns)), columns
+
+
+@dataclass(frozen=True)
+class AdvantageMoments:
+    """Moments of the advantages of a batch's trained tokens, as they are after `change`."""
+
+    change: Callable[[Batch], Batch]
+
+    def __call__(self, batch: Batch) -> tuple[Moments, dict[str, torch.Tensor]]:
+        """Return the moments, and no column."""
+        advantages_T = self.change(batch).fields["advantages"]
+        return Moments.of(advantages_T[batch.mask_T.bool()]), {}
 
 
 @dataclass(frozen=True)

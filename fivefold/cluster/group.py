@@ -11,14 +11,16 @@
     deal         every rank takes jobs from one queue  -> summaries, and references, each as soon as it is there
     keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
-A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
-types and go-to-definition work. `start` is `call` without waiting. Any failure of any worker of the session ends every
-wait with a `WorkerError`, and all workers with it. A session's groups may be called from several threads.
+A call names a method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, or of a `Part`
+of it, so that types and go-to-definition work. `start` is `call` without waiting. Any failure of any worker of the
+session ends every wait with a `WorkerError`, and all workers with it. A session's groups may be called from several
+threads.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from ray import cloudpickle
 from fivefold.cluster.errors import Member
 from fivefold.cluster.failures import Call
 from fivefold.cluster.nodes import Node
-from fivefold.cluster.role import Role, import_folders, master_environment, master_host, worker_environment
+from fivefold.cluster.role import Part, Role, import_folders, master_environment, master_host, worker_environment
 from fivefold.cluster.watch import Watch
 from fivefold.cluster.worker import SIDES, Worker
 from fivefold.observe.timers import PhaseTimers
@@ -159,7 +161,7 @@ class WorkerGroup:
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Do what `call` does, without waiting."""
         shared = _put(args)
-        return self._pend([worker.call.remote(method.__name__, True, kwargs, *shared) for worker in self._workers])
+        return self._pend([worker.call.remote(_address(method), True, kwargs, *shared) for worker in self._workers])
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args, **kwargs)` on every rank; arguments are sent once. Returns the results by rank."""
@@ -169,7 +171,8 @@ class WorkerGroup:
         """Do what `call` does for a method with the same result on every rank, which only rank 0 sends."""
         shared = _put(args)
         calls = [
-            worker.call.remote(method.__name__, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)
+            worker.call.remote(_address(method), rank == 0, kwargs, *shared)
+            for rank, worker in enumerate(self._workers)
         ]
         return self._pend(calls).wait()[0]
 
@@ -183,7 +186,7 @@ class WorkerGroup:
         """
         self._check_one_each(arguments)
         calls = zip(self._workers, arguments, strict=True)
-        return self._pend([worker.call.remote(method.__name__, True, {}, *args) for worker, args in calls]).wait()
+        return self._pend([worker.call.remote(_address(method), True, {}, *args) for worker, args in calls]).wait()
 
     def keep_each(
         self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]], keepers: Sequence[int]
@@ -206,7 +209,7 @@ class WorkerGroup:
         self._check_one_each(arguments)
         wanted = set(keepers)
         pairs = [
-            worker.keep.options(num_returns=2).remote(method.__name__, rank in wanted, {}, *args)
+            worker.keep.options(num_returns=2).remote(_address(method), rank in wanted, {}, *args)
             for rank, (worker, args) in enumerate(zip(self._workers, arguments, strict=True))
         ]
         summaries = self._pend([summary for summary, _ in pairs]).wait()
@@ -217,7 +220,7 @@ class WorkerGroup:
     ) -> KeptCall[R]:
         """Start `method(*args, **kwargs)`, which returns a pair (summary, payload), on one rank."""
         worker, phase = self._workers[rank], self._session.timers.current
-        summary, payload = worker.keep.options(num_returns=2).remote(method.__name__, True, kwargs, *_put(args))
+        summary, payload = worker.keep.options(num_returns=2).remote(_address(method), True, kwargs, *_put(args))
         self._pend([summary], [rank])
         return KeptCall(rank, summary, payload, phase, time.monotonic())
 
@@ -243,7 +246,7 @@ class WorkerGroup:
         """
         shared = _put(args)
         calls = [
-            worker.control.options(**_CONTROL).remote(method.__name__, kwargs, *shared) for worker in self._workers
+            worker.control.options(**_CONTROL).remote(_address(method), kwargs, *shared) for worker in self._workers
         ]
         return self._pend(calls).wait()
 
@@ -256,7 +259,7 @@ class WorkerGroup:
         collectives. The reader must read to the end.
         """
         shared = _put(args)
-        name = method.__name__
+        name = _address(method)
         first, *others = self._workers
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * STREAM_AHEAD}
         items = first.stream.options(**options).remote(name, kwargs, *shared)
@@ -277,7 +280,7 @@ class WorkerGroup:
 
         An item is released once every rank has taken it. Returns the results by rank.
         """
-        return self._feed(None, method.__name__, items, kwargs, args)
+        return self._feed(None, _address(method), items, kwargs, args)
 
     def feed_beside(
         self,
@@ -290,7 +293,7 @@ class WorkerGroup:
 
         The held object must allow that. A worker has one feed at a time.
         """
-        return self._feed("control", method.__name__, items, kwargs, args)
+        return self._feed("control", _address(method), items, kwargs, args)
 
     def _feed(
         self, side: str | None, method: str, items: Iterable[Remote], kwargs: Mapping[str, Any], args: Sequence[Any]
@@ -332,7 +335,7 @@ class WorkerGroup:
         shared = _put(args)
         began, phase = time.monotonic(), self._session.timers.current
         queue, ranks = deque(jobs), range(len(self))
-        calls = [worker.serve.remote(feed_id, method.__name__, kwargs, *shared) for worker in self._workers]
+        calls = [worker.serve.remote(feed_id, _address(method), kwargs, *shared) for worker in self._workers]
         self._pend(calls)
         coming = dict(self._next_result(rank, feed_id) for rank in ranks for _ in range(RESULTS_AHEAD))
         asking = {self._in_feed(rank, "wanted", feed_id): rank for rank in ranks}
@@ -394,6 +397,13 @@ class WorkerGroup:
         for rank, ref in zip(range(len(self)) if ranks is None else ranks, refs, strict=True):
             self._session.watch.add(ref, Call(self.members[rank], phase, self._workers[rank]))
         return Pending(self._session, refs, phase)
+
+
+def _address(method: Callable[..., Any]) -> str:
+    """Return what names a method to the workers: its name, and of a `Part` its module and class too."""
+    owner = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
+    is_part = isinstance(owner, type) and issubclass(owner, Part)
+    return f"{method.__module__}:{method.__qualname__}" if is_part else method.__name__
 
 
 def put(value: Any) -> Remote:

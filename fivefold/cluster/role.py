@@ -56,6 +56,18 @@ Build = str | Callable[..., Any]
 """Builds the object that a worker holds: `module:function`, or a callable that cloudpickle can carry."""
 
 
+class Part:
+    """Base of classes that add methods to what a worker holds, for the runs that call them.
+
+    A worker makes one object of a part, `part(held)`, when one of its methods is called for the first time. Calls name
+    the method, `group.call(Snapshots.take, folder)`, as they name those of the held object's class. The class itself
+    must define it: Python's name of an inherited method is the base class's.
+    """
+
+    def __init__(self, held: Any) -> None:
+        """Take the held object."""
+
+
 @dataclass(frozen=True)
 class Role:
     """A role: its devices, and the object that each of its processes holds."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -120,6 +120,9 @@ class Worker:
             self._events = EventLog(Path(log).with_suffix(SUFFIX))
         keep_exit_statuses()
         self._held: Any = None
+        self._parts: dict[str, Any] = {}
+        """The parts of the held object that were called, by module and class."""
+        self._parts_lock = threading.Lock()
         self._store: Any = None
         self._thread = 0
         self._sides: set[int] = set()
@@ -150,7 +153,7 @@ class Worker:
         """Build the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
-        with self._running("build"), counting("starting"):
+        with self._recorded("build"), counting("starting"):
             with large_imports():
                 build = cloudpickle.loads(pickled)
                 if isinstance(build, str):
@@ -160,8 +163,8 @@ class Worker:
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, or None unless `reply`."""
-        with self._running(method):
-            result = getattr(self._held, method)(*args, **kwargs)
+        with self._running(method) as run:
+            result = run(*args, **kwargs)
         return result if reply else None
 
     def keep(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
@@ -169,37 +172,37 @@ class Worker:
 
         Unless `reply`, both are None.
         """
-        with self._running(method):
-            summary, payload = getattr(self._held, method)(*args, **kwargs)
+        with self._running(method) as run:
+            summary, payload = run(*args, **kwargs)
         return (summary, payload) if reply else (None, None)
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)` at once, in parallel with another method if one runs."""
-        with self._running(method):
-            return getattr(self._held, method)(*args, **kwargs)
+        with self._running(method) as run:
+            return run(*args, **kwargs)
 
     def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
         """Yield the items of the generator `held.method`, a None before each.
 
         The driver reads the None, which fails if the generator has failed, and passes the item on without reading it.
         """
-        with self._running(method):
-            for item in getattr(self._held, method)(*args, **kwargs):
+        with self._running(method) as run:
+            for item in run(*args, **kwargs):
                 yield None
                 yield item
 
     def drain(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
         """Run the generator `held.method` to its end and drop the items."""
-        with self._running(method):
-            for _ in getattr(self._held, method)(*args, **kwargs):
+        with self._running(method) as run:
+            for _ in run(*args, **kwargs):
                 pass
 
     def consume(self, feed_id: int, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(items, *args, **kwargs)`, with the items that `push` hands in under `feed_id`."""
         feed = self._feed(feed_id)
         try:
-            with self._running(method):
-                result = getattr(self._held, method)(iter(feed), *args, **kwargs)
+            with self._running(method) as run:
+                result = run(iter(feed), *args, **kwargs)
         finally:
             feed.close()
         return result if reply else None
@@ -208,8 +211,8 @@ class Worker:
         """Run the generator `held.method(items, *args, **kwargs)`, whose pairs (summary, payload) `served` returns."""
         feed = self._feed(feed_id)
         try:
-            with self._running(method):
-                for result in getattr(self._held, method)(iter(feed), *args, **kwargs):
+            with self._running(method) as run:
+                for result in run(iter(feed), *args, **kwargs):
                     feed.give(result)
         finally:
             feed.close()
@@ -245,10 +248,27 @@ class Worker:
         threading.Event().wait()
 
     @contextmanager
-    def _running(self, method: str) -> Iterator[None]:
-        """Record the time of a method of the held object, and report its failure."""
-        with self._row() as row, self._events.event(method, row), _Reported():
+    def _running(self, method: str) -> Iterator[Callable[..., Any]]:
+        """Yield a method of the held object or of a part of it; record its time, and report its failure."""
+        with self._recorded(method.rpartition(":")[2]):
+            yield self._find(method)
+
+    @contextmanager
+    def _recorded(self, name: str) -> Iterator[None]:
+        """Record the time of a block among the events, and report its failure."""
+        with self._row() as row, self._events.event(name, row), _Reported():
             yield
+
+    def _find(self, address: str) -> Callable[..., Any]:
+        """Return the method of an address, `method` or, of a part, `module:class.method`."""
+        place, _, name = address.rpartition(".")
+        if ":" not in place:
+            return getattr(self._held, address)
+        with self._parts_lock:
+            if place not in self._parts:
+                module, _, part = place.partition(":")
+                self._parts[place] = getattr(importlib.import_module(module), part)(self._held)
+        return getattr(self._parts[place], name)
 
     @contextmanager
     def _row(self) -> Iterator[str]:

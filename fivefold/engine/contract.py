@@ -1,7 +1,7 @@
 """The contract of training engines, whatever library the model runs on.
 
 All processes of a model call each method together, each with the share of its data-parallel replica. Results are
-global and the same on every rank, except for log-probs and values, which are those of the replica's share.
+global and the same on every rank, except for columns of a score, which are those of the replica's share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.engine.heads import Score
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
@@ -58,32 +59,14 @@ class TrainingEngine(Protocol):
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
 
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
+    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
+        """Compute a score of the share's trained tokens in a forward pass without gradient.
 
         Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
+            Columns [T, ...] by name, on the CPU, for the share's own sequences; what they hold, `what` says.
 
-    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the sums of squared probabilities over the vocabulary.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """
-
-    def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens, if the model has a value head.
-
-        Returns:
-            float32 [T], on the CPU; 0 on tokens that are not trained.
+        Raises:
+            ValueError: the model's head does not predict what the score needs.
         """
 
     def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

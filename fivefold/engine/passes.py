@@ -1,32 +1,24 @@
-"""What every engine does behind the head, with the predictions of a micro-batch.
+"""What every engine does around the head: what a loss asks of it, and what its predictions become.
 
 predictions of this rank's tokens ─> whole sequences ─> apply_loss: a scalar to differentiate, and metrics
-                                                     ─> keep_predictions: the share's log-probs or values
+                                                     ─> keep_predictions: rows of the whole share
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
+from fivefold.algorithms.distillation import Direction
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.engine.context_parallel import SumOverGroup
-from fivefold.engine.heads import (
-    Distilling,
-    Head,
-    HeadOptions,
-    LogprobHead,
-    OutputLayer,
-    Predictions,
-    SquaresScoring,
-    TeacherTokens,
-    TopKScoring,
-)
+from fivefold.engine.distillation import Divergence
+from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
 from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.values import Values
 
 COMPUTING = "computing"
 """What progress calls the passes over micro-batches."""
@@ -38,44 +30,42 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 """Rows of the share's batch, int64 [T], and their predictions, float32 [P, T]."""
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The head's options if nothing is trained."""
+@runtime_checkable
+class Distilling(Protocol):
+    """A loss that may need the divergence of the model's distributions from a teacher's."""
 
-    temperature: float
-    entropy_gradient: bool = False
+    @property
+    def divergence(self) -> Direction | None:
+        """Direction of the divergence; None: it is not needed."""
 
 
-def predict(
-    head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch, options: HeadOptions
-) -> Predictions:
-    """Return what a loss, or a scoring, asks of the head for this rank's tokens.
+def asked_by(loss: Loss, head: Head) -> Asked:
+    """Return what a loss asks of the head.
 
-    Args:
-        head: the model's head.
-        hidden_NH: the hidden state before each token that is predicted.
-        output: this rank's part of the output layer.
-        micro_batch: the sequences; a teacher's tokens are in the fields `teacher_tokens` and `teacher_token_logprobs`.
-        options: the loss, or the options of a scoring.
+    Raises:
+        ValueError: the divergence from a teacher's distributions, of a value head.
     """
-    if isinstance(options, TopKScoring):
-        return _logprob_head(head).top_k(hidden_NH, output, options)
-    targets_N = micro_batch.local.targets_N
-    if isinstance(options, Distilling) and (direction := options.divergence) is not None:
-        fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
-        teacher = TeacherTokens(fields["teacher_tokens"][places_N].long(), fields["teacher_token_logprobs"][places_N])
-        pupil = _logprob_head(head)
-        return pupil.predict_beside_teacher(hidden_NH, output, targets_N, options, teacher, direction)
-    own = head.predict(hidden_NH, output, targets_N, options)
-    if isinstance(options, SquaresScoring):
-        return {**own, "squares": _logprob_head(head).sum_of_squares(hidden_NH, output, options.temperature)}
-    return own
+    direction = loss.divergence if isinstance(loss, Distilling) else None
+    if direction is not None:
+        if head.is_value:
+            raise ValueError(f"this model's head predicts {head.predicts}: a teacher and its student predict tokens")
+        return Divergence(loss.temperature, loss.entropy_gradient, direction)
+    if head.is_value:
+        return Values()
+    return Logprobs(loss.temperature, entropy_gradient=loss.entropy_gradient)
 
 
-def _logprob_head(head: Head) -> LogprobHead:
-    if not isinstance(head, LogprobHead):
-        raise ValueError(f"this model's head predicts {', '.join(head.names)}: a teacher and its pupil predict tokens")
-    return head
+def check_score(what: Score, head: Head) -> None:
+    """Check that a head predicts what a score needs.
+
+    Raises:
+        ValueError: it predicts something else.
+    """
+    if what.of_values != head.is_value:
+        raise ValueError(
+            f"this model's head predicts {head.predicts}, and {what.name} were asked for: "
+            "a model that is built with value_head=True predicts values, any other log-probs"
+        )
 
 
 def whole_sequences(micro_batch: MicroBatch, own: Predictions, cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -119,19 +109,6 @@ def assemble_predictions(kept: Iterable[Kept], n_names: int, n_tokens: int, devi
     for rows_T, predictions_PT in kept:
         total_PT[:, rows_T.to(device)] = predictions_PT
     return total_PT
-
-
-def check_head(head: Head, names: tuple[str, ...]) -> None:
-    """Check that a head predicts what is asked for.
-
-    Raises:
-        ValueError: it predicts something else.
-    """
-    if head.names != names:
-        raise ValueError(
-            f"this model's head predicts {', '.join(head.names)}, and {', '.join(names)} were asked for: "
-            "a model that is built with value_head=True predicts values, any other log-probs"
-        )
 
 
 def no_optimizer(verb: str) -> ValueError:

@@ -18,8 +18,8 @@ from fivefold.bridge.hf_writer import HFFolder, classified, tensor_specs
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
-from fivefold.engine.heads import Head, HeadOptions, LogprobHead, SquaresScoring, TopKScoring, ValueHead
-from fivefold.engine.passes import Scoring, check_head, no_optimizer
+from fivefold.engine.heads import Head, Score
+from fivefold.engine.passes import check_score, no_optimizer
 from fivefold.engine.sharing import Share
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.shape import ModelShape
@@ -53,8 +53,8 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
     """What is offloaded."""
 
     @abstractmethod
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
 
     @abstractmethod
     def _blocks(self) -> Iterator[Block]:
@@ -73,51 +73,10 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
         self._require(*OFFLOADABLE)
         return self._trained("train").step()
 
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-        logprobs, entropy = self._forward(share, LogprobHead.names, temperature)
-        return logprobs, entropy
-
-    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the sums of squared probabilities over the vocabulary.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-        check_head(self.head, LogprobHead.names)
-        rows = self._score(share, SquaresScoring(temperature), len(LogprobHead.names) + 1)
-        return rows[0], rows[-1]
-
-    def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens.
-
-        Returns:
-            float32 [T], on the CPU; 0 on tokens that are not trained.
-
-        Raises:
-            ValueError: the model has no value head.
-        """
-        [values] = self._forward(share, ValueHead.names, temperature=1.0)
-        return values
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """
-        check_head(self.head, LogprobHead.names)
-        rows = self._score(share, TopKScoring(temperature, k), 2 * k)
-        return rows[:k].T.long(), rows[k:].T.contiguous()
-
-    def _forward(self, share: Share, names: tuple[str, ...], temperature: float) -> torch.Tensor:
-        """Return the head's predictions without gradient, float32 [names, T], on the CPU."""
-        check_head(self.head, names)
-        return self._score(share, Scoring(temperature), len(names))
+    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
+        """Compute a score of the share's trained tokens; see `TrainingEngine.score`."""
+        check_score(what, self.head)
+        return what.columns(self._score(share, what), share.batch.mask_T)
 
     def save_hf(
         self,

@@ -22,7 +22,7 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
+from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -30,6 +30,7 @@ from fivefold.engine.passes import (
     COMPUTING,
     Kept,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
     whole_sequences,
@@ -97,7 +98,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self.head: Head = model_head(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
+        self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
         trains = optimizer is not None
         self.model = build_model(
@@ -155,14 +156,14 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         """
         self._trained("train")
         self._require("params", "grads")
-        normalizer = loss.normalizer(share.totals)
+        normalizer, asked = loss.normalizer(share.totals), asked_by(loss, self.head)
         kept = []
         self._loads.start_mini_batch()
         micro_batches = self._builder.build(share)
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
                 with self._loads.counting(micro_batch.local.padding_T):
-                    predictions = self._predict(micro_batch, loss)
+                    predictions = self._predict(micro_batch, asked)
                 total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
                 total.backward()
                 kept.append(metrics)
@@ -175,14 +176,14 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         return reduced
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         micro_batches = self._builder.build(share)
         kept: list[Kept] = []
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
-                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, options))[1])
+                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
                 count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
@@ -190,11 +191,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
                 # What a layer keeps in shares is freed only where it is gathered again.
                 unit.unshard()
             unit.reshard()
-        return assemble_predictions(kept, n_names, share.batch.n_tokens, self._device).cpu()
+        return assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device).cpu()
 
-    def _predict(self, micro_batch: MicroBatch, options: HeadOptions) -> dict[str, torch.Tensor]:
+    def _predict(self, micro_batch: MicroBatch, asked: Asked) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
-        return whole_sequences(micro_batch, self.model(micro_batch, options), self.groups.cp)
+        return whole_sequences(micro_batch, self.model(micro_batch, asked), self.groups.cp)
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""

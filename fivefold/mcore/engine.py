@@ -27,7 +27,7 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.expert_load import auxiliary_losses, load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
+from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
@@ -35,9 +35,9 @@ from fivefold.engine.passes import (
     COMPUTING,
     LossStep,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
-    predict,
     whole_sequences,
 )
 from fivefold.engine.rope import cos_sin, inverse_frequencies
@@ -165,7 +165,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._buffers = ChunkBuffers(self._chunks, self.parameters.values())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = model_head(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head = Head.of(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
@@ -198,7 +198,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
         with self._buffers.earlier_gradients():
-            kept = self._run(share, step, loss, backward=True, timers=timers)
+            kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
         metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
@@ -222,13 +222,13 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return result
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(share, keep_predictions, options, backward=False)
-        total_PT = assemble_predictions(kept, n_names, share.batch.n_tokens, self._device)
+        kept = self._run(share, keep_predictions, what, backward=False)
+        total_PT = assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
@@ -294,7 +294,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self,
         share: Share,
         step: LossStep,
-        options: HeadOptions,
+        asked: Asked,
         *,
         backward: bool,
         timers: StageTimers | None = None,
@@ -308,7 +308,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
         ) -> tuple[Any, torch.Tensor, Any]:
-            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, options))
+            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, asked))
             return loss, torch.zeros((), dtype=torch.int), kept
 
         def forward(
@@ -339,14 +339,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(
-        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, options: HeadOptions
+        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, asked: Asked
     ) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        own = predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch, options)
+        own = asked.predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch)
         return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager

@@ -23,7 +23,7 @@ from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.heads import LogprobHead, ValueHead, model_head
+from fivefold.engine.heads import Head
 from fivefold.engine.logprobs import LogitChunks, linear_logprobs, linear_logprobs_with_others
 from fivefold.types import Batch
 
@@ -213,9 +213,9 @@ def test_the_keys_of_a_recipe_decide_which_logits_are_kept(section: type[Megatro
     group = mock.Mock(spec=dist.ProcessGroup)
     for recompute in (True, False):
         options = section(logprob_chunk_size=7, logprob_recompute=recompute)
-        head = model_head(101, options, group, is_value=False)
-        assert head == LogprobHead(101, LogitChunks(7, recompute), group)
-    assert model_head(101, options, group, is_value=True) == ValueHead(group)
+        head = Head.of(101, options, group, is_value=False)
+        assert head == Head(101, LogitChunks(7, recompute), group)
+    assert Head.of(101, options, group, is_value=True).is_value
 
 
 class LargestTensor(TorchDispatchMode):

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import ray
-from engines import Engine, GlooEngine, gone, listening_addresses
+from engines import Engine, GlooEngine, Tally, gone, listening_addresses
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, fetch, put
@@ -38,6 +38,12 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
     assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)]) == ["0:a", "1:b", "2:c"]
     with pytest.raises(ValueError, match="arguments for 2 ranks, but has 3"):
         group.call_each(Engine.echo, [("a",), ("b",)])
+
+
+def test_a_part_of_the_held_object_is_made_once_in_each_process(session: Session) -> None:
+    group = launch(session, 2)
+    assert group.call(Tally.add, 2) == ["0:2", "1:2"]
+    assert group.control(Tally.add, 3) == ["0:5", "1:5"]
 
 
 def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.energies import Energies
+from fivefold.engine.heads import Score
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -37,7 +39,7 @@ class RecordingActor(Actor):
         self.changes: list[Any] = []
         self.n_recomputed = 0
 
-    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         self.n_recomputed += 1
         return ()
 
@@ -251,7 +253,9 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
         monkeypatch.setattr(baselines, name, lambda columns: columns)
 
     class Actor(RecordingActor):
-        def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
+            assert isinstance(what, Energies)
+            self.n_recomputed += 1
             nan = np.nan
             rows = [[nan, nan, nan, nan, 0.5], [nan, nan, nan, 0.2, 0.3], [nan, nan, 1, 1, 1], [nan, 2, 2, 2, 2]]
             order = [2, 0, 3, 1]  # a replica has any sequences
@@ -274,4 +278,4 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
         [0, *[1 / 3] * 3, 1],
     ]
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    assert actor.n_recomputed == 0, "the energies come with the old log-probs"
+    assert actor.n_recomputed == 1, "the energies come with the old log-probs"

@@ -1,0 +1,124 @@
+"""Distillation over several tokens: a teacher's most likely tokens, and a student's divergence from them.
+
+As in `logprobs.py`, the vocabulary is sharded over tensor-parallel ranks, and the full [tokens, vocabulary] logits
+never exist at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fivefold.algorithms.distillation import Direction, coarse_divergence
+from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
+from fivefold.engine.logprobs import LogitChunks, linear_logprobs_with_others, logits_of
+from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.vocab_shards import gathered, own_rows
+
+TOKENS, LOGPROBS = "teacher_tokens", "teacher_token_logprobs"
+"""Columns of a teacher: its k most likely tokens before each token, int32 [T, k], and their log-probs, float32."""
+
+
+@dataclass(frozen=True)
+class TopK(Score):
+    """The k most likely tokens before each token, and their log-probs, as the columns of a teacher."""
+
+    k: int
+    temperature: float
+    """Temperature that divides the logits."""
+
+    name = TOKENS
+
+    @property
+    def n_rows(self) -> int:
+        """Two rows for each of the k tokens."""
+        return 2 * self.k
+
+    def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
+        """Predict the tokens, as float32, which is exact up to 2^24, then their log-probs."""
+        tokens_NK, logprobs_NK = linear_top_k(
+            hidden_NH,
+            output.weight_VH,
+            self.k,
+            temperature=self.temperature,
+            chunks=head.chunks,
+            vocab=head.vocab,
+            group=head.group,
+        )
+        rows = torch.cat([tokens_NK.float(), logprobs_NK], 1).T
+        return {str(place): row for place, row in enumerate(rows)}
+
+    def columns(self, rows_PT: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return both columns; 0 on tokens that are not trained."""
+        return {TOKENS: rows_PT[: self.k].T.int().contiguous(), LOGPROBS: rows_PT[self.k :].T.contiguous()}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Log-probs and entropies, and from the same logits the divergence from a teacher (`coarse_divergence`).
+
+    The micro-batch has the teacher's columns, of the same temperature.
+    """
+
+    temperature: float
+    entropy_gradient: bool
+    direction: Direction
+
+    def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
+        """Predict `logprobs`, `entropy` and `divergence`."""
+        fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
+        logprobs, entropy, logprobs_NK = linear_logprobs_with_others(
+            hidden_NH,
+            output.weight_VH,
+            micro_batch.local.targets_N,
+            fields[TOKENS][places_N].long(),
+            temperature=self.temperature,
+            entropy_gradient=self.entropy_gradient,
+            chunks=head.chunks,
+            vocab=head.vocab,
+            group=head.group,
+        )
+        divergence = coarse_divergence(logprobs_NK, fields[LOGPROBS][places_N], self.direction)
+        return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
+
+
+@torch.no_grad()
+def linear_top_k(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    k: int,
+    *,
+    temperature: float,
+    chunks: LogitChunks,
+    vocab: int,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most likely tokens of softmax(hidden @ weight.T / temperature), most likely first.
+
+    Args:
+        hidden_NH: the same on all ranks.
+        weight_VH: this rank's rows of the output layer, in rank order.
+        k: number of tokens, at most `vocab`.
+        temperature: divides the logits.
+        chunks: the logits that exist at one time.
+        vocab: rows beyond it are filler and get no probability.
+        group: the ranks that share the vocabulary.
+
+    Returns:
+        The tokens, int64 [N, k], and their log-probs, float32 [N, k].
+    """
+    first, real_rows = own_rows(weight_VH, vocab, group)
+    tokens_NK = torch.zeros(len(hidden_NH), k, dtype=torch.int64, device=hidden_NH.device)
+    logits_NK = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
+    sums_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
+    for rows in chunks.of(len(hidden_NH)) if real_rows else []:
+        logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
+        own = min(k, real_rows)
+        logits_NK[rows, :own], tokens_NK[rows, :own] = logits.topk(own)
+        sums_N[rows] = logits.logsumexp(1)
+    every_token, every_logit = gathered(tokens_NK + first, group), gathered(logits_NK, group)
+    best_NK, places_NK = torch.cat(list(every_logit), 1).topk(k)
+    tokens_NK = torch.cat(list(every_token), 1).gather(1, places_NK)
+    return tokens_NK, best_NK - gathered(sums_N, group).logsumexp(0)[:, None]
