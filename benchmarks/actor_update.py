@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(args.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        losses.append(engine.forward_backward(share, SFTLoss())["loss"])
+        losses.append(float(engine.forward_backward(share, SFTLoss())["loss"].sum))
         engine.optim_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

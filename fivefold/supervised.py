@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Anew, Resume
@@ -41,7 +42,7 @@ from fivefold.run.state_owners import load_states, state_owners
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
-from fivefold.update.updates import SkipGuard, average_updates
+from fivefold.update.updates import SkipGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -240,7 +241,7 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.count(learnt.result, step)
             seconds = timers.take()
-            metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
+            metrics = metric_values(learnt.result.metrics) | speed.metrics(learnt.trained, learnt.scored, seconds)
             metrics["seconds/step"] = time.perf_counter() - step_began
             if guard.problem is not None:
                 keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})

@@ -39,7 +39,8 @@ import torch
 from fivefold.algorithms.batch_steps import BatchStep, Gather
 from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import Sums, count, means
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import Sequences
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.roles import RolloutCorrectionConfig
@@ -125,13 +126,13 @@ class RolloutCorrection:
         kept_T = trained_T & self._inside(log_w_T, rollout_T, sequences, fields)
         weights_T, is_truncated_T = self._weights(log_w_T, sequences)
         weights_T = torch.where(kept_T, weights_T, torch.zeros_like(weights_T))
-        metrics = {
+        sums: Sums = {
             "correction/truncated": count(is_truncated_T & kept_T, weights_T),
             "correction/masked": count(trained_T & ~kept_T, weights_T),
             "correction/weight": weights_T.sum(),
-            "correction/weight_square": weights_T.square().sum(),
+            "correction/ess": Metric(weights_T.sum(), trained_T.sum(), "ess", weights_T.square().sum()),
         }
-        return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), metrics)
+        return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), means(sums, trained_T))
 
     def _weights(self, log_w_T: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         if self.weight is None:

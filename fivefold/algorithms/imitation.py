@@ -22,7 +22,8 @@ from typing import Literal
 
 import torch
 
-from fivefold.algorithms.loss import LossInputs, Metrics, count, zero_unless
+from fivefold.algorithms.loss import LossInputs, means, zero_unless
+from fivefold.algorithms.metrics import Metrics
 from fivefold.types import Batch
 
 EXPERT = "is_expert"
@@ -52,10 +53,7 @@ class Imitation:
         weight_T = zero_unless(trained_T, inputs.fields[NLL_WEIGHT])
         nll_T = -logprobs_T * weight_T * self._token_weights(logprobs_T.detach(), inputs.fields[EXPERT])
         is_term_T = weight_T > 0
-        own = {
-            "imitation_nll": zero_unless(is_term_T, -logprobs_T.detach()).sum(),
-            "imitation_share": count(is_term_T, logprobs_T.detach()),
-        }
+        own = means({"imitation_nll": zero_unless(is_term_T, -logprobs_T.detach()).sum()}, is_term_T)
         return self.policy_weight * total + nll_T.sum(), metrics | own
 
     def _token_weights(self, logprobs_T: torch.Tensor, expert_T: torch.Tensor) -> torch.Tensor:

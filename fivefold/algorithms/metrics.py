@@ -67,7 +67,7 @@ Metrics = dict[str, Metric]
 """Metrics by name."""
 
 
-def merged(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """Return the metrics of all parts together, which need not have the same names."""
     total: Metrics = {}
     for part in parts:
@@ -76,7 +76,7 @@ def merged(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     return total
 
 
-def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the numbers of all metrics that have one."""
     return {name: value for name, metric in metrics.items() if (value := metric.value) is not None}
 

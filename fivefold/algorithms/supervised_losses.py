@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from fivefold.algorithms.loss import LossInputs, Metrics, zero_unless
+from fivefold.algorithms.loss import LossInputs, means, zero_unless
+from fivefold.algorithms.metrics import Metrics
 from fivefold.types import Totals
 
 COEFFICIENT = "coefficient"
@@ -29,7 +30,7 @@ class SFTLoss:
         trained_T = inputs.mask_T.bool()
         nll = -zero_unless(trained_T, inputs.predictions["logprobs"]).sum()
         entropy = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
-        return nll, {"nll": nll.detach(), "entropy": entropy}
+        return nll, means({"nll": nll.detach(), "entropy": entropy}, trained_T)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class LinearLoss:
         trained_T = inputs.mask_T.bool()
         predicted_T = zero_unless(trained_T, inputs.predictions[self.prediction])
         coefficient_T = zero_unless(trained_T, inputs.fields[COEFFICIENT])
-        metrics: Metrics = {}
+        sums = {}
         if "entropy" in inputs.predictions:
-            metrics["entropy"] = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
-        return (coefficient_T * predicted_T).sum(), metrics
+            sums["entropy"] = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
+        return (coefficient_T * predicted_T).sum(), means(sums, trained_T)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
-from fivefold.algorithms.loss import Metrics, Surrogate
+from fivefold.algorithms.loss import Sums, Surrogate
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.config.user_code import load_user_object, user_traceback
@@ -66,7 +66,7 @@ class UserLoss:
         """What the user's loss computes over a whole mini-batch first; None: nothing."""
         return cast(BatchStep | None, getattr(self._loss, "before", None))
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         return self._loss(tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:

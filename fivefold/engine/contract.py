@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.heads import Score
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.types import StepResult
@@ -49,7 +50,7 @@ class TrainingEngine(Protocol):
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on, as YAML can hold it."""
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,

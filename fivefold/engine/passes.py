@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fivefold.algorithms.distillation import Direction
 from fivefold.algorithms.loss import Loss, LossInputs
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.engine.context_parallel import SumOverGroup
 from fivefold.engine.distillation import Divergence
 from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
@@ -90,11 +91,11 @@ def whole_sequences(micro_batch: MicroBatch, own: Predictions, cp_group: dist.Pr
 
 def apply_loss(
     loss: Loss, scale: float, micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return `scale` times the loss of a micro-batch, and its metrics, the unscaled `loss/sum` among them."""
+) -> tuple[torch.Tensor, Metrics]:
+    """Return `scale` times the loss of a micro-batch, and its metrics, the unscaled `loss` among them."""
     batch = micro_batch.batch
     total, metrics = loss(LossInputs(predictions, batch.mask_T, batch.lengths, batch.fields))
-    return total * scale, {**metrics, "loss/sum": total.detach()}
+    return total * scale, {**metrics, "loss": Metric(total.detach())}
 
 
 def keep_predictions(micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Kept]:

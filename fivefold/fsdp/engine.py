@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
@@ -21,10 +22,9 @@ from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
-from fivefold.engine.expert_load import load_metrics
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
+from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.passes import (
     COMPUTING,
@@ -148,7 +148,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             },
         }
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
@@ -169,8 +169,8 @@ class FSDPEngine(SharedVerbs[Optimizer]):
                 kept.append(metrics)
                 count(1)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
-        reduced["loss"] = reduced.pop("loss/sum") / normalizer
+        reduced = reduce_metrics(kept, counts=counts)
+        reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
         if self.shape.is_moe:
             reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
         return reduced

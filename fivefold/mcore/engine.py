@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
@@ -26,10 +27,9 @@ from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
-from fivefold.engine.expert_load import auxiliary_losses, load_metrics
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
+from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
 from fivefold.engine.passes import (
     COMPUTING,
@@ -178,7 +178,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Return the values of all fields of Megatron-Core's configuration, by class."""
         return self._effective
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
@@ -200,10 +200,10 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         with self._buffers.earlier_gradients():
             kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
-        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
+        metrics = reduce_metrics(kept, counts=counts)
+        metrics["loss"] = Metric(metrics["loss"].sum / loss.normalizer(totals))
         if timers is not None:
-            metrics[BUBBLE] = timers.bubble(self.groups.pp)
+            metrics[BUBBLE] = Metric(timers.bubble(self.groups.pp))
         if self.shape.is_moe:
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
-from fivefold.engine.peak_memory import UPDATE, PeakMemory
+from fivefold.engine.metrics import UPDATE, PeakMemory
 from fivefold.engine.sharing import Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
@@ -77,13 +78,11 @@ class TrainerSpec:
 class UpdateResult:
     """Result of one optimizer step, and the metrics of its loss."""
 
-    metrics: dict[str, float]
+    metrics: Metrics
     skipped: bool
     """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
-    n_trained: int = 1
-    """Trained tokens of the mini-batch, by which its means over tokens count among those of other updates."""
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:
@@ -203,8 +202,12 @@ class TrainerWorker:
             metrics = self.engine.forward_backward(share, loss)
             step = self.engine.optim_step()
         metrics |= self._peaks.take()
-        metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
-        return UpdateResult(metrics, step.skipped, step.non_finite, share.totals.n_trained_tokens)
+        metrics |= {
+            "grad_norm": Metric(step.grad_norm),
+            "lr": Metric(step.learning_rate, reduce="last"),
+            "skipped_updates": Metric(float(step.skipped), reduce="sum"),
+        }
+        return UpdateResult(metrics, step.skipped, step.non_finite)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""

@@ -17,6 +17,7 @@ from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER, sequence_numbers
+from fivefold.algorithms.metrics import effective_share
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
@@ -34,7 +35,7 @@ from fivefold.types import Columns, Prompt, Sample
 from fivefold.update.baselines import with_token_advantages
 from fivefold.update.critic import CriticUpdate
 from fivefold.update.expert_examples import RIGHT, ExpertExamples, with_imitation
-from fivefold.update.updates import SkipGuard, effective_share, make_updates
+from fivefold.update.updates import SkipGuard, make_updates
 
 
 class PolicyUpdate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.preferences import Numbers, Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.engine.heads import Logprobs
@@ -66,4 +67,4 @@ class Scoring:
         scored = replace(comparison, batch=batch.with_scalars(**{COEFFICIENT: coefficients_N}))
         with timers.phase("train"):
             result = models.actor.update(scored.trained, LinearLoss(self.prediction))
-        return replace(result, metrics=result.metrics | metrics)
+        return replace(result, metrics=result.metrics | {name: Metric(value) for name, value in metrics.items()})

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
+from fivefold.algorithms.metrics import Metric
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import Anew
@@ -234,8 +235,8 @@ class FixedTrainer(Actor):
     def update(self, batch: RemoteBatch, loss: Any, kl: object = None) -> UpdateResult:
         ones_T = torch.ones(2)
         total, metrics = loss(LossInputs({"logprobs": -ones_T, "entropy": ones_T}, ones_T, (2,), {}))
-        values = {name: value.item() for name, value in {**metrics, "loss": total}.items()}
-        return UpdateResult({**values, "grad_norm": 1.0, "lr": 1e-3}, skipped=False)
+        others = {"loss": float(total), "grad_norm": 1.0, "lr": 1e-3, "skipped_updates": 0.0}
+        return UpdateResult({**metrics, **{name: Metric(value) for name, value in others.items()}}, skipped=False)
 
     def save(self, folder: Path) -> None: ...
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import metric_values
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.shared_verbs import SharedVerbs
@@ -30,8 +31,8 @@ class WholeBatches(SharedVerbs[Any]):
     """An engine that takes whole mini-batches, and returns the results of all replicas."""
 
     def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Call `forward_backward` on this replica's share of a whole mini-batch."""
-        return self.forward_backward(self.share(batch), loss)
+        """Call `forward_backward` on this replica's share of a whole mini-batch; return the numbers of its metrics."""
+        return metric_values(self.forward_backward(self.share(batch), loss))
 
     def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the log-probs; return the whole mini-batch's results, assembled from the shares of all replicas."""

@@ -15,12 +15,13 @@ import torch
 
 from fivefold.algorithms.distillation import coarse_divergence
 from fivefold.algorithms.loss import Loss, LossInputs
+from fivefold.algorithms.metrics import Metrics
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Logprobs, Score
-from fivefold.engine.peak_memory import PeakMemory
+from fivefold.engine.metrics import PeakMemory
 from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
@@ -86,7 +87,7 @@ class Engine:
                 rows = [*self._predictions(batch, what.temperature).values(), *squares]
         return what.columns(torch.stack(rows), batch.mask_T)
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         weight = self._model.weight
         self.gradient = torch.zeros_like(weight)
         for indices in share.micro_batches:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fivefold import evaluate, train
+from fivefold.algorithms.metrics import Metric
 from fivefold.checkpoints.start import Anew
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -145,8 +146,14 @@ class FixedActor(Actor):
         return ()
 
     def update(self, *_: Any) -> UpdateResult:
-        metrics = {"loss": 0.0, "grad_norm": self._grad_norm, "lr": 1e-6}
-        return UpdateResult(metrics, skipped=not math.isfinite(self._grad_norm), non_finite=("layers.0",))
+        skipped = not math.isfinite(self._grad_norm)
+        metrics = {
+            "loss": Metric(0.0),
+            "grad_norm": Metric(self._grad_norm),
+            "lr": Metric(1e-6, reduce="last"),
+            "skipped_updates": Metric(float(skipped), reduce="sum"),
+        }
+        return UpdateResult(metrics, skipped, non_finite=("layers.0",))
 
 
 def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
