@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fivefold.algorithms.distillation import Direction, coarse_divergence
 from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs_with_others, logits_of
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs_with_others, logits_of
 from fivefold.engine.micro_batches import MicroBatch
-from fivefold.engine.vocab_shards import gathered, own_rows
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_token_logprobs"
 """Columns of a teacher: its k most likely tokens before each token, int32 [T, k], and their log-probs, float32."""
@@ -38,15 +36,7 @@ class TopK(Score):
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict the tokens, as float32, which is exact up to 2^24, then their log-probs."""
-        tokens_NK, logprobs_NK = linear_top_k(
-            hidden_NH,
-            output.weight_VH,
-            self.k,
-            temperature=self.temperature,
-            chunks=head.chunks,
-            vocab=head.vocab,
-            group=head.group,
-        )
+        tokens_NK, logprobs_NK = linear_top_k(hidden_NH, output.weight_VH, self.k, head.vocabulary, self.temperature)
         rows = torch.cat([tokens_NK.float(), logprobs_NK], 1).T
         return {str(place): row for place, row in enumerate(rows)}
 
@@ -74,11 +64,9 @@ class Divergence:
             output.weight_VH,
             micro_batch.local.targets_N,
             fields[TOKENS][places_N].long(),
+            head.vocabulary,
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
-            chunks=head.chunks,
-            vocab=head.vocab,
-            group=head.group,
         )
         divergence = coarse_divergence(logprobs_NK, fields[LOGPROBS][places_N], self.direction)
         return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
@@ -86,39 +74,30 @@ class Divergence:
 
 @torch.no_grad()
 def linear_top_k(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    k: int,
-    *,
-    temperature: float,
-    chunks: LogitChunks,
-    vocab: int,
-    group: dist.ProcessGroup,
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, k: int, vocabulary: Vocabulary, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k most likely tokens of softmax(hidden @ weight.T / temperature), most likely first.
 
     Args:
         hidden_NH: the same on all ranks.
-        weight_VH: this rank's rows of the output layer, in rank order.
-        k: number of tokens, at most `vocab`.
+        weight_VH: this rank's rows of the output layer.
+        k: number of tokens, at most those of the vocabulary.
+        vocabulary: how the rows are sharded.
         temperature: divides the logits.
-        chunks: the logits that exist at one time.
-        vocab: rows beyond it are filler and get no probability.
-        group: the ranks that share the vocabulary.
 
     Returns:
-        The tokens, int64 [N, k], and their log-probs, float32 [N, k].
+        The tokens, int64 [N, k], and their log-probs, float32 [N, k], without gradient.
     """
-    first, real_rows = own_rows(weight_VH, vocab, group)
+    first, real_rows = vocabulary.own_rows(weight_VH)
     tokens_NK = torch.zeros(len(hidden_NH), k, dtype=torch.int64, device=hidden_NH.device)
     logits_NK = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     sums_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
-    for rows in chunks.of(len(hidden_NH)) if real_rows else []:
+    for rows in vocabulary.chunks(len(hidden_NH)) if real_rows else []:
         logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
         own = min(k, real_rows)
         logits_NK[rows, :own], tokens_NK[rows, :own] = logits.topk(own)
         sums_N[rows] = logits.logsumexp(1)
-    every_token, every_logit = gathered(tokens_NK + first, group), gathered(logits_NK, group)
+    every_token, every_logit = vocabulary.gathered(tokens_NK + first), vocabulary.gathered(logits_NK)
     best_NK, places_NK = torch.cat(list(every_logit), 1).topk(k)
     tokens_NK = torch.cat(list(every_token), 1).gather(1, places_NK)
-    return tokens_NK, best_NK - gathered(sums_N, group).logsumexp(0)[:, None]
+    return tokens_NK, best_NK - vocabulary.gathered(sums_N).logsumexp(0)[:, None]

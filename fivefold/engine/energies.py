@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fivefold.engine.heads import Head, Logprobs, OutputLayer, Predictions
-from fivefold.engine.logprobs import LogitChunks, logits_of
+from fivefold.engine.logprobs import Vocabulary, logits_of
 from fivefold.engine.micro_batches import MicroBatch
-from fivefold.engine.vocab_shards import gathered, own_rows
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,7 @@ class Energies(Logprobs):
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict `logprobs`, `entropy`, and the sums of squared probabilities as `squares`."""
-        squares = linear_sum_of_squares(
-            hidden_NH,
-            output.weight_VH,
-            temperature=self.temperature,
-            chunks=head.chunks,
-            vocab=head.vocab,
-            group=head.group,
-        )
+        squares = linear_sum_of_squares(hidden_NH, output.weight_VH, head.vocabulary, self.temperature)
         return {**super().predict(head, hidden_NH, output, micro_batch), "squares": squares}
 
     def columns(self, rows_PT: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,30 +38,22 @@ class Energies(Logprobs):
 
 @torch.no_grad()
 def linear_sum_of_squares(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    *,
-    temperature: float,
-    chunks: LogitChunks,
-    vocab: int,
-    group: dist.ProcessGroup,
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: Vocabulary, temperature: float
 ) -> torch.Tensor:
-    """Return sum_v p_v^2 of p = softmax(hidden @ weight.T / temperature), float32 [N].
+    """Return sum_v p_v^2 of p = softmax(hidden @ weight.T / temperature), float32 [N], without gradient.
 
     Args:
         hidden_NH: the same on all ranks.
-        weight_VH: this rank's rows of the output layer, in rank order.
+        weight_VH: this rank's rows of the output layer.
+        vocabulary: how the rows are sharded.
         temperature: divides the logits.
-        chunks: the logits that exist at one time.
-        vocab: rows beyond it are filler and get no probability.
-        group: the ranks that share the vocabulary.
     """
-    _, real_rows = own_rows(weight_VH, vocab, group)
+    _, real_rows = vocabulary.own_rows(weight_VH)
     # log sum e^l and log sum e^2l of this rank's rows.
     sums_2N = hidden_NH.new_full((2, len(hidden_NH)), -torch.inf, dtype=torch.float32)
-    for rows in chunks.of(len(hidden_NH)) if real_rows else []:
+    for rows in vocabulary.chunks(len(hidden_NH)) if real_rows else []:
         logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
         sums_2N[0, rows] = logits.logsumexp(1)
         sums_2N[1, rows] = logits.mul_(2).logsumexp(1)
-    once_N, twice_N = gathered(sums_2N, group).logsumexp(0)
+    once_N, twice_N = vocabulary.gathered(sums_2N).logsumexp(0)
     return (twice_N - 2 * once_N).exp()

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs
 from fivefold.engine.micro_batches import MicroBatch
 from fivefold.types import Batch
 
@@ -52,19 +52,14 @@ class OutputLayer:
 class Head:
     """How a model's last layer is computed: as logits over the vocabulary, or as one value for each token."""
 
-    vocab: int
-    """Number of tokens in the vocabulary; further rows of the output layer are filler."""
-    chunks: LogitChunks
-    """The logits that exist at one time."""
-    group: dist.ProcessGroup
-    """The tensor-parallel group, over which the vocabulary is sharded."""
+    vocabulary: Vocabulary
     is_value: bool = False
     """Whether the layer is a value head: a critic's or a reward model's."""
 
     @staticmethod
     def of(vocab: int, section: LogitOptions, group: dist.ProcessGroup, *, is_value: bool) -> Head:
         """Return the head of a model, with the options in the engine's section of the recipe."""
-        return Head(vocab, LogitChunks(section.logprob_chunk_size, section.logprob_recompute), group, is_value)
+        return Head(Vocabulary(vocab, group, section.logprob_chunk_size, section.logprob_recompute), is_value)
 
     @property
     def predicts(self) -> str:
@@ -141,11 +136,9 @@ class Logprobs(Score):
             hidden_NH,
             output.weight_VH,
             micro_batch.local.targets_N,
+            head.vocabulary,
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
-            chunks=head.chunks,
-            vocab=head.vocab,
-            group=head.group,
         )
         return {"logprobs": logprobs, "entropy": entropy}
 

@@ -35,7 +35,7 @@ class Values(Score):
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict `values`."""
-        hidden_NH = _PartOfSum.apply(hidden_NH, head.group.size())
+        hidden_NH = _PartOfSum.apply(hidden_NH, head.vocabulary.group.size())
         bias_V = None if output.bias_V is None else output.bias_V.float()
         values_N1 = torch.nn.functional.linear(hidden_NH.float(), output.weight_VH.float(), bias_V)
         return {"values": values_N1.squeeze(1)}

@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.engine.kernels.elementwise import swiglu
-from fivefold.engine.kernels.grouped_mm import add_grouped_product, grouped_mm
-from fivefold.engine.main_grad import main_grad, mark_accumulated
+from fivefold.engine.kernels.matmul import add_grouped_product, grouped_mm, main_grad, mark_accumulated
 
 
 class GroupedExperts(MegatronModule):

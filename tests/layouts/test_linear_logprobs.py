@@ -24,7 +24,7 @@ from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Head
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs, linear_logprobs_with_others
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs, linear_logprobs_with_others
 from fivefold.types import Batch
 
 HIDDEN = 12
@@ -126,11 +126,9 @@ def predictions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log-probs, entropies, and log-probs of other tokens if there are any."""
     options: dict[str, Any] = {
+        "vocabulary": Vocabulary(problem.vocab, group, problem.chunk_size, problem.recompute),
         "temperature": problem.temperature,
         "entropy_gradient": problem.entropy_gradient,
-        "chunks": LogitChunks(problem.chunk_size, problem.recompute),
-        "vocab": problem.vocab,
-        "group": group,
     }
     if problem.n_others:
         return linear_logprobs_with_others(hidden, weight, tensors.targets_N, tensors.others_NK, **options)
@@ -214,7 +212,7 @@ def test_the_keys_of_a_recipe_decide_which_logits_are_kept(section: type[Megatro
     for recompute in (True, False):
         options = section(logprob_chunk_size=7, logprob_recompute=recompute)
         head = Head.of(101, options, group, is_value=False)
-        assert head == Head(101, LogitChunks(7, recompute), group)
+        assert head == Head(Vocabulary(101, group, 7, recompute))
     assert Head.of(101, options, group, is_value=True).is_value
 
 
