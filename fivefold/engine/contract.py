@@ -15,7 +15,7 @@ import torch
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.heads import Score
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 

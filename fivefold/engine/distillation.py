@@ -13,7 +13,7 @@ import torch
 from fivefold.algorithms.distillation import Direction, coarse_divergence
 from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs_with_others, logits_of
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_token_logprobs"
 """Columns of a teacher: its k most likely tokens before each token, int32 [T, k], and their log-probs, float32."""

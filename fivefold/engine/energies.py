@@ -12,7 +12,7 @@ import torch
 
 from fivefold.engine.heads import Head, Logprobs, OutputLayer, Predictions
 from fivefold.engine.logprobs import Vocabulary, logits_of
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 
 
 @dataclass(frozen=True)

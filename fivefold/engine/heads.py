@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 from fivefold.types import Batch
 
 Predictions = Mapping[str, torch.Tensor]

@@ -18,7 +18,7 @@ from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.engine.context_parallel import SumOverGroup
 from fivefold.engine.distillation import Divergence
 from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 from fivefold.engine.values import Values
 
 COMPUTING = "computing"

@@ -19,8 +19,8 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
 from fivefold.engine.heads import Head, Score
+from fivefold.engine.packing import Share
 from fivefold.engine.passes import check_score, no_optimizer
-from fivefold.engine.sharing import Share
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.shape import ModelShape
 from fivefold.types import StepResult

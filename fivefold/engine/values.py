@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 from fivefold.types import Batch
 
 N_APPENDED = 2

@@ -25,7 +25,7 @@ from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import load_metrics, reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.passes import (
     COMPUTING,
     Kept,
@@ -35,8 +35,8 @@ from fivefold.engine.passes import (
     keep_predictions,
     whole_sequences,
 )
+from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state.host_copy import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape

@@ -26,7 +26,7 @@ from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
-from fivefold.engine.micro_batches import MicroBatch
+from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes

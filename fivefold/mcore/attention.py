@@ -13,9 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
-from fivefold.engine.context_parallel import packed_attention
+from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.elementwise import split_heads
-from fivefold.engine.sequences import PackedAttention
+from fivefold.engine.sequences import packed_attention
 
 
 @dataclass(kw_only=True)

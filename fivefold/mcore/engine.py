@@ -30,7 +30,7 @@ from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.passes import (
     COMPUTING,
     LossStep,
@@ -41,9 +41,8 @@ from fivefold.engine.passes import (
     whole_sequences,
 )
 from fivefold.engine.rope import cos_sin, inverse_frequencies
-from fivefold.engine.sequences import LocalSequences
+from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
 from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.read import load_shape

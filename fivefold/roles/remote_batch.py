@@ -21,7 +21,7 @@ import torch
 
 from fivefold.algorithms.imitation import EXPERT
 from fivefold.cluster.group import Remote, fetch, put
-from fivefold.engine.sharing import BatchPlan, MicroBatches, Share
+from fivefold.engine.packing import BatchPlan, MicroBatches, Share
 from fivefold.types import Batch, Columns, Totals
 
 Indices = npt.NDArray[np.int64]

@@ -24,7 +24,7 @@ from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
-from fivefold.engine.sharing import Share
+from fivefold.engine.packing import Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine

@@ -13,8 +13,8 @@ from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import metric_values
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.heads import Logprobs
+from fivefold.engine.packing import Share
 from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import Share
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch

@@ -19,7 +19,7 @@ from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, sft_columns
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble

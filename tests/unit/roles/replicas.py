@@ -22,7 +22,7 @@ from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Logprobs, Score
 from fivefold.engine.metrics import PeakMemory
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch

@@ -11,7 +11,7 @@ import pytest
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import TrainedMicroBatchConfig
 from fivefold.engine.heads import Logprobs
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer
