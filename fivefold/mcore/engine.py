@@ -28,6 +28,7 @@ from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
 from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
@@ -40,7 +41,7 @@ from fivefold.engine.passes import (
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fivefold.config.schema.megatron import MegatronOptimizerFields
-from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
 from fivefold.engine.state import optimizer_state
 from fivefold.engine.state.host_copy import Parkable
 from fivefold.engine.state.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

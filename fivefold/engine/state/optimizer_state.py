@@ -21,8 +21,8 @@ import torch
 
 from fivefold.config.schema.megatron import MegatronOptimizerFields
 from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
-from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
 from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
 
 StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
 STATE_KINDS: tuple[StateKind, ...] = ("param", "exp_avg", "exp_avg_sq")
