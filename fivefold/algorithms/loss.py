@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
+from fivefold.algorithms.distillation import Direction
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.types import Totals
@@ -63,6 +64,10 @@ class Loss(Protocol):
     @property
     def entropy_gradient(self) -> bool:
         """Whether the entropy must carry a gradient."""
+
+    @property
+    def divergence(self) -> Direction | None:
+        """Direction of the divergence from a teacher's distributions that it needs; None: it needs none."""
 
     @property
     def before(self) -> BatchStep | None:

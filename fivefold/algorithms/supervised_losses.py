@@ -21,6 +21,7 @@ class SFTLoss:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:
@@ -47,6 +48,7 @@ class LinearLoss:
     """The prediction of the model's head that is summed."""
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:

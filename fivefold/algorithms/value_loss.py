@@ -31,6 +31,7 @@ class ValueLoss:
     temperature: float = 1.0
     """Not used: values have no temperature."""
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:

@@ -19,15 +19,9 @@ from fivefold.bridge.hf_saver import Block
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights, HeldWeight
-from fivefold.engine.heads import Asked, Head, Score
-from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import load_metrics, reduce_metrics
-from fivefold.engine.packing import BatchPlanner, Share
-from fivefold.engine.passes import (
+from fivefold.engine.base import (
     COMPUTING,
+    EngineBase,
     Kept,
     apply_loss,
     asked_by,
@@ -35,8 +29,14 @@ from fivefold.engine.passes import (
     keep_predictions,
     whole_sequences,
 )
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.ema import EMAWeights, HeldWeight
+from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.metrics import load_metrics, reduce_metrics
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
-from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.state.host_copy import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape
@@ -52,7 +52,7 @@ from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 
 
-class FSDPEngine(SharedVerbs[Optimizer]):
+class FSDPEngine(EngineBase[Optimizer]):
     """A model on FSDP2. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.

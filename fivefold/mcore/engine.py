@@ -24,6 +24,16 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.engine.base import (
+    COMPUTING,
+    EngineBase,
+    LossStep,
+    apply_loss,
+    asked_by,
+    assemble_predictions,
+    keep_predictions,
+    whole_sequences,
+)
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights, HeldWeight
@@ -32,18 +42,8 @@ from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
-from fivefold.engine.passes import (
-    COMPUTING,
-    LossStep,
-    apply_loss,
-    asked_by,
-    assemble_predictions,
-    keep_predictions,
-    whole_sequences,
-)
 from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
-from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.read import load_shape
@@ -67,7 +67,7 @@ from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 
-class MegatronEngine(SharedVerbs[Optimizer]):
+class MegatronEngine(EngineBase[Optimizer]):
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -212,7 +212,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return metrics
 
     def optim_step(self) -> StepResult:
-        """Make an optimizer step; see `SharedVerbs.optim_step`."""
+        """Make an optimizer step; see `EngineBase.optim_step`."""
         self._buffers.has_gradients = False
         result = super().optim_step()
         if self._load_LE is not None and self.shape.router_bias and not result.skipped:
@@ -254,7 +254,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return shared_blocks(self._bridge.mapped(self.weights), self._shards)
 
     def load(self, folder: Path) -> None:
-        """Load the training state; see `SharedVerbs.load`."""
+        """Load the training state; see `SavingVerbs.load`."""
         super().load(folder)
         self._buffers.has_gradients = False
         self._load_LE = None

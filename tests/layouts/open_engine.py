@@ -12,9 +12,9 @@ import torch
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import metric_values
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
+from fivefold.engine.base import EngineBase
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import Share
-from fivefold.engine.shared_verbs import SharedVerbs
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
@@ -27,7 +27,7 @@ class WithEntropies(Logprobs):
         return {"logprobs": rows_PT[0], "entropy": rows_PT[1]}
 
 
-class WholeBatches(SharedVerbs[Any]):
+class WholeBatches(EngineBase[Any]):
     """An engine that takes whole mini-batches, and returns the results of all replicas."""
 
     def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:

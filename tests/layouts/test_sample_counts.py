@@ -32,6 +32,7 @@ class Recorder:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
     seen: list[int] = field(default_factory=list)
 

@@ -1,15 +1,10 @@
-"""The verbs that training engines share, whatever library the model runs on.
-
-An engine computes predictions in its own way (`_score`) and has its own weights (`_blocks`). What its verbs check, ask
-of the head and make of the results is here.
-"""
+"""The verbs of training engines that write and read a model: exports, Hugging Face folders, training state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -18,43 +13,22 @@ from fivefold.bridge.hf_writer import HFFolder, classified, tensor_specs
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
-from fivefold.engine.heads import Head, Score
-from fivefold.engine.packing import Share
-from fivefold.engine.passes import check_score, no_optimizer
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.shape import ModelShape
-from fivefold.types import StepResult
 from fivefold.weights.stream import Stack, unstacked
 
 
-class Stepping(Protocol):
-    """An optimizer of a whole model."""
-
-    def step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
-
-
-AnOptimizer = TypeVar("AnOptimizer", bound=Stepping)
-
-
-class SharedVerbs(ABC, Generic[AnOptimizer]):
-    """The base of training engines, which set these attributes when they build their model."""
+class SavingVerbs(ABC):
+    """The part of `EngineBase` that a step does not enter. Engines set these attributes when they build their model."""
 
     config: EngineConfig
     shape: ModelShape
-    head: Head
-    optimizer: AnOptimizer | None
-    """None: the model is not trained."""
     _folder: Path
     """Folder of the model's config and tokenizer."""
     _state: TrainingState | None
     """What checkpoints hold; None: the model is not trained."""
     _away: set[Offloadable]
     """What is offloaded."""
-
-    @abstractmethod
-    def _score(self, share: Share, what: Score) -> torch.Tensor:
-        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
 
     @abstractmethod
     def _blocks(self) -> Iterator[Block]:
@@ -67,16 +41,6 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
     def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every whole weight under its Hugging Face name; see `TrainingEngine.export_weights`."""
         return unstacked(self.export_stacks(readers))
-
-    def optim_step(self) -> StepResult:
-        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
-        self._require(*OFFLOADABLE)
-        return self._trained("train").step()
-
-    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
-        """Compute a score of the share's trained tokens; see `TrainingEngine.score`."""
-        check_score(what, self.head)
-        return what.columns(self._score(share, what), share.batch.mask_T)
 
     def save_hf(
         self,
@@ -134,12 +98,12 @@ class SharedVerbs(ABC, Generic[AnOptimizer]):
         if missing := [kind for kind in what if kind in self._away]:
             raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
 
-    def _trained(self, verb: str) -> AnOptimizer:
-        if self.optimizer is None:
-            raise no_optimizer(verb)
-        return self.optimizer
-
     def _trained_state(self, verb: str) -> TrainingState:
         if self._state is None:
             raise no_optimizer(verb)
         return self._state
+
+
+def no_optimizer(verb: str) -> ValueError:
+    """Return the error for a method that needs an optimizer, of an engine that has none."""
+    return ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")

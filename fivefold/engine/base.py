@@ -1,25 +1,31 @@
-"""What every engine does around the head: what a loss asks of it, and what its predictions become.
+"""What training engines share, whatever library the model runs on: their verbs, and what a pass makes of predictions.
 
-predictions of this rank's tokens ─> whole sequences ─> apply_loss: a scalar to differentiate, and metrics
-                                                     ─> keep_predictions: rows of the whole share
+    predictions of this rank's tokens ─> whole sequences ─> apply_loss: a scalar to differentiate, and metrics
+                                                         ─> keep_predictions: rows of a share, for a score's columns
+
+An engine computes predictions in its own way (`_score`, `forward_backward`) and has its own weights.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fivefold.algorithms.distillation import Direction
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.engine.context_parallel import SumOverGroup
+from fivefold.engine.contract import OFFLOADABLE
 from fivefold.engine.distillation import Divergence
 from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
+from fivefold.engine.packing import Share
+from fivefold.engine.saving import SavingVerbs, no_optimizer
 from fivefold.engine.sequences import MicroBatch
 from fivefold.engine.values import Values
+from fivefold.types import StepResult
 
 COMPUTING = "computing"
 """What progress calls the passes over micro-batches."""
@@ -31,13 +37,45 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 """Rows of the share's batch, int64 [T], and their predictions, float32 [P, T]."""
 
 
-@runtime_checkable
-class Distilling(Protocol):
-    """A loss that may need the divergence of the model's distributions from a teacher's."""
+class Stepping(Protocol):
+    """An optimizer of a whole model."""
 
-    @property
-    def divergence(self) -> Direction | None:
-        """Direction of the divergence; None: it is not needed."""
+    def step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+
+
+AnOptimizer = TypeVar("AnOptimizer", bound=Stepping)
+
+
+class EngineBase(SavingVerbs, Generic[AnOptimizer]):
+    """The base of training engines, which set these attributes when they build their model."""
+
+    head: Head
+    optimizer: AnOptimizer | None
+    """None: the model is not trained."""
+
+    @abstractmethod
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
+
+    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
+        """Compute a score of the share's trained tokens; see `TrainingEngine.score`."""
+        if what.of_values != self.head.is_value:
+            raise ValueError(
+                f"this model's head predicts {self.head.predicts}, and {what.name} were asked for: "
+                "a model that is built with value_head=True predicts values, any other log-probs"
+            )
+        return what.columns(self._score(share, what), share.batch.mask_T)
+
+    def optim_step(self) -> StepResult:
+        """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
+        self._require(*OFFLOADABLE)
+        return self._trained("train").step()
+
+    def _trained(self, verb: str) -> AnOptimizer:
+        if self.optimizer is None:
+            raise no_optimizer(verb)
+        return self.optimizer
 
 
 def asked_by(loss: Loss, head: Head) -> Asked:
@@ -46,27 +84,13 @@ def asked_by(loss: Loss, head: Head) -> Asked:
     Raises:
         ValueError: the divergence from a teacher's distributions, of a value head.
     """
-    direction = loss.divergence if isinstance(loss, Distilling) else None
-    if direction is not None:
+    if loss.divergence is not None:
         if head.is_value:
             raise ValueError(f"this model's head predicts {head.predicts}: a teacher and its student predict tokens")
-        return Divergence(loss.temperature, loss.entropy_gradient, direction)
+        return Divergence(loss.temperature, loss.entropy_gradient, loss.divergence)
     if head.is_value:
         return Values()
     return Logprobs(loss.temperature, entropy_gradient=loss.entropy_gradient)
-
-
-def check_score(what: Score, head: Head) -> None:
-    """Check that a head predicts what a score needs.
-
-    Raises:
-        ValueError: it predicts something else.
-    """
-    if what.of_values != head.is_value:
-        raise ValueError(
-            f"this model's head predicts {head.predicts}, and {what.name} were asked for: "
-            "a model that is built with value_head=True predicts values, any other log-probs"
-        )
 
 
 def whole_sequences(micro_batch: MicroBatch, own: Predictions, cp_group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -104,14 +128,9 @@ def keep_predictions(micro_batch: MicroBatch, predictions: dict[str, torch.Tenso
     return predictions_PT.sum(), (micro_batch.rows_T, predictions_PT)
 
 
-def assemble_predictions(kept: Iterable[Kept], n_names: int, n_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the predictions of a share, float32 [names, T], from those of its micro-batches."""
-    total_PT = torch.zeros(n_names, n_tokens, device=device)
+def assemble_predictions(kept: Iterable[Kept], n_rows: int, n_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the predictions of a share, float32 [P, T], from those of its micro-batches."""
+    total_PT = torch.zeros(n_rows, n_tokens, device=device)
     for rows_T, predictions_PT in kept:
         total_PT[:, rows_T.to(device)] = predictions_PT
     return total_PT
-
-
-def no_optimizer(verb: str) -> ValueError:
-    """Return the error for a method that needs an optimizer, of an engine that has none."""
-    return ValueError(f"this engine was built without an optimizer, so it cannot {verb}: pass its OptimizerConfig")
