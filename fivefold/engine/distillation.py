@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.distillation import Direction, coarse_divergence
-from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
-from fivefold.engine.logprobs import Vocabulary, linear_logprobs_with_others, logits_of
+from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions, Score
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs, logits_of
 from fivefold.engine.sequences import MicroBatch
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_token_logprobs"
@@ -46,7 +46,7 @@ class TopK(Score):
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Asked):
     """Log-probs and entropies, and from the same logits the divergence from a teacher (`coarse_divergence`).
 
     The micro-batch has the teacher's columns, of the same temperature.
@@ -59,14 +59,14 @@ class Divergence:
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict `logprobs`, `entropy` and `divergence`."""
         fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
-        logprobs, entropy, logprobs_NK = linear_logprobs_with_others(
+        logprobs, entropy, logprobs_NK = linear_logprobs(
             hidden_NH,
             output.weight_VH,
             micro_batch.local.targets_N,
-            fields[TOKENS][places_N].long(),
             head.vocabulary,
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
+            others_NK=fields[TOKENS][places_N].long(),
         )
         divergence = coarse_divergence(logprobs_NK, fields[LOGPROBS][places_N], self.direction)
         return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}

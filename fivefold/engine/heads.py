@@ -13,29 +13,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from fivefold.config.schema.fsdp import FSDPConfig
+from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs
 from fivefold.engine.sequences import MicroBatch
 from fivefold.types import Batch
 
 Predictions = Mapping[str, torch.Tensor]
 """Tensors float32 [N], by name."""
-
-
-class LogitOptions(Protocol):
-    """The keys of an engine's section that say how logits are computed."""
-
-    @property
-    def logprob_chunk_size(self) -> int:
-        """Tokens whose logits are computed together."""
-
-    @property
-    def logprob_recompute(self) -> bool:
-        """Whether the backward pass computes the logits again."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Head:
     """Whether the layer is a value head: a critic's or a reward model's."""
 
     @staticmethod
-    def of(vocab: int, section: LogitOptions, group: dist.ProcessGroup, *, is_value: bool) -> Head:
+    def of(vocab: int, section: MegatronConfig | FSDPConfig, group: dist.ProcessGroup, *, is_value: bool) -> Head:
         """Return the head of a model, with the options in the engine's section of the recipe."""
         return Head(Vocabulary(vocab, group, section.logprob_chunk_size, section.logprob_recompute), is_value)
 
@@ -67,9 +57,10 @@ class Head:
         return "values" if self.is_value else "logprobs, entropy"
 
 
-class Asked(Protocol):
+class Asked(ABC):
     """What a pass asks of a head."""
 
+    @abstractmethod
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict the N trained tokens of this rank, `micro_batch.local.targets_N`.
 
@@ -82,7 +73,7 @@ class Asked(Protocol):
         """
 
 
-class Score(ABC):
+class Score(Asked):
     """What a pass without gradient computes of each trained token."""
 
     of_values: ClassVar[bool] = False
@@ -99,10 +90,6 @@ class Score(ABC):
     @abstractmethod
     def n_rows(self) -> int:
         """Number of predictions that `predict` returns."""
-
-    @abstractmethod
-    def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
-        """Predict the N trained tokens of this rank; see `Asked.predict`."""
 
     @abstractmethod
     def columns(self, rows_PT: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -132,7 +119,7 @@ class Logprobs(Score):
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict `logprobs` and `entropy`."""
-        logprobs, entropy = linear_logprobs(
+        logprobs, entropy, _ = linear_logprobs(
             hidden_NH,
             output.weight_VH,
             micro_batch.local.targets_N,

@@ -58,7 +58,8 @@ def linear_logprobs(
     *,
     temperature: float,
     entropy_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    others_NK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log p[target] and the entropy of p = softmax(hidden @ weight.T / temperature), float32 [N] each.
 
     Args:
@@ -68,29 +69,12 @@ def linear_logprobs(
         vocabulary: how the rows are sharded.
         temperature: divides the logits.
         entropy_gradient: whether the entropy carries a gradient.
+        others_NK: int64: k more tokens for each place, which may include the target; None: there are none.
+
+    Returns:
+        Both, and from the same logits log p of the other tokens, float32 [N, k].
     """
-    none_N0 = targets_N.new_empty(len(targets_N), 0)
-    logprobs_N, entropy_N, _ = linear_logprobs_with_others(
-        hidden_NH, weight_VH, targets_N, none_N0, vocabulary, temperature=temperature, entropy_gradient=entropy_gradient
-    )
-    return logprobs_N, entropy_N
-
-
-def linear_logprobs_with_others(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_N: torch.Tensor,
-    others_NK: torch.Tensor,
-    vocabulary: Vocabulary,
-    *,
-    temperature: float,
-    entropy_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what `linear_logprobs` does, and from the same logits log p of `others_NK`, float32 [N, k].
-
-    `others_NK`, int64, has k tokens for each place, which may include the target; the other arguments are those of
-    `linear_logprobs`.
-    """
+    others_NK = targets_N.new_empty(len(targets_N), 0) if others_NK is None else others_NK
     keeps = torch.is_grad_enabled() and not vocabulary.recompute
     return _LinearLogprobs.apply(
         hidden_NH, weight_VH, targets_N, others_NK, vocabulary, temperature, entropy_gradient, keeps

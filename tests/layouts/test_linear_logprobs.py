@@ -24,7 +24,7 @@ from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Head
-from fivefold.engine.logprobs import Vocabulary, linear_logprobs, linear_logprobs_with_others
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs
 from fivefold.types import Batch
 
 HIDDEN = 12
@@ -130,11 +130,8 @@ def predictions(
         "temperature": problem.temperature,
         "entropy_gradient": problem.entropy_gradient,
     }
-    if problem.n_others:
-        return linear_logprobs_with_others(hidden, weight, tensors.targets_N, tensors.others_NK, **options)
-    return *linear_logprobs(hidden, weight, tensors.targets_N, **options), hidden.new_empty(
-        tensors.others_NK.shape
-    ).float()
+    others_NK = tensors.others_NK if problem.n_others else None
+    return linear_logprobs(hidden, weight, tensors.targets_N, others_NK=others_NK, **options)
 
 
 def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
