@@ -69,4 +69,3 @@ def metrics_by_age(
         for name, values_T in measures.items():
             metrics[f"staleness/{name}/{age}"] = Metric(zero_unless(own_T, values_T).sum(), n)
     return metrics
-"""Ages below this have their own metrics; older tokens count as this age."""

@@ -35,7 +35,7 @@ class Trainer:
         Args:
             group: the processes.
             planner: plans the micro-batches of their model.
-            reference_planner: plans those of the reference beside it; None: as those of the model.
+            reference_planner: plans the micro-batches of the reference in these processes; None: as `planner` does.
         """
         self.group = group
         self._planner = planner

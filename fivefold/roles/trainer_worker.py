@@ -1,6 +1,6 @@
-"""The worker of a model, trained or frozen, in each of its processes, and what it is built from.
+"""The worker of a model, trained or frozen: one in each of its processes.
 
-It holds a training engine, and the reference model beside it where the two share processes.
+It holds a training engine, and the engine of a reference model that shares the processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
-from fivefold.engine.packing import Share
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
@@ -189,15 +188,6 @@ class TrainerWorker:
             share = replace(share, batch=change(share.batch))
         if loss.before is not None:
             share = replace(share, batch=loss.before(share.batch, self._gather))
-        return self._update(share, loss)
-
-    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all data-parallel replicas; all ranks of a replica give the same one."""
-        gathered: list[torch.Tensor | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
-
-    def _update(self, share: Share, loss: Loss) -> UpdateResult:
         with self._peaks.phase(UPDATE):
             metrics = self.engine.forward_backward(share, loss)
             step = self.engine.optim_step()
@@ -209,12 +199,18 @@ class TrainerWorker:
         }
         return UpdateResult(metrics, step.skipped, step.non_finite)
 
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all data-parallel replicas; all ranks of a replica give the same one."""
+        gathered: list[torch.Tensor | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
+
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         self.engine.save_hf(folder, self.spec.tokenizer)
 
     def offload(self, what: Collection[Offloadable]) -> int:
-        """Move state of this rank off its device, and the weights of the reference beside it with the model's own.
+        """Move state of this rank off its device, and the reference's weights with the model's own.
 
         Returns:
             The bytes that were freed.
@@ -237,7 +233,7 @@ class TrainerWorker:
             torch.cuda.empty_cache()
 
     def free_memory(self) -> int | None:
-        """Return the free bytes of this rank's device, whoever has the others; None: it is no GPU."""
+        """Return the free bytes of this rank's device, whoever uses the others; None: it is not a GPU."""
         return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 

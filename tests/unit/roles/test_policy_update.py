@@ -60,7 +60,7 @@ class FollowingReference:
     def __init__(self) -> None:
         self.refreshed: list[int] = []
 
-    def logprobs(self, batch: RemoteBatch, temperature: float, column: str) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         return ()
 
     def follow(self, actor: RecordingActor) -> None:
