@@ -106,7 +106,7 @@ def whole_sequences(micro_batch: MicroBatch, own: Predictions, cp_group: dist.Pr
     whole_PT = whole_PT.index_copy(1, micro_batch.local.places_N, stacked_PN)
     if cp_group.size() > 1 and whole_PT.numel() > 0:
         whole_PT = SumOverGroup.apply(whole_PT, cp_group)
-    # Stacking makes all of them require a gradient, also those for which the head computes none.
+    # Stacking makes all of them require a gradient, even those for which the head computes none.
     return {
         name: whole_T if own[name].requires_grad else whole_T.detach()
         for name, whole_T in zip(own, whole_PT, strict=True)
@@ -123,13 +123,13 @@ def apply_loss(
 
 
 def keep_predictions(micro_batch: MicroBatch, predictions: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Kept]:
-    """Return a scalar, which nobody differentiates, and the predictions with their rows in the share."""
+    """Return a scalar, which nothing differentiates, and the predictions with their rows in the share."""
     predictions_PT = torch.stack(list(predictions.values()))
     return predictions_PT.sum(), (micro_batch.rows_T, predictions_PT)
 
 
 def assemble_predictions(kept: Iterable[Kept], n_rows: int, n_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the predictions of a share, float32 [P, T], from those of its micro-batches."""
+    """Return the predictions of a share, float32 [P, T], from its micro-batches' predictions."""
     total_PT = torch.zeros(n_rows, n_tokens, device=device)
     for rows_T, predictions_PT in kept:
         total_PT[:, rows_T.to(device)] = predictions_PT

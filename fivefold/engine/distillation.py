@@ -31,7 +31,7 @@ class TopK(Score):
 
     @property
     def n_rows(self) -> int:
-        """Two rows for each of the k tokens."""
+        """Two rows for each of the k tokens: the token and its log-prob."""
         return 2 * self.k
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
@@ -81,7 +81,7 @@ def linear_top_k(
     Args:
         hidden_NH: the same on all ranks.
         weight_VH: this rank's rows of the output layer.
-        k: number of tokens, at most those of the vocabulary.
+        k: number of tokens, at most the size of the vocabulary.
         vocabulary: how the rows are sharded.
         temperature: divides the logits.
 

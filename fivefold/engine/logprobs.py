@@ -172,7 +172,7 @@ def _logits_again(
 
 
 def _rows_of(tokens: torch.Tensor, first: int, real_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each token, any row for those of other ranks, and which tokens are this rank's."""
+    """Return the row of each token, any row for another rank's token, and which tokens are this rank's."""
     rows = tokens - first
     return rows.clamp(0, real_rows - 1), (rows >= 0) & (rows < real_rows)
 

@@ -160,12 +160,12 @@ def plan_micro_batches(
     multiple_of: int,
     cost: Callable[[int], float],
 ) -> list[list[Bin]]:
-    """Split sequences into micro-batches and deal those to the data-parallel ranks. Deterministic.
+    """Split sequences into micro-batches and deal them to the data-parallel ranks. Deterministic.
 
     Args:
         lengths: tokens of each sequence, as they will lie in memory (alignment padding included).
         n_ranks: data-parallel ranks.
-        max_tokens: most tokens in a micro-batch. A sequence that is longer gets a micro-batch of its own.
+        max_tokens: most tokens in a micro-batch. A longer sequence gets a micro-batch to itself.
         min_micro_batches: fewest micro-batches on a rank.
         multiple_of: the number of micro-batches on a rank is a multiple of this.
         cost: relative time that a sequence of a given length takes; grows with the length.
@@ -175,7 +175,7 @@ def plan_micro_batches(
         the same number of micro-batches, and costly micro-batches come first. If there are fewer sequences than
         micro-batches, the last ones are empty.
 
-        The number of micro-batches over all ranks is at most that of first-fit-decreasing bin packing, which is
+        There are at most as many micro-batches over all ranks as bins in first-fit-decreasing bin packing, which is
         within 11/9 of the optimum + 2/3 (Dósa 2007), rounded up for the other two demands.
 
     Raises:

@@ -55,7 +55,7 @@ class SavingVerbs(ABC):
 
         Args:
             folder: the folder to write, which all ranks must see.
-            tokenizer_source: folder or hub name of its tokenizer; None: that of `config.path`.
+            tokenizer_source: folder or hub name of its tokenizer; None: the tokenizer of `config.path`.
             max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
 
         Raises:
@@ -87,8 +87,8 @@ class SavingVerbs(ABC):
         On the same layout, training then continues with the same bits.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
-                optimizer, or its state was offloaded.
+            ValueError: the folder holds no complete training state, or another model's; or the engine has no optimizer,
+                or its state was offloaded.
         """
         self._require(*OFFLOADABLE)
         self._trained_state("load").load(folder)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EMA(Part):
-    """The weights of a rank's frozen model: of the reference beside the own model, or of the own one if it is alone.
+    """The weights of a rank's frozen model: of the reference that shares its processes, or of its only model.
 
     `TrainerSpec.ema_decay` is the decay of the average.
     """
@@ -39,12 +39,12 @@ class EMA(Part):
             self._weights: EMAWeights = engine.ema_weights(decay)
 
     def follow_own(self) -> None:
-        """Let the reference's weights follow those of the trained model beside it."""
+        """Let the reference's weights follow the trained model in the same processes."""
         with self._worker.working("reference"):
             self._weights.follow(self._worker.engine.held_weights())
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Let the own model's weights follow those in `buckets`, which `offer_weights` of a trained model has sent."""
+        """Let the only model follow the weights in `buckets`, which come from a trained model's processes."""
         self._weights.follow_whole(unpack(buckets, torch.device("cpu")))
 
     def take(self, folder: Path) -> WriteFailed | None:

@@ -27,7 +27,7 @@ from fivefold.types import Batch, Columns, Totals
 Indices = npt.NDArray[np.int64]
 
 KEPT = "kept"
-"""Name of the scalar that is 0 for sequences of which no token is trained, else 1."""
+"""Name of the scalar that is 0 for sequences without trained tokens, else 1."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ class LastSnapshot:
         return None
 
     def write(self) -> WrittenPart | WriteFailed:
-        """Write the files of the snapshot; it may run beside other methods, and again after a failure.
+        """Write the files of the snapshot; it may run in parallel with other methods, and again after a failure.
 
         Raises:
             ValueError: no snapshot was taken.
@@ -89,7 +89,7 @@ def _unless_failed(action: Callable[[], Result]) -> Result | WriteFailed:
 
 
 def written(group: WorkerGroup, results: Sequence[Result | WriteFailed]) -> list[Result]:
-    """Return the result of each rank of a group, all of which could write.
+    """Return the results of all ranks of a group, if every one could write.
 
     Raises:
         OSError: some rank could not write.

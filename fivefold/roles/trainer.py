@@ -93,7 +93,7 @@ class Trainer:
     ) -> tuple[tuple[Piece, ...], list[R]]:
         """Run a method that returns a summary and columns. Returns one piece and one summary for each replica.
 
-        The columns stay in the object store, those of a replica once: its ranks all have the same.
+        The columns stay in the object store, one copy for each replica: its ranks all have the same.
         """
         kept = self.group.keep_each(method, arguments, self._first_ranks)
         pieces = tuple(

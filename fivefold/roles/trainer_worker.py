@@ -40,7 +40,7 @@ _PHASES = {"old_logprobs": "old log-probs", "ref_logprobs": "reference", "values
 """Phases of a step, whose peak memory is measured, by the name of the score that they compute."""
 
 Model = Literal["own", "reference"]
-"""A model in the trainer's processes: its own, or the reference beside it."""
+"""A model in the trainer's processes: its own, or the reference that shares them."""
 
 
 @dataclass(frozen=True)

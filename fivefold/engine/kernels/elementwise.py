@@ -50,7 +50,7 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the joint projection into queries [T, heads, D], keys and values [T, groups, D]; normalise and rotate q, k.
 
-    D is `head_dim`, of which the first channels are rotated, as many as `cos_T1D` and `sin_T1D` have.
+    D is `head_dim`. Its first channels are rotated, as many as `cos_T1D` and `sin_T1D` have.
 
     The projection holds, for each of `n_groups` key heads, its query heads, the key and the value. In half precision
     the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
