@@ -25,7 +25,7 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.batches import minibatches
-from fivefold.engine.sharing import BatchPlan, BatchPlanner
+from fivefold.engine.packing import BatchPlan, BatchPlanner
 from fivefold.experience.samples import sample_metrics
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch

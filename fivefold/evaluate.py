@@ -18,9 +18,8 @@ from fivefold.config.roles import roles_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
-from fivefold.engine.scoring import N_APPENDED
+from fivefold.engine.values import N_APPENDED
 from fivefold.experience.samples import accuracy, judge, pass_at_k, sample_metrics
-from fivefold.families.check import check_tokens, layout_problems, replica_problems, sampling_problems, server_problems
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import Allocation
@@ -41,6 +40,9 @@ from fivefold.roles.specs import model_shape
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rules.layouts import layout_problems, replica_problems
+from fivefold.rules.models import check_tokens, sampling_problems
+from fivefold.rules.rollout import server_problems
 from fivefold.types import Prompt
 
 if TYPE_CHECKING:

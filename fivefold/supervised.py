@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
@@ -23,7 +24,6 @@ from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
-from fivefold.families.check import check_examples
 from fivefold.observe.columns import PAIR_COLUMNS, Column
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import records
@@ -33,6 +33,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.launch import launch_models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
+from fivefold.rules.models import check_examples
 from fivefold.run.keeper import keep
 from fivefold.run.profiling import StepProfiler
 from fivefold.run.setup import OpenRun, lay_groundwork
@@ -41,7 +42,7 @@ from fivefold.run.state_owners import load_states, state_owners
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
-from fivefold.update.updates import SkipGuard, average_updates
+from fivefold.update.updates import SkipGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -240,7 +241,7 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.count(learnt.result, step)
             seconds = timers.take()
-            metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
+            metrics = metric_values(learnt.result.metrics) | speed.metrics(learnt.trained, learnt.scored, seconds)
             metrics["seconds/step"] = time.perf_counter() - step_began
             if guard.problem is not None:
                 keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})

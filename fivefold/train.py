@@ -7,7 +7,6 @@ next step <───────────────────── rollo
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,9 +60,6 @@ from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.policy import PolicyUpdate, check_prompts
 from fivefold.weights.table import choose_route
 from fivefold.weights.transport import Route
-
-_OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
-"""Metrics that say nothing of a step in which the actor is not trained."""
 
 
 @dataclass(frozen=True)
@@ -259,9 +255,9 @@ class _Loop:
         seconds, whole = self.run.timers.take(), time.perf_counter() - began
         metrics |= idle_shares(experience.metrics, seconds, whole)
         metrics |= experience.metrics | self._described(experience.samples)
-        metrics |= self.speed.metrics(batch, self.update.given, seconds, whole) | self.roles.take_moved()
-        if self.critic is not None and self.critic.is_warming_up(step):
-            metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
+        trains_actor = self.critic is None or not self.critic.is_warming_up(step)
+        metrics |= self.speed.metrics(batch, self.update.given, seconds, whole, trains_actor=trains_actor)
+        metrics |= self.roles.take_moved()
         if self.update.problem is not None:
             self.keeper.metrics.write(step, metrics)
             raise RunFailed(self.update.problem)

@@ -1,4 +1,4 @@
-"""Checks of a finished recipe: what `fivefold plan` and `fivefold train` would refuse, told when it is imported."""
+"""Checks of a finished recipe: what `fivefold plan` and `fivefold train` would refuse, reported at the import."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.roles import model_paths
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.check import replica_problems, server_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import place
-from fivefold.preflight import check_recipe
+from fivefold.rules.layouts import replica_problems
+from fivefold.rules.recipe import check_recipe
+from fivefold.rules.rollout import server_problems
 
 
 def problems_of_recipe(recipe: Recipe) -> list[str]:

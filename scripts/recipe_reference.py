@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from fivefold.config.keys import description_of, section_of
 from fivefold.config.limits import LARGEST
 from fivefold.config.problems import COMMANDS
-from fivefold.config.schema.fields import Duration, Named
+from fivefold.config.schema.fields import Duration
+from fivefold.config.schema.rules import Named, OfPart, OfServers, Rule
 from fivefold.config.schema.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
@@ -42,11 +43,17 @@ def page() -> str:
 
 def _recipe(title: str, schema: type[RunConfig]) -> Iterator[str]:
     yield f"## {title}\n"
-    yield from _section("", schema)
+    yield from _section("", schema, frozenset(schema.model_fields))
 
 
-def _section(prefix: str, schema: type[BaseModel]) -> Iterator[str]:
-    """Yield the table of a section's own keys, then the tables of the sections in it."""
+def _section(prefix: str, schema: type[BaseModel], known: frozenset[str]) -> Iterator[str]:
+    """Yield the table of a section's own keys, then the tables of the sections in it.
+
+    Args:
+        prefix: the section's dotted key and a dot; empty for the whole recipe.
+        schema: the section.
+        known: its keys and those of the sections around it, of which a condition may speak.
+    """
     fields = schema.model_fields
     sections = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
     plain = [name for name in fields if name not in sections]
@@ -56,17 +63,31 @@ def _section(prefix: str, schema: type[BaseModel]) -> Iterator[str]:
         if note:
             yield " ".join(note.split()) + "\n"
     if plain:
-        yield "| key | values | default | |\n|---|---|---|---|"
-        yield from (_row(f"{prefix}{name}", fields[name], description_of(schema, name)) for name in plain)
+        yield "| key | values | default | read with | |\n|---|---|---|---|---|"
+        yield from (_row(f"{prefix}{name}", fields[name], description_of(schema, name), known) for name in plain)
         yield ""
     for name, section in sections.items():
-        yield from _section(f"{prefix}{name}.", section)
+        if conditions := _conditions(fields[name], known):
+            yield f"`{prefix}{name}` is read with {conditions}.\n"
+        yield from _section(f"{prefix}{name}.", section, known | section.model_fields.keys())
 
 
-def _row(key: str, field: FieldInfo, description: str) -> str:
+def _row(key: str, field: FieldInfo, description: str, known: frozenset[str]) -> str:
     default = "required" if field.is_required() else f"`{_written(field.default)}`"
     words = " ".join(description.split())
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{key}`", _values(field), default, words)) + " |"
+    cells = (f"`{key}`", _values(field), default, _conditions(field, known), words)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _conditions(field: FieldInfo, known: frozenset[str]) -> str:
+    """Return what a key, or one of its values, is read with: other keys, models with a part, servers."""
+    rules = (each for each in field.metadata if isinstance(each, Rule))
+    texts = [
+        "".join(f"`{_written(value)}`: " for value in each.values) + str(each.condition)
+        for each in rules
+        if each.condition.key.split(".")[0] in known
+    ]
+    return "; ".join([*texts, *(str(each) for each in field.metadata if isinstance(each, OfPart | OfServers))])
 
 
 def _values(field: FieldInfo) -> str:

@@ -14,6 +14,7 @@ from fivefold.config.keys import known_keys, nearest_keys, options_of, section_o
 from fivefold.config.library_names import in_its_place
 from fivefold.config.schema.fields import NAME, ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.rules import RuleErrors
 from fivefold.config.schema.run import RunConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
@@ -87,10 +88,22 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel]) -> Iterator[str]:
-    """Yield one line for each of pydantic's errors; the errors of one value with several types have the same line."""
+    """Yield one line for each of pydantic's errors, and one for each rule that a section breaks.
+
+    The errors of one value with several types have the same line.
+    """
+    return (line for _, line in located_problems(error, schema))
+
+
+def located_problems(error: ValidationError, schema: type[BaseModel]) -> Iterator[tuple[ErrorDetails, str]]:
+    """Yield the lines of `problems_of`, each with pydantic's error that it describes."""
     details = error.errors(include_url=False)
     for detail in details:
-        yield _line(detail, details, schema)
+        fault = detail.get("ctx", {}).get("error")
+        if isinstance(fault, RuleErrors):
+            yield from ((detail, line) for line in fault.lines(".".join(map(str, detail["loc"]))))
+        else:
+            yield detail, _line(detail, details, schema)
 
 
 def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
@@ -19,28 +20,26 @@ from fivefold.bridge.parameters import trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights
-from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
-from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.passes import (
+from fivefold.engine.base import (
     COMPUTING,
+    EngineBase,
     Kept,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.ema import EMAWeights
+from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.metrics import load_metrics, reduce_metrics
+from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
-from fivefold.families.check import check_attention, check_layout
-from fivefold.families.fsdp_check import check_fsdp
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import ALL, NONE, Trained
@@ -55,7 +54,7 @@ from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 
 
-class FSDPEngine(SharedVerbs[Optimizer]):
+class FSDPEngine(EngineBase[Optimizer]):
     """A model on FSDP2. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -98,15 +97,12 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         self.shape = stored
         if value_head:
             self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
-        check_layout(layout, self.shape)
-        check_attention(config, self.shape)
-        check_fsdp(config.fsdp, layout)
         self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self.head: Head = model_head(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
+        self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
         learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
         self.model = build_model(
@@ -154,7 +150,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             },
         }
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
@@ -162,34 +158,34 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         """
         self._trained("train")
         self._require("params", "grads")
-        normalizer = loss.normalizer(share.totals)
+        normalizer, asked = loss.normalizer(share.totals), asked_by(loss, self.head)
         kept = []
         self._loads.start_mini_batch()
         micro_batches = self._builder.build(share)
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
                 with self._loads.counting(micro_batch.local.padding_T):
-                    predictions = self._predict(micro_batch, loss)
+                    predictions = self._predict(micro_batch, asked)
                 total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
                 total.backward()
                 kept.append(metrics)
                 count(1)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
-        reduced["loss"] = reduced.pop("loss/sum") / normalizer
+        reduced = reduce_metrics(kept, counts=counts)
+        reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
         if self.shape.is_moe:
             reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
         return reduced
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         micro_batches = self._builder.build(share)
         kept: list[Kept] = []
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
-                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, options))[1])
+                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
                 count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
@@ -197,11 +193,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
                 # What a layer keeps in shares is freed only where it is gathered again.
                 unit.unshard()
             unit.reshard()
-        return assemble_predictions(kept, n_names, share.batch.n_tokens, self._device).cpu()
+        return assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device).cpu()
 
-    def _predict(self, micro_batch: MicroBatch, options: HeadOptions) -> dict[str, torch.Tensor]:
+    def _predict(self, micro_batch: MicroBatch, asked: Asked) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
-        return whole_sequences(micro_batch, self.model(micro_batch, options), self.groups.cp)
+        return whole_sequences(micro_batch, self.model(micro_batch, asked), self.groups.cp)
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""

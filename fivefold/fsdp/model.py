@@ -25,9 +25,8 @@ from transformers.initialization import no_init_weights
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
-from fivefold.engine.heads import Head, HeadOptions, OutputLayer, Predictions
-from fivefold.engine.micro_batches import MicroBatch
-from fivefold.engine.passes import predict
+from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
+from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
@@ -71,7 +70,7 @@ class PackedModel(nn.Module):
         self._head = head
         self._groups = groups
 
-    def forward(self, micro_batch: MicroBatch, options: HeadOptions) -> Predictions:
+    def forward(self, micro_batch: MicroBatch, asked: Asked) -> Predictions:
         """Return the head's predictions of this rank's tokens."""
         local = micro_batch.local
         hidden_TH = self.model(
@@ -82,7 +81,7 @@ class PackedModel(nn.Module):
             cp_group=self._groups.cp,
         ).last_hidden_state[0]
         hidden_NH = copy_to_group(hidden_TH[local.rows_N], self._groups.tp)
-        return dict(predict(self._head, hidden_NH, self._output(), micro_batch, options))
+        return dict(asked.predict(self._head, hidden_NH, self._output(), micro_batch))
 
     def _output(self) -> OutputLayer:
         """Return this rank's part of the output layer. It is whole only inside `forward`."""

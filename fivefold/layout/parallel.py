@@ -83,7 +83,7 @@ class ParallelLayout:
 
     @property
     def is_server(self) -> bool:
-        """Whether the backend runs in a server process of its own."""
+        """Whether the backend runs in a separate server process."""
         return BACKENDS[self.backend].is_server
 
 
@@ -104,3 +104,13 @@ def with_stages(layout: ParallelLayout, config: MegatronConfig) -> ParallelLayou
             f"the layout has stages of {layout.split}, and megatron.transformer says {split}: keep one of them"
         )
     return replace(layout, split=split)
+
+
+def describe(layout: ParallelLayout) -> str:
+    """Return the backend, the degrees that are not 1, and the number of ranks: `megatron tp2 ep4 (8 ranks)`."""
+    names = ["tp", "pp", "vpp", "cp", "dp"]
+    if BACKENDS[layout.backend].folds_experts:
+        names += ["ep", "etp", "edp"]
+    degrees = [f"{name}{value}" for name in names if (value := getattr(layout, name)) > 1]
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    return f"{' '.join([layout.backend, *degrees])} ({ranks})"

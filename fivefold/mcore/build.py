@@ -29,8 +29,6 @@ from fivefold.config.schema.megatron import Kernels, MegatronConfig
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
-from fivefold.families.check import check_attention, check_layout
-from fivefold.families.megatron_check import check_megatron
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import NONE, Trained
@@ -104,7 +102,7 @@ def build(
     stored = shape = load_shape(folder)
     if value_head:
         shape = stored.as_critic() if value_bias else stored.as_reward_model()
-    _check(config, stored, layout)
+    _check(config)
     groups = initialize_parallel(layout, seed, timeout_s)
     shards = shard_groups(groups)
     megatron = settings.transformer_config(config, layout, shape)
@@ -194,15 +192,12 @@ def _bridge(config: EngineConfig, shape: ModelShape, folder: Path, megatron: Tra
     return Bridge(shape)
 
 
-def _check(config: EngineConfig, shape: ModelShape, layout: ParallelLayout) -> None:
-    """Refuse what the model, Megatron-Core or this machine cannot do.
+def _check(config: EngineConfig) -> None:
+    """Refuse what this machine cannot do; `rules/` has refused what the model or Megatron-Core cannot.
 
     Raises:
         ValueError: it says what to change.
     """
-    check_layout(layout, shape)
-    check_attention(config, shape)
-    check_megatron(config, shape, layout)
     _check_deepep(config.megatron)
     check_transformer_engine(config.megatron.kernels)
 

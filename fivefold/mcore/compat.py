@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from fivefold.engine.main_grad import add_matmul
+from fivefold.engine.kernels.matmul import add_matmul
 
 
 @cache

@@ -19,29 +19,29 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.ema import EMAWeights
-from fivefold.engine.expert_load import auxiliary_losses, load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
-from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.passes import (
+from fivefold.engine.base import (
     COMPUTING,
+    EngineBase,
     LossStep,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
-    predict,
     whole_sequences,
 )
-from fivefold.engine.rope import cos_sin, inverse_frequencies
-from fivefold.engine.sequences import LocalSequences
-from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.ema import EMAWeights
+from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.elementwise import cos_sin
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
+from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.rope import inverse_frequencies
+from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore.buffers import ChunkBuffers
@@ -56,7 +56,7 @@ from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 
-class MegatronEngine(SharedVerbs[Optimizer]):
+class MegatronEngine(EngineBase[Optimizer]):
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -111,7 +111,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = model_head(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
@@ -124,7 +124,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Return the values of all fields of Megatron-Core's configuration, by class."""
         return self._effective
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
         It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
@@ -144,15 +144,15 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
         earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
-        kept = self._run(share, step, loss, backward=True, timers=timers)
+        kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         if earlier is not None:
             self._buffers.add_gradients(earlier)
         self._buffers.has_gradients = True
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
-        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
+        metrics = reduce_metrics(kept, counts=counts)
+        metrics["loss"] = Metric(metrics["loss"].sum / loss.normalizer(totals))
         if timers is not None:
-            metrics[BUBBLE] = timers.bubble(self.groups.pp)
+            metrics[BUBBLE] = Metric(timers.bubble(self.groups.pp))
         if self.shape.is_moe:
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
@@ -161,7 +161,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return metrics
 
     def optim_step(self) -> StepResult:
-        """Make an optimizer step; see `SharedVerbs.optim_step`."""
+        """Make an optimizer step; see `EngineBase.optim_step`."""
         self._buffers.has_gradients = False
         result = super().optim_step()
         if self._load_LE is not None and self.shape.router_bias and not result.skipped:
@@ -173,13 +173,13 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return result
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(share, keep_predictions, options, backward=False)
-        total_PT = assemble_predictions(kept, n_names, share.batch.n_tokens, self._device)
+        kept = self._run(share, keep_predictions, what, backward=False)
+        total_PT = assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
@@ -202,7 +202,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return shared_blocks(self.parameters, self._shards)
 
     def load(self, folder: Path) -> None:
-        """Load the training state; see `SharedVerbs.load`."""
+        """Load the training state; see `SavingVerbs.load`."""
         super().load(folder)
         self._buffers.has_gradients = False
         self._load_LE = None
@@ -233,7 +233,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self,
         share: Share,
         step: LossStep,
-        options: HeadOptions,
+        asked: Asked,
         *,
         backward: bool,
         timers: StageTimers | None = None,
@@ -247,7 +247,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
         ) -> tuple[Any, torch.Tensor, Any]:
-            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, options))
+            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, asked))
             return loss, torch.zeros((), dtype=torch.int), kept
 
         def forward(
@@ -278,14 +278,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(
-        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, options: HeadOptions
+        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, asked: Asked
     ) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        own = predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch, options)
+        own = asked.predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch)
         return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager

@@ -20,11 +20,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fivefold.engine.context_parallel import packed_attention
+from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.elementwise import split_heads, swiglu
-from fivefold.engine.kernels.grouped_mm import add_grouped_product, grouped_mm
-from fivefold.engine.main_grad import main_grad, mark_accumulated
-from fivefold.engine.sequences import PackedAttention
+from fivefold.engine.kernels.matmul import add_grouped_product, grouped_mm, main_grad, mark_accumulated
+from fivefold.engine.sequences import packed_attention
 
 
 class RMSNorm(nn.Module):

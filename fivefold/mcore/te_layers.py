@@ -16,9 +16,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
+from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.flash import FlashPlan
-from fivefold.engine.main_grad import main_grad, mark_accumulated
-from fivefold.engine.sequences import PackedAttention
+from fivefold.engine.kernels.matmul import main_grad, mark_accumulated
 from fivefold.mcore.layers import GroupedExperts
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.families.check import layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.allocation import RoleAllocation
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.room import Cluster
 from fivefold.planning.workload import Workload
+from fivefold.rules.layouts import layout_problems
 
 VIRTUAL_STAGES = (1, 2, 4, 8)
 SHORTEST_SHARD = 512

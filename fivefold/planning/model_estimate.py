@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fivefold.families.check import layout_problems
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import RolePlacement
@@ -16,6 +15,7 @@ from fivefold.planning.memory import RankMemory, training_memory
 from fivefold.planning.rollout_memory import rollout_memory
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
+from fivefold.rules.layouts import layout_problems
 
 _FLOAT = 4
 """Bytes of a weight in float32."""

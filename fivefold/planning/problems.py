@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from fivefold.config.roles import ROLES
 from fivefold.config.schema.role import OFFLOADABLE, Offloadable
-from fivefold.families.check import layout_problems, replica_problems
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate, gb
 from fivefold.planning.host_memory import GIB, HostMemory, exceeds_host, fullest
 from fivefold.planning.inputs import Inputs
 from fivefold.planning.memory import RankMemory
+from fivefold.rules.layouts import layout_problems, replica_problems
 
 NAMES: Mapping[Offloadable, str] = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state"}
 HEADROOM = 0.05

@@ -17,12 +17,12 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
-from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.inputs import Inputs, ModelInputs, RolloutInputs
 from fivefold.planning.workload import Recompute, StateBytes, Workload
-from fivefold.preflight import recipe_problems
+from fivefold.rules.recipe import recipe_problems
+from fivefold.rules.unused import unused_keys
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 WAITING_BYTES = 13

@@ -11,7 +11,7 @@ from fivefold.checkpoints.start import FromScratch, Item, Resume
 from fivefold.checkpoints.store import TRAINER
 from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import EpochSampler
-from fivefold.families.check import describe
+from fivefold.layout.parallel import describe
 from fivefold.observe.machine import versions
 from fivefold.run.setup import Groundwork
 

@@ -17,7 +17,6 @@ from fivefold.config.roles import model_paths, roles_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
-from fivefold.families.unused_keys import unused_keys
 from fivefold.layout.placement import Placement, place
 from fivefold.observe.columns import Column
 from fivefold.observe.console import RunConsole
@@ -27,9 +26,10 @@ from fivefold.observe.run_dir import RunDir
 from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.timers import SUFFIX, EventLog, PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
-from fivefold.preflight import check_recipe
 from fivefold.roles.checks import check_tokenizers, check_weight_files
 from fivefold.rollout.tokenizer import fix_date, load_tokenizer
+from fivefold.rules.recipe import check_recipe
+from fivefold.rules.unused import unused_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PeriodicConfig
 from fivefold.data.sampler import EpochSampler
-from fivefold.families.check import describe
+from fivefold.layout.parallel import describe
 from fivefold.observe.columns import Column
 from fivefold.observe.held_out import held_out
 from fivefold.observe.machine import versions

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.heads import Logprobs
 from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
@@ -96,7 +97,7 @@ def trained(folder: Path, dtype: str = "bfloat16", **megatron: Any) -> Trained:
     engine = engine_of(folder, dtype, OptimizerConfig(lr=1e-2), **megatron)
     ids = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     share = engine.planner.plan(LENGTHS).share(Batch(LENGTHS, ids, torch.ones(sum(LENGTHS))), 0)
-    logprobs_T, _ = engine.compute_logprobs(share, temperature=1.0)
+    logprobs_T = engine.score(share, Logprobs())["logprobs"]
     before = {name: weight.detach().float().clone() for name, weight in engine.parameters.tensors.items()}
     engine.forward_backward(share, SFTLoss())
     gradients = {each.name: vars(each.tensor)["main_grad"].clone() for each in engine.parameters.with_gradient}

@@ -275,22 +275,6 @@ def build(case: Case, folder: Path) -> None:
     case.engine(folder)
 
 
-@pytest.mark.parametrize(
-    ("layout", "model", "rule"),
-    [
-        ("megatron:t3", "qwen3", "4 key/value heads cannot be split over t3"),
-        ("megatron:(attn:d2|ffn:e2)", "qwen3", "e2 splits experts, and qwen3 has none"),
-        ("megatron:p2v4", "qwen3", "4 layers are too few for p2*v4 = 8"),
-    ],
-)
-def test_an_impossible_layout_is_refused_on_every_rank(
-    workers: Workers, models: Path, layout: str, model: str, rule: str
-) -> None:
-    case = Case(layout)
-    for message in workers(case.world_size).run(message_of, build, case, models / model):
-        assert rule in message
-
-
 def test_deepeps_dispatcher_is_refused_where_it_is_not_installed(workers: Workers, models: Path) -> None:
     case = Case("megatron:d1", MegatronConfig(token_dispatcher="flex"))
     (message,) = workers(1).run(message_of, build, case, models / "qwen3_moe")

@@ -21,8 +21,9 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine.kernels import flash as flash_attention
+from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
-from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.sequences import localize
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend

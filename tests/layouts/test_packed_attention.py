@@ -15,7 +15,8 @@ from worker_pool import Workers
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
-from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
+from fivefold.engine.packing import padded_tokens
+from fivefold.engine.sequences import LocalSequences, localize
 from fivefold.mcore.layers import PackedCoreAttention
 from fivefold.types import Batch
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from fivefold.config.schema.fields import ONE_LINE, Named, NonNegative, PathText, Positive, Section
+from fivefold.config.schema.fields import ONE_LINE, Fraction, NonNegative, NonNegativeFloat, PathText, Positive, Section
+from fivefold.config.schema.rules import Named, absent, differs, equals, given, reads_if, rule
 
 SAMPLERS = ("epochs", "easy_to_hard", "replay")
 """Values of `sampler`, besides users' own."""
@@ -25,7 +27,7 @@ class RowsConfig(Section):
     """Most tokens of a prompt; longer prompts are dropped, and their number is reported."""
     limit: Positive | None = None
     """Use only this many of the first rows; null: all."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, reads_if(absent("messages_key"))] = "prompt"
     """Column of the prompt: a text, or a list of chat messages, also as a text of JSON."""
     answer_key: str | None = None
     """Column of the ground truth; null: the field `ground_truth` of the column `reward_model`."""
@@ -45,71 +47,38 @@ class BatchesConfig(Section):
 class DatasetConfig(RowsConfig, BatchesConfig):
     """Prompts to train on."""
 
-    source_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    source_weights: Annotated[dict[str, NonNegativeFloat], reads_if(equals("sampler", "epochs"))] = {}
     """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
     near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:
     prompts come as often as they are in the data set."""
     sampler: Annotated[str, Field(pattern=ONE_LINE), Named(SAMPLERS, "Class")] = "epochs"
     """What chooses the prompts of each step: `epochs` (each prompt once before any comes again), `easy_to_hard` (a
     curriculum by pass rate) or `replay` (prompts that were not answered correctly come again)."""
-    sampler_kwargs: dict[str, Any] = {}
+    sampler_kwargs: Annotated[dict[str, Any], reads_if(differs("sampler", "epochs"))] = {}
     """Options of the sampler that have no key of their own, by name (docs/algorithms.md)."""
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DatasetConfig:
+    @rule
+    def _weights(self) -> Iterator[str]:
         if self.source_weights and not any(self.source_weights.values()):
-            raise ValueError(f"source_weights={self.source_weights} are all 0: raise one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampler(self) -> DatasetConfig:
-        if self.sampler not in SAMPLERS and not all(self.sampler.rpartition(":")):
-            raise ValueError(
-                f"sampler={self.sampler} is none of {', '.join(SAMPLERS)}, and not of the form module:name or "
-                "file.py:name"
-            )
-        if self.sampler == "epochs" and self.sampler_kwargs:
-            raise ValueError(
-                f"sampler_kwargs={self.sampler_kwargs} have no effect with sampler=epochs: name a sampler, or drop them"
-            )
-        if self.sampler != "epochs" and self.source_weights:
-            raise ValueError(
-                f"source_weights and sampler={self.sampler} both choose the prompts of a step: drop one of them"
-            )
-        return self
+            yield f"source_weights={self.source_weights} are all 0: raise one of them"
 
 
 class SFTRowsConfig(RowsConfig):
     """Prompts, each with the response to learn."""
 
-    response_key: str = "response"
+    response_key: Annotated[str, reads_if(absent("messages_key"))] = "response"
     """Column of the response, a text or a list of chat messages, also as a text of JSON; the end-of-sequence token is
     appended to it."""
     messages_key: str | None = None
     """Column of whole conversations, which end with an answer of the assistant; null: prompt and response have columns
     of their own."""
-    mask_history: bool = False
+    mask_history: Annotated[bool, reads_if(given("messages_key"))] = False
     """With `messages_key`, learn the last answer of a conversation alone; false: all answers of the assistant but one
     that nothing precedes. Where the chat template writes an earlier answer otherwise than a last one, as Qwen3's does,
-    which drops its thoughts, that answer is an example of its own, with what comes before it."""
+    which drops its thoughts, that answer is a separate example, with what comes before it."""
     max_length: Positive = 1024
     """Most tokens of an example: prompt, response and end token. Longer examples are dropped, and their number is
     reported."""
-
-    @model_validator(mode="after")
-    def _check_columns(self) -> SFTRowsConfig:
-        fields = SFTRowsConfig.model_fields
-        strays = [name for name in ("prompt_key", "response_key") if getattr(self, name) != fields[name].default]
-        if self.messages_key is not None and strays:
-            raise ValueError(
-                f"{strays[0]}={getattr(self, strays[0])} has no effect with messages_key={self.messages_key}: drop one"
-            )
-        if self.mask_history and self.messages_key is None:
-            raise ValueError(
-                "mask_history=true chooses among the answers of a conversation, and has no effect without "
-                "messages_key: name its column, or drop mask_history"
-            )
-        return self
 
 
 class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
@@ -117,19 +86,19 @@ class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
 
 
 class ExpertDatasetConfig(SFTDatasetConfig):
-    """Responses of an expert whose likelihood is a term of the loss, beside the rewards (docs/algorithms.md).
+    """Responses of an expert whose likelihood is a term of the loss, in addition to the rewards (docs/algorithms.md).
 
     `batch_size` examples are part of each training step, spread over its updates.
     """
 
-    weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight: Fraction = 0.1
     """Share of the loss, mu: the loss is (1 - mu) times that of the policy, plus mu times the examples' mean negative
     log-likelihood."""
-    final_weight: Annotated[float, Field(ge=0, le=1)] | None = None
+    final_weight: Fraction | None = None
     """mu after `warmup_steps` and `decay_steps`; null: `weight`."""
     warmup_steps: NonNegative = 0
     """Training steps in which mu rises from 0 to `weight`."""
-    decay_steps: NonNegative = 0
+    decay_steps: Annotated[NonNegative, reads_if(given("final_weight"))] = 0
     """Training steps in which mu then falls from `weight` to `final_weight`, as half a cosine."""
     token_weight: Literal["one", "p", "phi"] = "one"
     """Factor of each token's negative log-likelihood: 1, its probability p, or p (1 - p) (CHORD)."""
@@ -141,20 +110,14 @@ class ExpertDatasetConfig(SFTDatasetConfig):
         """mu at the end of its schedule."""
         return self.weight if self.final_weight is None else self.final_weight
 
-    @model_validator(mode="after")
-    def _check_schedule(self) -> ExpertDatasetConfig:
-        if self.final_weight is None and self.decay_steps:
-            raise ValueError(
-                f"decay_steps={self.decay_steps} has no effect without final_weight, towards which the weight falls: "
-                "set that, or drop decay_steps"
-            )
+    @rule
+    def _answer(self) -> Iterator[str]:
         if self.answer_key is not None:
-            raise ValueError(f"answer_key={self.answer_key!r} has no use here: set response_key, the text to learn")
-        return self
+            yield f"answer_key={self.answer_key!r} has no use here: set response_key, the text to learn"
 
 
 class PreferenceRowsConfig(RowsConfig):
-    """Pairs of answers to a prompt, of which one was preferred (docs/preferences.md)."""
+    """Pairs of answers to a prompt, one of them preferred (docs/preferences.md)."""
 
     chosen_key: str = "chosen"
     """Column of the preferred answer: a text, or a list of chat messages, with or without those of the prompt, also as
@@ -175,7 +138,7 @@ class DPORowsConfig(PreferenceRowsConfig):
 
     response_key: str = "response"
     """Column of a single answer, with `label_key`."""
-    label_key: str | None = None
+    label_key: Annotated[str | None, reads_if(equals("actor.loss_type", "kto"), "is for single answers")] = None
     """Column that says whether a single answer is desirable, true or false (1 or 0), for `actor.loss_type: kto`; null:
     rows are pairs."""
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fivefold.config.schema.fields import (
     DeviceList,
     Dtype,
     Fraction,
     NonNegative,
+    NonNegativeFloat,
     PathText,
     Positive,
+    PositiveFloat,
     Section,
     Sequences,
 )
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.config.schema.role import Offloadable, RoleConfig
+from fivefold.config.schema.rules import absent, equals, needs, reads_if, rule
 
 FlashAttention = Literal["flash_attention_2", "flash_attention_4"]
 """Versions of flash attention."""
@@ -31,46 +34,30 @@ class OptimizerConfig(Section):
     Fields that only Megatron-Core's optimizer has are in `actor.megatron.optimizer`.
     """
 
-    lr: Annotated[float, Field(ge=0)] = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay; norms and biases are exempt. It is decoupled from the gradient unless
     `decoupled_weight_decay` of `actor.megatron.optimizer` or `actor.fsdp.optimizer` is false."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of Adam's second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
-    warmup_steps_proportion: Fraction = 0.0
+    warmup_steps_proportion: Annotated[Fraction, reads_if(absent("warmup_steps"))] = 0.0
     """Share of all optimizer steps spent on a linear warm-up from 0."""
     warmup_steps: NonNegative | None = None
     """Optimizer updates of the warm-up, in place of `warmup_steps_proportion`; null: as that says."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[
+        Fraction, reads_if(equals("lr_scheduler_type", "linear", "cosine"), "is the end of a decay")
+    ] = 0.0
     """Learning rate at the end of the decay, as a share of `lr`. As in torch's schedules, the end is one step after the
     last one."""
-    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
+    gradient_clipping: NonNegativeFloat = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 switches clipping off."""
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> OptimizerConfig:
-        if self.warmup_steps is not None and self.warmup_steps_proportion > 0:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_steps_proportion={self.warmup_steps_proportion} both say "
-                "how long the warm-up is: keep one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_decay(self) -> OptimizerConfig:
-        if self.min_lr_ratio > 0 and self.lr_scheduler_type == "constant":
-            raise ValueError(
-                f"min_lr_ratio={self.min_lr_ratio} is the end of a decay, but lr_scheduler_type=constant has none: "
-                "set lr_scheduler_type to linear or cosine, or drop min_lr_ratio"
-            )
-        return self
 
 
 class MicroBatchConfig(Section):
@@ -115,10 +102,20 @@ class EngineConfig(RoleConfig):
     dtype: Dtype = "bfloat16"
     """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
     `actor.megatron` or `actor.fsdp` says otherwise."""
-    attn_impl: FlashAttention = "flash_attention_2"
+    attn_impl: Annotated[
+        FlashAttention,
+        needs("flash_attention_4", equals("dtype", "bfloat16"), "is for bfloat16 models on GPUs"),
+        needs(
+            "flash_attention_4",
+            equals("megatron.kernels", "fivefold"),
+            "replaces TransformerEngine's own choice of kernels",
+        ),
+    ] = "flash_attention_2"
     """Attention of bfloat16 models on GPUs: FlashAttention 2, which PyTorch brings, or 4, which is faster on Hopper and
     Blackwell GPUs and needs `pip install fivefold[flash-attention-4]`. Elsewhere PyTorch's other kernels attend."""
-    init_from_scratch: bool = False
+    init_from_scratch: Annotated[
+        bool, needs(True, equals("megatron.use_dist_checkpointing", False), "starts from random weights")
+    ] = False
     """Start from random weights, drawn with `seed`, instead of the checkpoint's; `path` then needs only a config and a
     tokenizer."""
     mb_spec: MicroBatchConfig = MicroBatchConfig()
@@ -129,44 +126,6 @@ class EngineConfig(RoleConfig):
     def is_deterministic(self) -> bool:
         """Whether the model's engine computes the same bits in every run."""
         return self.megatron.use_deterministic_algorithms or self.fsdp.use_deterministic_algorithms
-
-    @model_validator(mode="after")
-    def _check_precision(self) -> EngineConfig:
-        if self.dtype == "float32" and self.attn_impl == "flash_attention_4":
-            raise ValueError(
-                "attn_impl=flash_attention_4 is for bfloat16 models on GPUs, got dtype=float32: set dtype to bfloat16, "
-                "or attn_impl to flash_attention_2"
-            )
-        if self.megatron.kernels == "te" and self.dtype == "float32":
-            raise ValueError(
-                "megatron.kernels=te attends in bfloat16 only, got dtype=float32: set dtype to bfloat16, or "
-                "megatron.kernels to fivefold"
-            )
-        if self.megatron.kernels == "te" and self.attn_impl == "flash_attention_4":
-            raise ValueError(
-                "megatron.kernels=te attends with TransformerEngine's own choice of kernels, got "
-                "attn_impl=flash_attention_4: drop attn_impl, or set megatron.kernels to fivefold"
-            )
-        if self.dtype == "float32" and self.megatron.optimizer.store_param_remainders:
-            raise ValueError(
-                "megatron.optimizer.store_param_remainders=true stores what bfloat16 weights lack, and dtype=float32 "
-                "weights lack nothing: set dtype to bfloat16, or store_param_remainders to false"
-            )
-        if self.dtype == "float32" and not self.megatron.ddp.grad_reduce_in_fp32:
-            raise ValueError(
-                "megatron.ddp.grad_reduce_in_fp32=false keeps gradients in the weights' dtype, and dtype=float32 is no "
-                "other than with true: set dtype to bfloat16, or grad_reduce_in_fp32 to true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_weights(self) -> EngineConfig:
-        if self.init_from_scratch and self.megatron.use_dist_checkpointing:
-            raise ValueError(
-                "init_from_scratch=true starts from random weights, and megatron.use_dist_checkpointing=true from a "
-                "checkpoint's: set one of them to false"
-            )
-        return self
 
 
 class TrainedModelConfig(EngineConfig):
@@ -199,7 +158,7 @@ class OffloadConfig(Section):
     """
 
     params: bool | None = None
-    """Move the weights, and those of a reference model in the same processes, to pinned host memory."""
+    """Move the weights, with a reference model's in the same processes, to pinned host memory."""
     grads: bool | None = None
     """Free the gradient buffers, which are empty then."""
     optimizer: bool | None = None
@@ -220,10 +179,10 @@ _ONLY_TRAINING = {
 
 
 class FrozenModelConfig(EngineConfig):
-    """A model that is not trained, in processes of its own."""
+    """A model that is not trained, in its own processes."""
 
-    colocate: bool = True
-    """Share the actor's devices, in turn; false: have devices of its own."""
+    colocate: Annotated[bool, needs(False, absent("device_mapping"), "gives the model its own devices")] = True
+    """Share the actor's devices, in turn; false: have its own devices."""
     offload: bool | None = None
     """Move the weights to pinned host memory while the model does not work; null: if it shares GPUs."""
 
@@ -237,17 +196,14 @@ class FrozenModelConfig(EngineConfig):
         """The weights: a frozen model has no other state."""
         return {"params": self.offload}
 
-    @model_validator(mode="after")
-    def _check_frozen(self) -> FrozenModelConfig:
+    @rule
+    def _untrained(self) -> Iterator[str]:
         strays = ["init_from_scratch"] if self.init_from_scratch else []
         for engine, names in _ONLY_TRAINING.items():
             section = getattr(self, engine)
             strays += [f"{engine}.{name}" for name in names if getattr(section, name) != getattr(type(section)(), name)]
         if strays:
-            raise ValueError(
+            yield (
                 f"{strays[0]} has no effect on a model that is not trained, and starts from the weights of its Hugging "
                 f"Face folder: drop {' and '.join(strays)}"
             )
-        if self.device_mapping is not None and not self.colocate:
-            raise ValueError("colocate=false and device_mapping both say which devices the model has: keep one")
-        return self

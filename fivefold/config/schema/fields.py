@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fivefold.config.library_names import REFUSED
 from fivefold.config.limits import LARGEST, MOST_PASSES, MOST_SECONDS, MOST_SEQUENCES, MOST_STALENESS
+from fivefold.config.schema.rules import check_rules
 
 UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 """Seconds of each unit, in the order in which a text gives them."""
@@ -44,21 +44,15 @@ NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 Passes = Annotated[int, Field(ge=1, le=MOST_PASSES)]
 Staleness = Annotated[int, Field(ge=0, le=MOST_STALENESS)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
-PathText = Annotated[str, Field(pattern=ONE_LINE)]
+OneLine = Annotated[str, Field(pattern=ONE_LINE)]
+PathText = OneLine
 DeviceList = str | list[NonNegative]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=MOST_SECONDS)]
 """A time in seconds; a recipe may write it as a text such as `3h55m`."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """Marks a text that is one of some names, or that names a user's own code."""
-
-    names: tuple[str, ...]
-    own: Literal["Class", "function"]
-    """What the user's own code is."""
 
 
 class Section(BaseModel):
@@ -73,6 +67,11 @@ class Section(BaseModel):
         # pydantic builds the validator of a section when it first has a recipe to check, which workers never have.
         defer_build=True,
     )
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        check_rules(self)
+        return self
 
 
 class LibraryFields(Section):

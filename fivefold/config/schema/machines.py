@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fivefold.config.limits import MOST_DEVICES, MOST_SECONDS
 from fivefold.config.schema.fields import PathText, Section
+from fivefold.config.schema.rules import equals, reads_if, rule
 
 
 class ClusterConfig(Section):
@@ -22,18 +24,17 @@ class ClusterConfig(Section):
     does not."""
     device_peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Dense matmuls in bfloat16 that each device can compute, in TFLOP/s, by which the metrics `mfu` and `hfu` divide;
-    null: that of its GPU, if Fivefold knows it by its name."""
+    null: looked up by the name of the GPU, if Fivefold knows it."""
     fileroot: PathText = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 
-    @model_validator(mode="after")
-    def _check_size(self) -> ClusterConfig:
+    @rule
+    def _size(self) -> Iterator[str]:
         if (n_gpus := self.n_nodes * self.n_gpus_per_node) > MOST_DEVICES:
-            raise ValueError(
+            yield (
                 f"n_nodes={self.n_nodes} with n_gpus_per_node={self.n_gpus_per_node} are {n_gpus:,} GPUs, and at most "
                 f"{MOST_DEVICES:,} can be laid out: lower one of the two"
             )
-        return self
 
 
 class SchedulerConfig(Section):
@@ -41,18 +42,9 @@ class SchedulerConfig(Section):
 
     type: Literal["local", "ray"] = "local"
     """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
-    address: str = "auto"
+    address: Annotated[str, reads_if(equals("type", "ray"), "names a cluster to join")] = "auto"
     """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
     wait_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 60.0
     """Seconds to wait, with `type: ray`, for nodes that the cluster lacks and for devices that other jobs hold."""
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
-
-    @model_validator(mode="after")
-    def _check_address(self) -> SchedulerConfig:
-        if self.type == "local" and self.address != "auto":
-            raise ValueError(
-                f"address={self.address} names a cluster to join, but type=local starts Ray for this run alone: "
-                "set type to ray, or drop address"
-            )
-        return self

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-
-from fivefold.config.schema.fields import Dtype, LibraryFields, PathText, Positive, Section
+from fivefold.config.schema.fields import Dtype, Fraction, LibraryFields, NonNegativeFloat, PathText, Positive, Section
+from fivefold.config.schema.rules import OfPart, equals, given, needs, reads_if, rule
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 Kernels = Literal["fivefold", "te"]
-Weight = Annotated[float, Field(ge=0)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
 _STAGES = "pipeline_model_parallel_layout"
@@ -20,6 +19,9 @@ class MegatronFields(LibraryFields):
     """Fields of one of Megatron-Core's configuration classes."""
 
     library = "Megatron-Core"
+
+
+_EXPERTS = OfPart("is_moe", "experts")
 
 
 class MegatronTransformerFields(MegatronFields):
@@ -43,37 +45,41 @@ class MegatronTransformerFields(MegatronFields):
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
     """Layers of every (virtual) stage, as in `Et*11|(t*12|)*6t*11L`: E is the embedding, t a layer, L the output layer.
     null: as equal as can be; where layers do not divide, the middle stages have one more than the ends."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, reads_if(equals("recompute", "full"))] = None
     """With `recompute: full`: `uniform` recomputes all layers, in blocks of `recompute_num_layers`; `block` recomputes
     the first `recompute_num_layers` layers of each (virtual) stage, one by one. null: `uniform`."""
-    recompute_num_layers: Positive | None = None
+    recompute_num_layers: Annotated[Positive | None, reads_if(equals("recompute", "full"))] = None
     """Layers of `recompute_method`; null: 1."""
-    recompute_modules: list[RecomputeModule] | None = None
+    recompute_modules: Annotated[list[RecomputeModule] | None, reads_if(equals("recompute", "selective"))] = None
     """With `recompute: selective`: the modules that are computed again. null: `mlp` and, in models with experts, `moe`.
     """
-    moe_layer_recompute: bool = False
+    moe_layer_recompute: Annotated[bool, _EXPERTS] = False
     """Compute MoE layers again in the backward pass, as `recompute: selective` with `recompute_modules: [moe]` does."""
     moe_router_load_balancing_type: Balancing | list[Balancing] = "aux_loss"
     """Over what the router's load-balancing loss is taken: `aux_loss`, a micro-batch; `seq_aux_loss`, each sequence;
     `global_aux_loss`, the micro-batches of all replicas so far in the mini-batch; `none`. Or a list of several."""
-    moe_aux_loss_coeff: Weight | list[Weight] = 0.0
+    moe_aux_loss_coeff: Annotated[NonNegativeFloat | list[NonNegativeFloat], _EXPERTS] = 0.0
     """Weight of the load-balancing loss, or of each in the list; at 0, only the policy loss trains the router."""
-    moe_z_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    moe_z_loss_coeff: Annotated[NonNegativeFloat | None, _EXPERTS] = None
     """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
-    moe_router_num_groups: Positive | None = None
+    moe_router_num_groups: Annotated[Positive | None, _EXPERTS, reads_if(given("moe_router_group_topk"))] = None
     """Equal groups into which the experts are divided, of which a token visits only `moe_router_group_topk`. null: no
     groups. An engine that generates has groups only if the model's config.json has them."""
-    moe_router_group_topk: Positive | None = None
+    moe_router_group_topk: Annotated[Positive | None, reads_if(given("moe_router_num_groups"))] = None
     """Groups of experts that a token may visit."""
-    moe_router_bias_update_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    moe_router_bias_update_rate: Annotated[Fraction, OfPart("router_bias", "offsets of router scores")] = 0.0
     """Balance experts without a loss (Wang et al. 2024): after each update, the offset of an expert that got more
     tokens than the mean falls by this, that of one that got fewer rises by it. At 0, offsets stay as the model's files
     have them. Only models whose routers have such offsets can have it."""
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: Annotated[bool, _EXPERTS] = False
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
     moe_deepep_num_sms: Positive = 20
     """With `token_dispatcher: flex`: multiprocessors of the GPU that DeepEP takes for the exchange."""
-    moe_shared_expert_overlap: bool = False
+    moe_shared_expert_overlap: Annotated[
+        bool,
+        OfPart("shared_expert_ffn_hidden", "shared experts"),
+        needs(True, equals("token_dispatcher", "alltoall"), "overlaps with an all-to-all"),
+    ] = False
     """Compute shared experts on a stream of their own while tokens travel to the other experts and back. It needs
     expert parallelism, or slices of experts on several ranks."""
     bias_activation_fusion: bool = False
@@ -90,33 +96,29 @@ class MegatronTransformerFields(MegatronFields):
     disable_bf16_reduced_precision_matmul: bool = False
     """Sum the partial products of bfloat16 matrix products in float32; it holds for all models of the process."""
 
-    @model_validator(mode="after")
-    def _check_balancing(self) -> MegatronTransformerFields:
+    @rule
+    def _balancing(self) -> Iterator[str]:
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         if isinstance(kinds, list) != isinstance(weights, list) or (
             isinstance(kinds, list) and isinstance(weights, list) and len(kinds) != len(weights)
         ):
-            raise ValueError(
+            yield (
                 f"moe_router_load_balancing_type={kinds} and moe_aux_loss_coeff={weights} must both be one value, or "
                 "lists of the same length"
             )
         if isinstance(kinds, list) and len(set(kinds)) < len(kinds):
-            raise ValueError(f"moe_router_load_balancing_type={kinds} names a loss twice: keep one")
+            yield f"moe_router_load_balancing_type={kinds} names a loss twice: keep one"
         if kinds == "none" and weights:
-            raise ValueError(f"moe_aux_loss_coeff={weights} is the weight of a loss, and there is none: set it to 0")
-        if (self.moe_router_num_groups is None) != (self.moe_router_group_topk is None):
-            raise ValueError("moe_router_num_groups and moe_router_group_topk belong together: set both, or none")
-        return self
+            yield f"moe_aux_loss_coeff={weights} is the weight of a loss, and there is none: set it to 0"
 
-    @model_validator(mode="after")
-    def _check_stages(self) -> MegatronTransformerFields:
+    @rule
+    def _stages(self) -> Iterator[str]:
         ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         groups = [[name for name in names if getattr(self, name)] for names in (ends, counted, (_STAGES,))]
         written = [group[0] for group in groups if group]
         if len(written) > 1:
-            raise ValueError(f"{' and '.join(written)} both say how layers are divided over stages: keep one")
-        return self
+            yield f"{' and '.join(written)} both say how layers are divided over stages: keep one"
 
 
 class MegatronDDPFields(MegatronFields):
@@ -128,7 +130,9 @@ class MegatronDDPFields(MegatronFields):
     """Number of parameters whose gradients are reduced in one collective; null: Megatron-Core chooses."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients during the backward pass; null: on GPUs, if there is data parallelism."""
-    grad_reduce_in_fp32: bool = True
+    grad_reduce_in_fp32: Annotated[
+        bool, needs(False, equals("dtype", "bfloat16"), "keeps gradients in the weights' dtype")
+    ] = True
     """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
     micro-batches is rounded after each of them."""
     pad_buckets_for_high_nccl_busbw: bool = False
@@ -150,30 +154,23 @@ class MegatronOptimizerFields(MegatronFields):
     """true: AdamW; false: `actor.optimizer.weight_decay` is an L2 penalty inside Adam."""
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the query and key norms as well."""
-    decoupled_lr: Annotated[float, Field(ge=0)] | None = None
+    decoupled_lr: NonNegativeFloat | None = None
     """Peak learning rate of the embedding and the output layer; null: that of all other weights."""
-    decoupled_min_lr: Annotated[float, Field(ge=0)] | None = None
+    decoupled_min_lr: Annotated[NonNegativeFloat | None, reads_if(given("decoupled_lr"))] = None
     """Learning rate of the embedding and the output layer at the end of the decay; null: `decoupled_lr` times
     `actor.optimizer.min_lr_ratio`."""
     exp_avg_dtype: Dtype = "float32"
     """Dtype in which Adam's first moment is stored; bfloat16 is rounded stochastically, so that its mean is right."""
     exp_avg_sq_dtype: Dtype = "float32"
     """Dtype in which Adam's second moment is stored, like `exp_avg_dtype`."""
-    store_param_remainders: bool = False
+    store_param_remainders: Annotated[
+        bool, needs(True, equals("dtype", "bfloat16"), "stores what bfloat16 weights lack")
+    ] = False
     """Store of each float32 master weight only the 16 bits that its bfloat16 weight lacks. It is exact; the weights are
     then rounded to the nearest with ties away from zero, rather than to even."""
     state_on: Literal["device", "host"] = "device"
     """Where master weights and moments are: on the GPU, or in pinned host memory, from which each update streams them
     through the GPU in buckets. The results are the same bit for bit."""
-
-    @model_validator(mode="after")
-    def _check_decoupled(self) -> MegatronOptimizerFields:
-        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
-            raise ValueError(
-                f"decoupled_min_lr={self.decoupled_min_lr} is the end of the decay of decoupled_lr, which is not set: "
-                "set it too, or drop decoupled_min_lr"
-            )
-        return self
 
 
 class MegatronConfig(Section):
@@ -183,13 +180,17 @@ class MegatronConfig(Section):
     """What loads a Hugging Face folder into Megatron-Core's parameters, and turns them into Hugging Face's for the
     rollout: Fivefold itself, or the package mbridge or megatron-bridge, which must be installed (megatron-bridge needs
     TransformerEngine as well). The weights are the same bit for bit."""
-    kernels: Kernels = "fivefold"
+    kernels: Annotated[
+        Kernels,
+        needs("te", equals("dtype", "bfloat16"), "attends in bfloat16 only"),
+        needs("te", equals("use_deterministic_algorithms", False), "does not promise the same bits in every run"),
+    ] = "fivefold"
     """What the layers are built of: PyTorch's kernels and Fivefold's own, or (`te`) the modules of TransformerEngine,
     which must be installed (docs/megatron.md). Checkpoints and weights are the same with both."""
-    use_dist_checkpointing: bool = False
+    use_dist_checkpointing: Annotated[bool, needs(True, given("dist_checkpointing_path"), "reads a checkpoint")] = False
     """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
     config and a tokenizer."""
-    dist_checkpointing_path: PathText | None = None
+    dist_checkpointing_path: Annotated[PathText | None, reads_if(equals("use_dist_checkpointing", True))] = None
     """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
     newest is read (docs/converting.md)."""
     use_deterministic_algorithms: bool = False
@@ -197,9 +198,13 @@ class MegatronConfig(Section):
     too; they are slower."""
     virtual_pipeline_parallel_size: Positive = 1
     """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
-    router_dtype: Literal["model", "fp32"] = "fp32"
+    router_dtype: Annotated[Literal["model", "fp32"], OfPart("is_moe", "experts", warns=True)] = "fp32"
     """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
-    token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    token_dispatcher: Annotated[
+        Literal["alltoall", "allgather", "flex"],
+        OfPart("is_moe", "experts", warns=True),
+        needs("flex", equals("router_dtype", "fp32"), "sends probabilities in float32"),
+    ] = "alltoall"
     """How tokens come to their experts: by all-to-all, by all-gather, or (`flex`) by DeepEP's kernels, which have to be
     installed. None drops tokens."""
     logprob_chunk_size: Positive = 1024
@@ -214,68 +219,25 @@ class MegatronConfig(Section):
     ddp: MegatronDDPFields = MegatronDDPFields()
     optimizer: MegatronOptimizerFields = MegatronOptimizerFields()
 
-    @model_validator(mode="after")
-    def _check_checkpoint(self) -> MegatronConfig:
-        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
-            raise ValueError(
-                "use_dist_checkpointing=true reads a checkpoint, but dist_checkpointing_path names none: set it to the "
-                "checkpoint's folder, or use_dist_checkpointing to false"
-            )
-        if self.dist_checkpointing_path is not None and not self.use_dist_checkpointing:
-            raise ValueError(
-                f"dist_checkpointing_path={self.dist_checkpointing_path} is not read while use_dist_checkpointing is "
-                "false: set that to true, or drop the path"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_recompute(self) -> MegatronConfig:
+    @rule
+    def _recomputing(self) -> Iterator[str]:
         fields = self.transformer
-        for name in ("recompute_method", "recompute_num_layers"):
-            if (value := getattr(fields, name)) is not None and self.recompute != "full":
-                raise ValueError(
-                    f"transformer.{name}={value} is about recomputing whole layers, and recompute is {self.recompute}: "
-                    f"set it to full, or drop {name}"
-                )
-        if fields.recompute_modules is not None and self.recompute != "selective":
-            raise ValueError(
-                f"transformer.recompute_modules={fields.recompute_modules} is read with recompute=selective, and it is "
-                f"{self.recompute}: set recompute to selective, or drop recompute_modules"
-            )
-        if fields.recompute_modules is not None and not fields.recompute_modules:
-            raise ValueError("transformer.recompute_modules is empty: name modules, or set recompute to none")
+        if fields.recompute_modules == []:
+            yield "transformer.recompute_modules is empty: name modules, or set recompute to none"
         if fields.moe_layer_recompute and (self.recompute == "full" or fields.recompute_modules is not None):
-            raise ValueError(
+            yield (
                 "transformer.moe_layer_recompute=true is a word for recompute=selective with "
                 f"transformer.recompute_modules=[moe], and recompute={self.recompute} or recompute_modules says "
                 "something else: drop moe_layer_recompute, and add moe to recompute_modules"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_kernels(self) -> MegatronConfig:
-        if self.kernels == "te" and self.use_deterministic_algorithms:
-            raise ValueError(
-                "kernels=te does not promise the same bits in every run: set kernels to fivefold, or "
-                "use_deterministic_algorithms to false"
-            )
+    @rule
+    def _norms(self) -> Iterator[str]:
         if self.kernels == "te" and "layernorm" in (self.transformer.recompute_modules or ()):
-            raise ValueError(
+            yield (
                 "transformer.recompute_modules has layernorm, and with kernels=te norms are parts of the linear layers "
-                "behind them: drop layernorm, or set kernels to fivefold"
+                "after them: drop layernorm, or set kernels to fivefold"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dispatcher(self) -> MegatronConfig:
-        if self.token_dispatcher == "flex" and self.router_dtype != "fp32":
-            raise ValueError("token_dispatcher=flex sends probabilities in float32: set router_dtype to fp32")
-        if self.transformer.moe_shared_expert_overlap and self.token_dispatcher != "alltoall":
-            raise ValueError(
-                f"moe_shared_expert_overlap=true does not go with token_dispatcher={self.token_dispatcher}: "
-                "set that to alltoall"
-            )
-        return self
 
     @property
     def recompute_granularity(self) -> Literal["none", "selective", "full"]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fivefold.config.schema.engine import FrozenModelConfig
 from fivefold.config.schema.fields import NAME, Section
 from fivefold.config.schema.role import Head
+from fivefold.config.schema.rules import rule
 
 OF_MODEL = "model"
 """Value of `fn` for the score of the reward model."""
@@ -57,43 +59,35 @@ class RewardConfig(OneRewardConfig):
     first one that is."""
     model: RewardModelConfig | None = None
 
-    @model_validator(mode="after")
-    def _check_rewards(self) -> RewardConfig:
+    @rule
+    def _rewards(self) -> Iterator[str]:
         if self.rewards and (self.fn, self.kwargs) != ("math", {}):
-            raise ValueError(
+            yield (
                 f"fn={self.fn} with kwargs={self.kwargs} and rewards={sorted(self.rewards)} exclude each other: make "
                 "the function one of rewards, or drop rewards"
             )
         if self.accuracy_of is not None and self.accuracy_of not in self.rewards:
-            raise ValueError(
+            yield (
                 f"accuracy_of={self.accuracy_of} is none of rewards={sorted(self.rewards)}: name one of them, or drop "
                 "it"
             )
         if "source" in self.rewards:
-            raise ValueError(
-                "rewards.source has the name of the metrics of data sources, reward/source/*: choose another name"
-            )
+            yield "rewards.source has the name of the metrics of data sources, reward/source/*: choose another name"
         for name, reward in self.rewards.items():
             if reward.data_sources == []:
-                raise ValueError(
-                    f"rewards.{name}.data_sources=[] leaves the reward no prompt: name data sources, or set null"
-                )
-        return self
+                yield f"rewards.{name}.data_sources=[] leaves the reward no prompt: name data sources, or set null"
 
-    @model_validator(mode="after")
-    def _check_model(self) -> RewardConfig:
+    @rule
+    def _model(self) -> Iterator[str]:
         asked = {"": self, **{f"rewards.{name}.": each for name, each in self.rewards.items()}}
         users = [name for name, each in asked.items() if each.fn == OF_MODEL]
         if users and self.model is None:
-            raise ValueError(
+            yield (
                 f"{users[0]}fn=model is the score of a reward model, and reward.model names none: set reward.model.path"
             )
         if self.model is not None and not users:
-            raise ValueError(
+            yield (
                 "the section model has no effect: set fn=model, or give one of rewards fn: model, or drop the section"
             )
         if strays := [name for name in users if asked[name].kwargs]:
-            raise ValueError(
-                f"{strays[0]}kwargs={asked[strays[0]].kwargs}: a reward model has no keyword arguments: drop them"
-            )
-        return self
+            yield (f"{strays[0]}kwargs={asked[strays[0]].kwargs}: a reward model has no keyword arguments: drop them")

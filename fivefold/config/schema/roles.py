@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fivefold.config.algorithms import CorrectionName
 from fivefold.config.methods import ADVANTAGES, LOSSES
@@ -20,24 +20,40 @@ from fivefold.config.schema.fields import (
     DeviceList,
     Dtype,
     Fraction,
-    Named,
     NonNegative,
+    NonNegativeFloat,
     Passes,
     PathText,
     Positive,
+    PositiveFloat,
     Section,
 )
 from fivefold.config.schema.role import Head, Offloadable, RoleConfig
+from fivefold.config.schema.rules import (
+    Named,
+    Rule,
+    above_0,
+    absent,
+    differs,
+    equals,
+    given,
+    needs,
+    read_by,
+    reads_if,
+    rule,
+)
+
+Level = Literal["group", "batch", "none"]
 
 
 class NormConfig(Section):
     """(x - mean) / (std + eps), each over the group of one prompt, over the batch, or not at all."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"
+    mean_level: Annotated[Level, read_by("advantage", ADVANTAGES, "reward_norm.mean_level")] = "group"
     """Samples over which the mean is taken; `none` subtracts no mean."""
-    std_level: Literal["group", "batch", "none"] = "group"
+    std_level: Annotated[Level, read_by("advantage", ADVANTAGES, "reward_norm.std_level")] = "group"
     """Samples over which the standard deviation is taken; `none` does not divide."""
-    eps: Annotated[float, Field(gt=0)] = 1e-6
+    eps: Annotated[PositiveFloat, read_by("advantage", ADVANTAGES, "reward_norm.eps")] = 1e-6
     """Added to the standard deviation."""
 
 
@@ -53,7 +69,7 @@ class SampleWeightsConfig(Section):
     """Weight by the shaped reward R, as often as policy filtration draws a sample (PF-PPO): in proportion to
     abs(R)^`reward_power`; 1 for the largest and the smallest R of the step, else 0; or 0.4 for the largest, else 0.1.
     null: rewards do not count."""
-    reward_power: Annotated[float, Field(gt=0)] = 2.0
+    reward_power: Annotated[PositiveFloat, reads_if(equals("reward", "power"))] = 2.0
     """Exponent of `reward: power`."""
     difficulty_key: str | None = None
     """Key of `extra_info` with the difficulty d of a prompt, from 0 to 1, by which its samples weigh 0.5 + 1.5 d; null:
@@ -61,13 +77,8 @@ class SampleWeightsConfig(Section):
     length: bool = False
     """Weight by the length: 1.5 for the shortest sample of the step, 0.5 for the longest, and linear in between."""
 
-    @model_validator(mode="after")
-    def _check_power(self) -> SampleWeightsConfig:
-        if self.reward_power != 2.0 and self.reward != "power":
-            raise ValueError(
-                f"reward_power={self.reward_power} has no effect without reward=power: set that, or drop reward_power"
-            )
-        return self
+
+_CORRECTS = reads_if(differs("method", "auto", "none", fix="set method to custom"))
 
 
 class RolloutCorrectionConfig(Section):
@@ -81,26 +92,37 @@ class RolloutCorrectionConfig(Section):
     method: CorrectionName = "auto"
     """`auto`: `tis` from the step on after one with a `rollout_mismatch_kl` above `auto_threshold`. `none`: no
     correction. `custom`: what the keys below say. Others set the keys below that the recipe does not write."""
-    auto_threshold: Annotated[float, Field(ge=0)] = 1e-3
+    auto_threshold: Annotated[NonNegativeFloat, reads_if(equals("method", "auto"), warns=True)] = 1e-3
     """KL divergence from rollout to trainer, in nats per token, above which `auto` corrects from then on."""
-    weight: Literal["token", "sequence"] | None = None
+    weight: Annotated[Literal["token", "sequence"] | None, _CORRECTS] = None
     """Weight the losses of tokens by w of the token, or by the product of w over its sequence; null: by 1."""
-    weight_cap: Annotated[float, Field(gt=0)] | None = None
+    weight_cap: Annotated[PositiveFloat | None, reads_if(given("weight"))] = None
     """Weights are truncated to this value; null: they are not truncated."""
-    weight_floor: Annotated[float, Field(gt=0)] | None = None
+    weight_floor: Annotated[PositiveFloat | None, reads_if(given("weight"))] = None
     """Smaller weights are raised to this value; null: none are."""
-    mask: Literal["token", "sequence", "geometric", "largest", "second_moment"] | None = None
+    mask: Annotated[
+        Literal["token", "sequence", "geometric", "largest", "second_moment"] | None,
+        _CORRECTS,
+        needs("second_moment", equals("prox_logp_method", "recompute"), "needs old log-probs before the update"),
+    ] = None
     """Leave out tokens whose w is out of bounds, or whole sequences by the product, the geometric mean or the largest
     of w; `second_moment`: the tokens of the largest (log w)^2, until its mean over a mini-batch is at most `mask_above`
     (M2PO); null: leave out none."""
-    mask_by: Literal["ratio", "k2", "k3", "binary_kl"] = "ratio"
+    mask_by: Annotated[
+        Literal["ratio", "k2", "k3", "binary_kl"],
+        reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
+    ] = "ratio"
     """What `mask` compares with its bounds: w, or a divergence of the token, whose sum, mean or largest value over a
     sequence then counts: (log w)^2 / 2, w - 1 - log w, or that of this token against any other."""
-    mask_above: Annotated[float, Field(gt=0)] | None = None
+    mask_above: Annotated[PositiveFloat | None, reads_if(given("mask"))] = None
     """Upper bound of `mask`; null: none."""
-    mask_below: Annotated[float, Field(ge=0)] | None = None
+    mask_below: Annotated[
+        NonNegativeFloat | None,
+        reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
+        reads_if(equals("mask_by", "ratio")),
+    ] = None
     """Lower bound of w for `mask`; null: 1 / `mask_above`."""
-    veto_below: Annotated[float, Field(gt=0)] | None = None
+    veto_below: Annotated[PositiveFloat | None, _CORRECTS] = None
     """Leave out whole sequences that have a token with a smaller w; null: leave out none."""
 
     @property
@@ -113,76 +135,55 @@ class RolloutCorrectionConfig(Section):
         """Whether `mask` has a lower bound besides the upper one: divergences and second moments have none."""
         return self.mask != "second_moment" and self.mask_by == "ratio"
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> RolloutCorrectionConfig:
+    @rule
+    def _bounds(self) -> Iterator[str]:
         keys = ("weight", "mask", "veto_below")
-        wanted = [name for name in keys if getattr(self, name) is not None]
-        if wanted and not self.is_fixed:
-            raise ValueError(
-                f"{wanted[0]}={getattr(self, wanted[0])} has no effect with method={self.method}: set method to custom"
-            )
-        if self.method == "custom" and not wanted:
-            raise ValueError(f"method=custom corrects nothing: set one of {', '.join(keys)}, or method to none")
-        for name in ("weight_cap", "weight_floor"):
-            if self.weight is None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no effect without weight: set that to token or sequence, or "
-                    f"drop {name}"
-                )
-        floor, cap = self.weight_floor, self.weight_cap
-        if floor is not None and cap is not None and floor > cap:
-            raise ValueError(f"weight_floor={floor} is above weight_cap={cap}: lower the first")
-        return self._with_mask()
+        if self.method == "custom" and all(getattr(self, name) is None for name in keys):
+            yield f"method=custom corrects nothing: set one of {', '.join(keys)}, or method to none"
+        if self.mask is not None and self.mask_above is None and self.mask_below is None:
+            yield f"mask={self.mask} has no bounds: set mask_above"
+        for low, high in (("weight_floor", "weight_cap"), ("mask_below", "mask_above")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least > most:
+                yield f"{low}={least} is above {high}={most}: lower the first"
 
-    def _with_mask(self) -> RolloutCorrectionConfig:
-        """Check the keys of the mask."""
-        upper, lower = self.mask_above, self.mask_below
-        if self.mask is None and (upper is not None or lower is not None or self.mask_by != "ratio"):
-            raise ValueError(
-                "mask_above, mask_below and mask_by have no effect without mask: set that to token, sequence or "
-                "geometric, or drop them"
-            )
-        if self.mask == "second_moment" and self.mask_by != "ratio":
-            raise ValueError(f"mask_by={self.mask_by} has no effect with mask=second_moment: drop mask_by")
-        if lower is not None and not self.has_lower_bound:
-            raise ValueError(
-                f"mask_below={lower} has no effect with mask={self.mask} and mask_by={self.mask_by}, which have an "
-                "upper bound only: drop mask_below"
-            )
-        if self.mask is not None and upper is None and lower is None:
-            raise ValueError(f"mask={self.mask} has no bounds: set mask_above")
-        if upper is not None and lower is not None and lower > upper:
-            raise ValueError(f"mask_below={lower} is above mask_above={upper}: lower the first")
-        return self
+
+_DISTILLS = reads_if(above_0("coeff"))
 
 
 class DistillConfig(Section):
     """How the actor is drawn towards the model of the section `teacher`, on its own samples (docs/distillation.md)."""
 
-    coeff: Annotated[float, Field(ge=0)] = 0.0
+    coeff: Annotated[
+        NonNegativeFloat, Rule(given("teacher", fix="name its model, teacher.path"), why="needs a teacher")
+    ] = 0.0
     """Weight of the divergence from the teacher; at 0, no teacher is loaded."""
-    over: Literal["sampled", "top_k", "full"] = "sampled"
+    over: Annotated[Literal["sampled", "top_k", "full"], _DISTILLS] = "sampled"
     """Tokens over which the divergence is taken at each place: the sampled one, as an advantage; the teacher's `top_k`
     and all others as one; or the whole vocabulary."""
-    direction: Literal["reverse", "forward"] = "reverse"
+    direction: Annotated[
+        Literal["reverse", "forward"],
+        _DISTILLS,
+        needs(
+            "forward",
+            equals("over", "top_k", "full"),
+            "needs the teacher's probabilities of more than the sampled token",
+        ),
+    ] = "reverse"
     """`reverse`: KL(actor || teacher), the only one for `over: sampled`. `forward`: KL(teacher || actor)."""
-    top_k: Annotated[int, Field(ge=1, le=4096)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, _DISTILLS, reads_if(equals("over", "top_k"))] = None
     """Number of tokens for `over: top_k`; null: 64."""
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> DistillConfig:
-        if self.over == "sampled" and self.direction == "forward":
-            raise ValueError(
-                "direction=forward needs the teacher's probabilities of more than the sampled token: set over to top_k "
-                "or full, or direction to reverse"
-            )
-        if self.top_k is not None and self.over != "top_k":
-            raise ValueError(f"top_k={self.top_k} has no effect with over={self.over}: set over=top_k, or drop top_k")
-        return self
 
 
 class TeacherConfig(FrozenModelConfig):
     """The model that `actor.distill` draws the actor towards; it must have the actor's tokens."""
+
+
+_SYNCHRONOUS = equals("rollout.max_head_offpolicyness", 0)
+_SAMPLES_MORE = "samples further completions with the weights of the step itself"
+_OVERLONG = reads_if(equals("overlong_reward_penalty", True), warns=True)
+_IN_SUM = reads_if(differs("advantage", "gdpo"))
+"""Of what changes the sum of several rewards."""
 
 
 class ActorConfig(TrainedModelConfig):
@@ -193,15 +194,23 @@ class ActorConfig(TrainedModelConfig):
     """Policy loss (docs/algorithms.md)."""
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss that have no key of their own, by name."""
-    advantage: Annotated[str, Field(pattern=ONE_LINE), Named(tuple(ADVANTAGES), "function")] = "grpo"
+    advantage: Annotated[
+        str,
+        Field(pattern=ONE_LINE),
+        Named(tuple(ADVANTAGES), "function"),
+        needs("gae", given("critic", fix="name its model, for example critic.path=${actor.path}"), "needs a critic"),
+        needs("remax", _SYNCHRONOUS, _SAMPLES_MORE),
+    ] = "grpo"
     """How rewards become advantages (docs/algorithms.md)."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage that have no key of their own, by name."""
-    discount: Fraction = 1.0
+    discount: Annotated[Fraction, read_by("advantage", ADVANTAGES, "discount")] = 1.0
     """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
-    gae_lambda: Fraction = 1.0
+    gae_lambda: Annotated[
+        Fraction, read_by("advantage", ADVANTAGES, "gae_lambda"), reads_if(absent("gae_length_alpha"))
+    ] = 1.0
     """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
-    gae_length_alpha: Annotated[float, Field(gt=0)] | None = None
+    gae_length_alpha: Annotated[PositiveFloat | None, read_by("advantage", ADVANTAGES, "gae_length_alpha")] = None
     """`advantage: gae` weights by 1 - 1 / (`gae_length_alpha` l) for a completion of l tokens, in place of `gae_lambda`
     (VAPO); null: by `gae_lambda`."""
     whiten_advantages: bool | None = None
@@ -212,79 +221,87 @@ class ActorConfig(TrainedModelConfig):
     """Number of times that each sample is trained on in a step."""
     ppo_n_minibatches: Positive = 1
     """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
-    eps_clip: Annotated[float, Field(ge=0, le=1)] = 0.2
+    eps_clip: Annotated[Fraction, read_by("loss", LOSSES, "eps_clip")] = 0.2
     """Losses that clip do so to ratios below 1 - `eps_clip`."""
-    eps_clip_higher: Annotated[float, Field(ge=0)] | None = None
+    eps_clip_higher: Annotated[NonNegativeFloat | None, read_by("loss", LOSSES, "eps_clip_higher")] = None
     """Losses that clip do so to ratios above 1 + `eps_clip_higher`; null: the same as `eps_clip`."""
-    c_clip: Annotated[float, Field(gt=1)] | None = None
+    c_clip: Annotated[Annotated[float, Field(gt=1)] | None, read_by("loss", LOSSES, "c_clip")] = None
     """Dual clip (Ye et al. 2020) of `loss: ppo`: largest ratio of tokens with a negative advantage; null: no dual clip.
     With `dppo_tv` and `dppo_kl`: largest weight of any token; null: 20."""
-    opsm_delta: Annotated[float, Field(ge=0)] | None = None
+    opsm_delta: NonNegativeFloat | None = None
     """Do not train on sequences of a negative advantage whose mean of log p_old - log p, in nats a token, is above this
     (off-policy sequence masking: DeepSeek-V3.2); null: train on all."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"] = "token_mean"
     """How the losses of tokens become one number: the mean over all tokens (DAPO), the mean over sequences of their
     token means (GRPO) or token sums, or these sums divided by `loss_length` (Dr. GRPO)."""
-    loss_length: Positive | None = None
+    loss_length: Annotated[Positive | None, reads_if(equals("loss_aggregation", "sequence_sum_fixed"), warns=True)] = (
+        None
+    )
     """Tokens by which `sequence_sum_fixed` divides; null: `gconfig.max_new_tokens`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    entropy_target: PositiveFloat | None = None
     """Entropy, in nats per token, below which there is a bonus, whose weight is adapted after each step by
     `entropy_step`, from `entropy_coeff` on (Skywork-OR1); null: the weight is fixed."""
-    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    entropy_step: Annotated[PositiveFloat, reads_if(given("entropy_target"), warns=True)] = 0.005
     """Change of the adapted weight of the entropy after a step: upwards below the target, downwards above it."""
-    kl_ctl: Annotated[float, Field(ge=0)] = 0.0
+    kl_ctl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3", "abs"], reads_if(above_0("kl_ctl"), warns=True)] = "k3"
     """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html); `abs`: the
     absolute value of k1."""
-    kl_unbiased: bool = False
+    kl_unbiased: Annotated[bool, reads_if(above_0("kl_ctl")), reads_if(equals("kl_in", "loss"))] = False
     """Multiply the KL term in the loss by p / p_old, with its gradient, so that the gradient is that of the divergence
     (DeepSeek-V3.2)."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], reads_if(above_0("kl_ctl"), warns=True)] = "loss"
     """Add the KL term to the loss, or subtract it from each token's reward."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
+    kl_target: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl"), "adapts the weight of the KL term")] = None
     """KL divergence, in nats per token, towards which `kl_ctl` is adapted after each step (Ziegler et al. 2019);
     null: `kl_ctl` is fixed."""
-    kl_horizon: Positive = 10_000
+    kl_horizon: Annotated[Positive, reads_if(given("kl_target"), warns=True)] = 10_000
     """Number of samples over which the adapted `kl_ctl` follows the divergence."""
-    positive_nll_coeff: Annotated[float, Field(ge=0)] = 0.0
+    positive_nll_coeff: NonNegativeFloat = 0.0
     """Weight of the mean negative log-likelihood of the tokens of completions that count as right, as a further term of
     the loss (VAPO)."""
     distill: DistillConfig = DistillConfig()
     recompute_logprob: bool | None = None
     """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
     than one update."""
-    prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
+    prox_logp_method: Annotated[
+        Literal["recompute", "loglinear"],
+        needs("loglinear", above_0("rollout.max_head_offpolicyness"), "interpolates by the age of samples"),
+        needs("loglinear", equals("recompute_logprob", None), "says where old log-probs come from"),
+    ] = "recompute"
     """How old log-probs are found in asynchronous training. `recompute`: as `recompute_logprob` says. `loglinear`: they
     lie between the rollout's and the current ones, the nearer to the latter the older the token is (A-3PO); this takes
     no forward pass."""
     reward_norm: NormConfig = NormConfig()
     """How `advantage: grpo` normalises rewards (GRPO: group, group; Dr. GRPO: group, none)."""
-    reward_scaling: float = 1.0
+    reward_scaling: Annotated[float, _IN_SUM] = 1.0
     """Before they become advantages, rewards are changed to (reward + `reward_bias`) * `reward_scaling`."""
-    reward_bias: float = 0.0
+    reward_bias: Annotated[float, _IN_SUM] = 0.0
     """Added to every reward before `reward_scaling`."""
-    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    reward_clip: Annotated[PositiveFloat | None, _IN_SUM] = None
     """Scaled rewards are clipped to ± this value; null: they are not clipped."""
     overlong_reward_penalty: bool = False
     """Lower the rewards of completions that come near `gconfig.max_new_tokens`, before they are scaled: from 0 at
     `overlong_tokens` before it, linearly, to -`overlong_penalty_factor` at it (DAPO)."""
-    overlong_tokens: Positive | None = None
+    overlong_tokens: Annotated[Positive | None, _OVERLONG] = None
     """Tokens before the limit at which the penalty begins; null: a fifth of `gconfig.max_new_tokens`."""
-    overlong_penalty_factor: Annotated[float, Field(ge=0)] = 1.0
+    overlong_penalty_factor: Annotated[NonNegativeFloat, _OVERLONG] = 1.0
     """Penalty of a completion that reaches the limit, in reward."""
-    length_penalty: Annotated[float, Field(ge=0)] = 0.0
+    length_penalty: NonNegativeFloat = 0.0
     """Penalty, in reward, that grows in proportion to a completion's length up to this value at
     `gconfig.max_new_tokens`."""
     sample_weights: SampleWeightsConfig = SampleWeightsConfig()
     mask_truncated: bool = False
     """Do not train on completions that reached `gconfig.max_new_tokens` (DAPO's over-long filtering). Their rewards
     still count in the mean and the standard deviation of their group."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: Annotated[bool, needs(True, _SYNCHRONOUS, _SAMPLES_MORE)] = False
     """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
-    dynamic_sampling_max_rounds: Annotated[int, Field(ge=1, le=1000)] = 10
+    dynamic_sampling_max_rounds: Annotated[
+        int, Field(ge=1, le=1000), reads_if(equals("dynamic_sampling", True), warns=True)
+    ] = 10
     """Most batches of prompts that are sampled in one step; prompts without signal then fill what is missing."""
 
     @property
@@ -314,29 +331,13 @@ class ActorConfig(TrainedModelConfig):
             return self.advantage in ADVANTAGES and ADVANTAGES[self.advantage].whitens
         return self.whiten_advantages
 
-    @model_validator(mode="after")
-    def _check_methods(self) -> ActorConfig:
-        for key, name, known in (("loss", self.loss, LOSSES), ("advantage", self.advantage, ADVANTAGES)):
-            if name not in known and not all(name.rpartition(":")):
-                raise ValueError(
-                    f"{key}={name} is none of {', '.join(known)}, and not of the form module:name or file.py:name"
-                )
-        if self.gae_length_alpha is not None and self.gae_lambda != 1.0:
-            raise ValueError(
-                f"gae_lambda={self.gae_lambda} has no effect with gae_length_alpha={self.gae_length_alpha}: drop one"
-            )
+    @rule
+    def _entropy(self) -> Iterator[str]:
         if self.entropy_target is not None and self.entropy_coeff < 0:
-            raise ValueError(
+            yield (
                 f"entropy_coeff={self.entropy_coeff} is below 0, where an adapted weight never is: raise it, or drop "
                 "entropy_target"
             )
-        shapes = (self.reward_bias, self.reward_scaling, self.reward_clip) != (0.0, 1.0, None)
-        if self.advantage == "gdpo" and shapes:
-            raise ValueError(
-                "advantage=gdpo normalises each reward by itself, so that reward_bias, reward_scaling and reward_clip "
-                "have no effect: drop them"
-            )
-        return self
 
 
 class FrozenReferenceConfig(RoleConfig):
@@ -348,8 +349,8 @@ class FrozenReferenceConfig(RoleConfig):
     path: PathText | None = None
     """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
     backend: str | None = None
-    """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
-    device_mapping: DeviceList | None = None
+    """Backend and layout of its own processes; null: it lives in the actor's processes, in the actor's layout."""
+    device_mapping: Annotated[DeviceList | None, reads_if(given("backend"))] = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
     dtype: Dtype | None = None
     """Dtype of its weights and activations; null: `actor.dtype`."""
@@ -362,15 +363,6 @@ class FrozenReferenceConfig(RoleConfig):
     def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
         """The weights: a frozen model has no other state."""
         return {"params": self.offload}
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> Self:
-        if self.device_mapping is not None and self.backend is None:
-            raise ValueError(
-                f"ref.device_mapping={self.device_mapping} has no effect without ref.backend, for the reference "
-                "model is then in the actor's processes: give it a backend of its own, or drop ref.device_mapping"
-            )
-        return self
 
 
 class ReferenceConfig(FrozenReferenceConfig):
@@ -404,8 +396,8 @@ class CriticConfig(TrainedModelConfig):
     has none.
     """
 
-    colocate: bool = True
-    """Share the actor's devices, in turn; false: have devices of its own."""
+    colocate: Annotated[bool, needs(False, absent("device_mapping"), "gives the model its own devices")] = True
+    """Share the actor's devices, in turn; false: have its own devices."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
     gae_lambda: Fraction | None = None
@@ -417,7 +409,7 @@ class CriticConfig(TrainedModelConfig):
     """Number of times that each sample is trained on in a step."""
     ppo_n_minibatches: Positive = 1
     """Optimizer updates in one pass over a step's samples. The samples of one prompt stay together."""
-    eps_clip: Annotated[float, Field(gt=0)] | None = 0.5
+    eps_clip: PositiveFloat | None = 0.5
     """Farthest that the updates of a step may move a value; null: as far as they do."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """How the errors of tokens become one number, as in `actor.loss_aggregation`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fivefold.config.limits import MOST_SECONDS
 from fivefold.config.schema.fields import (
@@ -14,11 +15,13 @@ from fivefold.config.schema.fields import (
     NonNegative,
     PathText,
     Positive,
+    PositiveFloat,
     Section,
     Sequences,
     Staleness,
 )
 from fivefold.config.schema.role import RoleConfig
+from fivefold.config.schema.rules import OfServers, above_0, reads_if, rule
 
 
 class GenerationConfig(Section):
@@ -32,7 +35,7 @@ class GenerationConfig(Section):
     """Fewest tokens of a completion: before them, no end token and no stop token is sampled."""
     greedy: bool = False
     """Always take the most likely token. It is for `fivefold generate`; training needs samples."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     """Divides the logits, both in sampling and in every log-prob that training computes."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens that together have this probability; 1: among all."""
@@ -48,14 +51,16 @@ class GenerationConfig(Section):
         """Whether some tokens cannot be sampled, so that log-probs of the sampling distribution are not the model's."""
         return self.top_p < 1 or self.top_k > 0 or self.min_new_tokens > 0
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> GenerationConfig:
+    @rule
+    def _lengths(self) -> Iterator[str]:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: "
                 "lower the first or raise the second"
             )
-        return self
+
+
+_AHEAD = reads_if(above_0("max_head_offpolicyness"))
 
 
 class RolloutConfig(RoleConfig):
@@ -72,35 +77,35 @@ class RolloutConfig(RoleConfig):
     max_head_offpolicyness: Staleness = 0
     """Most training steps by which the weights that sample a token may be older than those that are trained on it
     (docs/async.md). Above 0, the next steps' prompts are answered while a step is trained; 0: one after the other."""
-    max_concurrent_rollouts: Sequences | None = None
+    max_concurrent_rollouts: Annotated[Sequences | None, _AHEAD] = None
     """Most prompts that are answered at one time with `max_head_offpolicyness` above 0, on all replicas together; null:
     all that are young enough."""
-    recompute_kv_cache: bool | None = None
+    recompute_kv_cache: Annotated[bool | None, _AHEAD] = None
     """When weights change while completions are sampled, compute keys and values of their tokens so far anew; otherwise
     they go on with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
     does not (docs/async.md)."""
-    max_server_restarts: NonNegative = 3
+    max_server_restarts: Annotated[NonNegative, OfServers()] = 3
     """Times that the server of a replica is started again if it dies or hangs; then the run ends. What it was answering
     is asked for again, of the other replicas too (docs/async.md)."""
-    server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 300.0
+    server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS), OfServers()] = 300.0
     """Seconds without an answer after which a server has to show that it goes on: one that then samples no token for a
     minute hangs, and is started again (docs/async.md). So is one that takes a minute longer than this to load weights
     from files, to sleep or to wake."""
-    new_tokens_per_chunk: Positive | None = None
+    new_tokens_per_chunk: Annotated[Positive | None, _AHEAD, OfServers()] = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""
     colocate: bool | None = None
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    memory_fraction: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, OfServers()] = None
     """Share of each GPU's memory that a server takes; null: its usual share, less what other roles keep there."""
-    server_python: PathText | None = None
+    server_python: Annotated[PathText | None, OfServers()] = None
     """Python program of the environment in which the server is installed; null: Fivefold's own."""
-    server_args: list[str | int | float] = []
+    server_args: Annotated[list[str | int | float], OfServers()] = []
     """Further arguments of the server's command line, for example `[--enforce-eager]`."""
-    seeded: bool = False
+    seeded: Annotated[bool, OfServers("seeds each request")] = False
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
-    logprob_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    logprob_share: Annotated[Annotated[float, Field(gt=0, le=1)] | None, OfServers("gives every log-prob")] = None
     """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it up to
     40% of its speed. `rollout_mismatch` is measured over this share. null: all where the loss reads them, which it does
     too once `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""

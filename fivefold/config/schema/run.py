@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 
+from fivefold.config.keys import known_keys
 from fivefold.config.limits import LARGEST_SEED
-from fivefold.config.schema.fields import NAME, ONE_LINE, Duration, NonNegative, Passes, PathText, Positive, Section
+from fivefold.config.schema.fields import NAME, Duration, NonNegative, OneLine, Passes, PathText, Positive, Section
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
+from fivefold.config.schema.rules import absent, differs, reads_if, rule
+
+_WRITES = reads_if(differs("mode", "disabled"), warns=True)
+"""Of the keys of checkpoints that are written."""
 
 
 class PeriodicConfig(Section):
@@ -17,9 +23,9 @@ class PeriodicConfig(Section):
     The frequencies do not exclude each other: the action is due as soon as one of them says so.
     """
 
-    freq_steps: Positive | None = None
+    freq_steps: Annotated[Positive | None, _WRITES] = None
     """Number of steps from one time to the next; null: steps are not counted."""
-    freq_epochs: Passes | None = None
+    freq_epochs: Annotated[Passes | None, _WRITES] = None
     """Number of passes over the data set from one time to the next; null: passes are not counted."""
     freq_secs: Duration | None = None
     """Time since the start or the last time, in seconds or as `15m`, after which the end of a step is the next time;
@@ -30,33 +36,33 @@ class SaverConfig(PeriodicConfig):
     """When the weights are saved as a Hugging Face folder, besides after the last step."""
 
     max_to_keep: Positive | None = 1
-    """1: each time replaces `weights/`. Otherwise, each time has a folder of its own, such as `weights/step-000010/`,
+    """1: each time replaces `weights/`. Otherwise, each time has its own folder, such as `weights/step-000010/`,
     of which this many of the newest are kept; null: all are."""
 
 
 class RecoverConfig(PeriodicConfig):
-    """Checkpoints of the whole run, from which the same command goes on after an interruption (docs/recovery.md).
+    """Checkpoints of the whole run, from which the same command resumes after an interruption (docs/recovery.md).
 
     A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C, SIGTERM or a terminal
     that closes.
     """
 
     mode: PathText = "auto"
-    """`auto`: go on from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
+    """`auto`: resume from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
     and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to start from.
     """
-    freq_secs: Duration | None = 900.0
+    freq_secs: Annotated[Duration | None, _WRITES] = 900.0
     """Time since the start or the last checkpoint, in seconds or as `15m`, after which the end of a step is the next
     time; null: time is not measured."""
-    max_to_keep: Positive = 2
+    max_to_keep: Annotated[Positive, _WRITES] = 2
     """Number of the newest checkpoints that are kept; older ones are deleted once a newer one is complete."""
-    keep_best: Annotated[str, Field(pattern=ONE_LINE)] | None = None
+    keep_best: Annotated[OneLine | None, _WRITES] = None
     """Name of a metric, such as `eval/accuracy`: the checkpoint with its largest value is kept as well; null: only the
     newest are kept."""
     verify: bool = True
-    """Compare the checksum of every file before a run goes on from a checkpoint; false: compare only the sizes."""
-    snapshot: Literal["auto", "copy", "blocking"] = "auto"
-    """`copy`: state is copied to host memory, in float32, and written from there while training goes on. `blocking`:
+    """Compare the checksum of every file before a run resumes from a checkpoint; false: compare only the sizes."""
+    snapshot: Annotated[Literal["auto", "copy", "blocking"], _WRITES] = "auto"
+    """`copy`: state is copied to host memory, in float32, and written from there while training continues. `blocking`:
     it is written while training waits, through little host memory. `auto`: copies, unless they do not fit into the host
     memory of the run's GPU machines, as `fivefold plan` counts it."""
     write_attempts: Annotated[int, Field(ge=1, le=100)] = 2
@@ -64,7 +70,7 @@ class RecoverConfig(PeriodicConfig):
     save_before: Duration | None = None
     """Time since the start of the command, such as `3h55m`, before which the run writes a checkpoint and exits with
     code 130, for queues with a time limit; null: there is no limit."""
-    accept_changes: list[Annotated[str, Field(pattern=ONE_LINE)]] = []
+    accept_changes: list[OneLine] = []
     """Keys or sections of the recipe that may differ from the checkpoint's although they decide what the run is, such
     as `[train_dataset, seed]`."""
 
@@ -94,12 +100,11 @@ class StatsConfig(Section):
     """Steps after which the best and the worst completion of a step are shown on the screen, as after the first step.
     None: none are shown."""
 
-    @model_validator(mode="after")
-    def _check_trackers(self) -> StatsConfig:
-        for name in self.trackers:
+    @rule
+    def _trackers(self) -> Iterator[str]:
+        for name in dict.fromkeys(self.trackers):
             if self.trackers.count(name) > 1:
-                raise ValueError(f"trackers has {name} twice: name each tracker once")
-        return self
+                yield f"trackers has {name} twice: name each tracker once"
 
     def n_logged(self, n_samples: int) -> int:
         """Return how many of a step's `n_samples` samples are logged."""
@@ -135,7 +140,7 @@ class RunConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer; null: `actor.path`."""
-    total_train_epochs: Positive = 1
+    total_train_epochs: Annotated[Positive, reads_if(absent("total_train_steps"), warns=True)] = 1
     """Number of passes over the data set."""
     total_train_steps: Positive | None = None
     """Number of training steps; null: as many as `total_train_epochs` take."""
@@ -148,22 +153,12 @@ class RunConfig(Section):
         """Return the number of training steps, with so many in a pass over the data set."""
         return self.total_train_steps or self.total_train_epochs * steps_per_epoch
 
-    @model_validator(mode="after")
-    def _check_accepted_changes(self) -> RunConfig:
+    @rule
+    def _accepted_changes(self) -> Iterator[str]:
+        known = set(known_keys(type(self))) if self.recover.accept_changes else set()
         for key in self.recover.accept_changes:
-            if not _is_key(type(self), key):
-                raise ValueError(
+            if key not in known:
+                yield (
                     f"recover.accept_changes has {key!r}, which is no key of this recipe: name a key such as "
                     "train_dataset.path, or a section such as train_dataset"
                 )
-        return self
-
-
-def _is_key(schema: type[BaseModel], key: str) -> bool:
-    """Return whether a dotted key is a section or a value of `schema`."""
-    name, _, inner = key.partition(".")
-    field = schema.model_fields.get(name)
-    if field is None or not inner:
-        return field is not None
-    sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-    return any(issubclass(kind, BaseModel) and _is_key(kind, inner) for kind in sections)

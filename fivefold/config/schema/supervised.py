@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from collections.abc import Iterator
 
+from fivefold.config.schema.rules import rule
 from fivefold.config.schema.run import RunConfig, StatsConfig
 
 LOSSES = ("nll", "loss")
-"""Metrics of which less is better."""
+"""Metrics that should fall."""
 
 
 class SupervisedConfig(RunConfig):
     """The keys of every recipe of supervised training."""
 
-    @model_validator(mode="after")
-    def _check_samples(self) -> SupervisedConfig:
+    @rule
+    def _samples(self) -> Iterator[str]:
         default = StatsConfig()
         for name in ("n_logged_samples", "logged_tokens", "shown_samples_freq_steps"):
             if getattr(self.stats, name) != getattr(default, name):
-                raise ValueError(f"stats.{name} is about completions, and this run samples none: drop it")
-        return self
+                yield f"stats.{name} is about completions, and this run samples none: drop it"
 
-    @model_validator(mode="after")
-    def _check_best(self) -> SupervisedConfig:
+    @rule
+    def _best(self) -> Iterator[str]:
         best = self.recover.keep_best
         if best is not None and best.startswith("eval/"):
-            raise ValueError(
+            yield (
                 f"recover.keep_best={best} is measured after the last step alone, so it compares no checkpoints: name "
                 "a metric of the training steps"
             )
         if best in LOSSES:
-            raise ValueError(
+            yield (
                 f"recover.keep_best={best} keeps the checkpoint with the largest value, which is the worst one of a "
                 "loss: name a metric of which more is better, such as accuracy of pairs, or drop it"
             )
-        return self

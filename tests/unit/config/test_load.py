@@ -332,13 +332,19 @@ def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: lis
     [
         (
             ["actor.optimizer.min_lr_ratio=0.1"],
-            "min_lr_ratio=0.1 is the end of a decay, but lr_scheduler_type=constant",
+            "min_lr_ratio=0.1 is the end of a decay, got actor.optimizer.lr_scheduler_type=constant",
         ),
-        (["scheduler.address=10.0.0.1:6379"], "type=local starts Ray for this run alone"),
-        (["valid_dataset.path=v", "evaluator.temperature=0.7"], "has no effect with greedy=true"),
-        (["evaluator.freq_steps=5"], "no effect without held-out prompts"),
+        (
+            ["scheduler.address=10.0.0.1:6379"],
+            "scheduler.address=10.0.0.1:6379 names a cluster to join, got scheduler.type=local",
+        ),
+        (["valid_dataset.path=v", "evaluator.temperature=0.7"], "has no effect with evaluator.greedy=true"),
+        (
+            ["evaluator.freq_steps=5"],
+            "the section evaluator has no effect without valid_dataset: set valid_dataset.path",
+        ),
         (["valid_dataset={path: v, batch_size: 4}"], "valid_dataset.batch_size=4: unknown key"),
-        (["ref.path=m"], "actor.kl_ctl is 0, so no reference model is loaded"),
+        (["ref.path=m"], "the section ref has no effect with actor.kl_ctl=0: raise actor.kl_ctl"),
         (["actor.kl_ctl=0.1", "ref.device_mapping=0-3"], "ref.device_mapping=0-3 has no effect without ref.backend"),
     ],
 )
@@ -542,11 +548,14 @@ def test_any_value_survives_the_resolved_recipe(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["actor.label_smoothing=0.1", "actor.loss_type=ipo"], "label_smoothing=0.1 has no effect with loss_type=ipo"),
-        (["actor.desirable_weight=2.0"], "no effect with loss_type=sigmoid"),
+        (
+            ["actor.label_smoothing=0.1", "actor.loss_type=ipo"],
+            "label_smoothing=0.1 has no effect with actor.loss_type=ipo",
+        ),
+        (["actor.desirable_weight=2.0"], "no effect with actor.loss_type=sigmoid"),
         (
             ["actor.loss_type=kto", "actor.average_log_prob=true"],
-            "average_log_prob=true has no effect with loss_type=kto",
+            "average_log_prob=true has no effect with actor.loss_type=kto",
         ),
         (["train_dataset.label_key=good"], "train_dataset.label_key=good is for single answers"),
         (["actor.loss_type=kto", "train_dataset.batch_size=1"], "train_dataset.batch_size=1 has none: raise it"),

@@ -93,7 +93,10 @@ STALE = "rollout.max_head_offpolicyness=1"
     ("words", "message"),
     [
         (["algorithm=gpso"], "algorithm='gpso'.*did you mean gspo"),
-        (["actor.rollout_correction.weight=token"], "no effect with method=auto: set method to custom"),
+        (
+            ["actor.rollout_correction.weight=token"],
+            "no effect with actor.rollout_correction.method=auto: set method to custom",
+        ),
         (["actor.rollout_correction.method=custom"], "method=custom corrects nothing"),
         (
             ["actor.rollout_correction.method=tis", "rollout.logprob_share=0.5"],
@@ -104,25 +107,37 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
         ([STALE, "algorithm=m2po", "actor.prox_logp_method=loglinear"], "second_moment needs old log-probs before"),
         (["actor.opsm_delta=0.1"], "no effect with one update a step"),
-        (["actor.sample_weights.reward_power=3"], "no effect without reward=power"),
+        (
+            ["actor.sample_weights.reward_power=3"],
+            "reward_power=3 has no effect with actor.sample_weights.reward=null: set .*reward to power",
+        ),
         (["actor.kl_unbiased=true"], "no effect with actor.kl_ctl=0"),
         (
             ["rollout.max_concurrent_rollouts=8"],
-            "max_concurrent_rollouts has no effect with rollout.max_head_offpolicy",
+            "max_concurrent_rollouts=8 has no effect with rollout.max_head_offpolicy",
         ),
-        (["rollout.recompute_kv_cache=false"], "rollout.recompute_kv_cache has no effect"),
+        (["rollout.recompute_kv_cache=false"], "rollout.recompute_kv_cache=false has no effect"),
         ([STALE, "actor.dynamic_sampling=true"], "samples further completions with the weights of the step itself"),
         ([STALE, "algorithm=remax"], "actor.advantage=remax samples further"),
-        (["rollout.new_tokens_per_chunk=64"], "new_tokens_per_chunk has no effect with rollout.max_head_offpolicy"),
-        ([STALE, "gconfig.top_p=0.9"], "top_p, top_k or min_new_tokens leaves them unknown"),
-        ([STALE, "rollout.logprob_share=0.5"], "rollout.logprob_share leaves them unknown"),
+        (["rollout.new_tokens_per_chunk=64"], "new_tokens_per_chunk=64 has no effect with rollout.max_head_offpolicy"),
+        (
+            [STALE, "gconfig.top_p=0.9"],
+            "the age of samples .* top_p, top_k or min_new_tokens the rollout gives those of a trunc",
+        ),
+        (
+            [STALE, "rollout.logprob_share=0.5"],
+            "the age of samples .* rollout.logprob_share=0.5 asks for those of a part",
+        ),
         (["actor.prox_logp_method=loglinear"], "interpolates by the age of samples"),
-        ([STALE, "actor.prox_logp_method=loglinear", "actor.recompute_logprob=true"], "drop actor.recompute_logprob"),
+        (
+            [STALE, "actor.prox_logp_method=loglinear", "actor.recompute_logprob=true"],
+            "says where old log-probs come from, got actor.recompute_logprob=true: set .* to null",
+        ),
         (
             [STALE, "actor.prox_logp_method=loglinear", "gconfig.top_k=5", "actor.rollout_correction.method=none"],
-            "log-probs of all tokens under the whole distribution",
+            "loglinear needs the model's log-probs of sampled tokens",
         ),
-        (["actor.kl_target=0.1"], "actor.kl_ctl, which is 0 and stays 0"),
+        (["actor.kl_target=0.1"], "adapts the weight of the KL term, got actor.kl_ctl=0: raise actor.kl_ctl"),
         (["actor.overlong_reward_penalty=true", "actor.overlong_tokens=2000"], "above gconfig.max_new_tokens=1024"),
         (["algorithm=rloo", "gconfig.n_samples=1"], "compares the completions of a group"),
         (["actor.advantage=asymre", "gconfig.n_samples=1"], "advantage=asymre compares the completions of a group"),

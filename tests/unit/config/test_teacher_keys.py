@@ -13,8 +13,8 @@ from fivefold.config.schema.train import TrainRecipe
     ("actor", "teacher", "fault"),
     [
         ({"distill": {"coeff": 0.5}}, None, r"actor\.distill\.coeff=0\.5 needs a teacher"),
-        ({}, {"path": "t"}, "so the teacher section has no effect"),
-        ({"distill": {"over": "top_k"}}, None, r"the other keys of actor\.distill have no effect"),
+        ({}, {"path": "t"}, "the section teacher has no effect with actor.distill.coeff=0"),
+        ({"distill": {"over": "top_k"}}, None, "over=top_k has no effect with coeff=0: raise coeff"),
         ({"advantage": "none"}, None, "trains on no reward, and there is no teacher"),
         ({"distill": {"coeff": 1.0, "direction": "forward"}}, {"path": "t"}, "more than the sampled token"),
         ({"distill": {"coeff": 1.0, "over": "full", "top_k": 4}}, {"path": "t"}, "has no effect with over=full"),

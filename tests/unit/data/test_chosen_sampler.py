@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(name: str, ahead: int
         ("replay", {"batch_size": 3}, "this option is the recipe's key train_dataset.batch_size"),
         ("replay", {"seed": 3}, "this option is the recipe's key seed"),
         ("replay", {"size": 9}, "there is no such option"),
-        ("epochs", {"share": 0.1}, "have no effect with sampler=epochs"),
+        ("epochs", {"share": 0.1}, "has no effect with sampler=epochs"),
         ("hardest", {}, "sampler=hardest is none of epochs, easy_to_hard, replay"),
     ],
 )

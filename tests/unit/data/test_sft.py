@@ -101,7 +101,7 @@ def test_answers_that_a_template_writes_otherwise_later_are_examples_of_their_ow
 
 
 def test_the_history_of_a_conversation_may_be_masked_and_of_texts_there_is_none() -> None:
-    with pytest.raises(ValueError, match="mask_history=true chooses among the answers of a conversation"):
+    with pytest.raises(ValueError, match="mask_history=true has no effect without messages_key"):
         config("unused", mask_history=True)
 
 

@@ -18,9 +18,9 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.kernels import flash
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
-from fivefold.families.check import attention_problems
 from fivefold.families.read import load_shape
-from fivefold.preflight import check_recipe
+from fivefold.rules.engines import attention_problems
+from fivefold.rules.recipe import check_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -124,5 +124,5 @@ def test_a_recipe_without_gpus_is_refused_before_anything_starts() -> None:
     shape = load_shape(resolve_model_folder(recipe.actor.path))
     with pytest.raises(ValueError, match=r"flash_attention_4 runs on GPUs, and cluster\.n_gpus_per_node is 0"):
         check_recipe(recipe, shape)
-    with pytest.raises(ValueError, match="for bfloat16 models on GPUs, got dtype=float32"):
+    with pytest.raises(ValueError, match=r"for bfloat16 models on GPUs, got actor\.dtype=float32"):
         load_recipe(QUICKSTART, keys[:1], TrainRecipe)

@@ -11,7 +11,6 @@ import pytest
 
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.source import apply_overrides
-from fivefold.families.check import layout_problems
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
@@ -25,6 +24,7 @@ from fivefold.planning.recipe_inputs import engine_work
 from fivefold.planning.stages import rank_parameters, stages
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import RECOMPUTE, StateBytes, Workload
+from fivefold.rules.layouts import layout_problems
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "actor-update-h200.jsonl"
 RUNS: list[dict[str, Any]] = [json.loads(line) for line in MEASURED.read_text().splitlines()]

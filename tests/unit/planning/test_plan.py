@@ -253,7 +253,7 @@ def test_what_train_refuses_is_refused(small: Path) -> None:
     with pytest.raises(ValueError, match="ref: 28 layers are too few"):
         plan_recipe(load_any_recipe(small, [*keys, *inner]))
     losses = ["actor.backend=megatron:d1p2t2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"]
-    with pytest.raises(RecipeError, match="is a router's loss, and qwen3 has none"):
+    with pytest.raises(RecipeError, match="is about experts, and qwen3 has none"):
         plan_recipe(load_any_recipe(small, [*keys, *losses]))
     with pytest.raises(RecipeError, match=r"rollout\.memory_fraction=0\.5 is for servers \(vLLM, SGLang\)"):
         plan_recipe(load_any_recipe(small, [*keys, "rollout.memory_fraction=0.5"]))

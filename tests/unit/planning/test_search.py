@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fivefold.families.check import check_layout
 from fivefold.families.read import find_shape
 from fivefold.layout.gpus import GPUS, find_gpu
 from fivefold.layout.parser import parse, parse_backend
@@ -24,6 +23,7 @@ from fivefold.planning.room import Cluster
 from fivefold.planning.search import reasons, search
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import Workload
+from fivefold.rules.layouts import layout_problems
 from tests.unit.planning.made_inputs import made_inputs
 
 WORK = Workload(4096, 256, 8192)
@@ -36,7 +36,7 @@ def test_the_model_can_take_every_layout_that_is_tried(name: str, n_gpus: int) -
     assert found
     assert len(set(found)) == len(found)
     for layout in found:
-        check_layout(layout, shape)
+        assert list(layout_problems(layout, shape)) == []
         assert layout.world_size == n_gpus
         assert 8 % layout.tp == 0
 

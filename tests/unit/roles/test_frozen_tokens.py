@@ -16,9 +16,9 @@ from fivefold.config.load import load_recipe
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import load_shape
-from fivefold.preflight import check_recipe
 from fivefold.roles.checks import check_tokenizers, check_weight_files
 from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rules.recipe import check_recipe
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-distill.yaml"
 ACTOR = "package:tiny-moe"

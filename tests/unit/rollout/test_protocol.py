@@ -12,8 +12,8 @@ import pytest
 from fivefold.config import paths
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
-from fivefold.families.check import server_problems
 from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rules.rollout import server_problems
 
 
 def test_sampling_params_carry_every_option_of_the_recipe() -> None:
@@ -114,7 +114,7 @@ def recipe_of(backend: str, rollout: dict[str, Any], **actor: Any) -> TrainRecip
 
 def test_old_log_probs_of_the_rollout_need_all_of_them() -> None:
     with pytest.raises(
-        ValueError, match=r"recompute_logprob=false takes .* rollout\.logprob_share=0\.5 asks for .* part"
+        ValueError, match=r"recompute_logprob=false needs .* rollout\.logprob_share=0\.5 asks for .* part"
     ):
         recipe_of("vllm:d1", {"logprob_share": 0.5}, recompute_logprob=False)
     recipe_of("vllm:d1", {"logprob_share": 0.5}, recompute_logprob=True)
@@ -127,7 +127,7 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
     assert list(server_problems(recipe_of("vllm:d1", chunks))) == []
     for wanted, more in {
         "new_tokens_per_chunk=64": chunks,
-        "server_timeout_s=60.0": {"server_timeout_s": 60},
+        "server_timeout_s=60": {"server_timeout_s": 60},
         "max_server_restarts=7": {"max_server_restarts": 7},
     }.items():
         [line] = server_problems(recipe_of("transformers:d1", more))
@@ -137,7 +137,8 @@ def test_what_servers_alone_can_do_without_is_refused_for_the_embedded_engine() 
         "rollout.seeded=true",
         "rollout.logprob_share=0.5",
     ]
-    assert all("transformers always has a seed" in line for line in lines)
+    assert "runs transformers, which always seeds each request" in lines[0]
+    assert "runs transformers, which always gives every log-prob" in lines[1]
 
 
 def test_sglang_cannot_keep_keys_and_values_of_older_weights() -> None:
@@ -145,10 +146,14 @@ def test_sglang_cannot_keep_keys_and_values_of_older_weights() -> None:
     for backend in ("transformers:d1", "vllm:d1"):
         assert list(server_problems(recipe_of(backend, keys))) == []
     [line] = server_problems(recipe_of("sglang:d1", keys))
-    assert line.startswith("rollout.recompute_kv_cache=false is for vLLM and the embedded engine: SGLang reads")
+    assert line.startswith("rollout.recompute_kv_cache=false is for vLLM and the embedded engine: SGLang computes")
 
 
 def test_only_the_embedded_engine_keeps_keys_and_values_by_itself() -> None:
-    kept = {(key, is_server): RolloutConfig(recompute_kv_cache=key).keeps_cache(is_server=is_server)
-            for key in (None, False, True) for is_server in (False, True)}  # fmt: skip
+    configs = {key: RolloutConfig(max_head_offpolicyness=1, recompute_kv_cache=key) for key in (None, False, True)}
+    kept = {
+        (key, is_server): config.keeps_cache(is_server=is_server)
+        for key, config in configs.items()
+        for is_server in (False, True)
+    }
     assert [case for case, keeps in kept.items() if keeps] == [(None, False), (False, False), (False, True)]

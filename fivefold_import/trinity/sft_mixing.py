@@ -1,4 +1,4 @@
-"""Expert data beside the rewards, as Trinity-RFT's algorithms `mix` and `mix_chord` have them."""
+"""SFT mixing: expert data in addition to rewards, as in Trinity-RFT's algorithms `mix` and `mix_chord`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_COUNTS = "examples are counted, however batches are split"
 
 
 def is_mixed(draft: Draft, algorithm: str) -> bool:
-    """Return whether the source trains on expert data beside the rewards."""
+    """Return whether the source trains on expert data in addition to rewards."""
     return draft.get("algorithm.policy_loss_fn", algorithm) in ALGORITHMS
 
 
@@ -28,7 +28,7 @@ def convert_mix(draft: Draft, algorithm: str, n_samples: int) -> None:
         if draft.get(key) in ALGORITHMS and not has_data:
             draft.unsupported(key, f"the expert's data have no path: give {SECTIONS[0]}path")
         elif draft.get(key) in ALGORITHMS:
-            draft.implied(key, "expert_dataset is a term of the loss, beside PPO's clipped loss")
+            draft.implied(key, "expert_dataset is a term of the loss, added to PPO's clipped loss")
     if not has_data:
         return
     is_chord = draft.get("algorithm.policy_loss_fn", algorithm) == "mix_chord"
@@ -38,7 +38,7 @@ def convert_mix(draft: Draft, algorithm: str, n_samples: int) -> None:
         _data(draft, section)
     # Its entropy is over the samples, as everywhere.
     if draft.get("algorithm.entropy_loss_fn", "mix") == "mix":
-        draft.implied("algorithm.entropy_loss_fn", "the entropy is that of the samples")
+        draft.implied("algorithm.entropy_loss_fn", "only samples count for the entropy")
     if draft.get("algorithm.sample_strategy", "mix") == "mix":
         draft.implied("algorithm.sample_strategy", "each update has its share of expert_dataset")
     for name in (
@@ -86,7 +86,7 @@ def _batch(draft: Draft, n_samples: int) -> None:
         draft.unsupported(RATIO, "buffer.batch_size says of how many experiences this is a share: set it")
         return
     size = max(1, ceil(ratio * tasks * n_samples))
-    draft.sets(RATIO, EXPERT + "batch_size", size, f"{ratio:g} of {tasks}*{n_samples}, beside the samples")
+    draft.sets(RATIO, EXPERT + "batch_size", size, f"{ratio:g} of {tasks}*{n_samples}, in addition to the samples")
 
 
 def _data(draft: Draft, section: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.engine.profiling import Recording
+from fivefold.roles.profiler import Recording
 
 
 def test_a_recording_is_a_trace_of_what_was_computed_meanwhile(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
-from fivefold.families.unused_keys import unused_keys
+from fivefold.rules.unused import unused_keys
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -23,7 +23,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         (["actor.kl_in=reward", "actor.kl_estimator=k1", "actor.kl_ctl=0.1"], []),
         (["actor.kl_estimator=k2"], ["actor.kl_estimator=k2 has no effect: actor.kl_ctl is 0"]),
         (["actor.reward_norm.eps=0.1"], []),
-        (["actor.gae_lambda=0.9"], ["actor.gae_lambda=0.9 has no effect: actor.advantage=grpo does not read it"]),
+        (["actor.gae_lambda=0.9"], ["actor.gae_lambda=0.9 has no effect: actor.advantage is grpo"]),
         (["actor.gae_lambda=0.9", "algorithm=ppo", "critic.path=m"], []),
         (
             ["actor.reward_norm.std_level=none", "actor.reward_norm.eps=0.1"],
@@ -32,9 +32,9 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         (["algorithm=rloo", "actor.eps_clip_higher=null"], []),
         (
             ["actor.loss=sapo", "actor.eps_clip_higher=0.3"],
-            ["actor.eps_clip_higher=0.3 has no effect: actor.loss=sapo does not read it"],
+            ["actor.eps_clip_higher=0.3 has no effect: actor.loss is sapo"],
         ),
-        (["actor.loss=gmpo", "actor.c_clip=3.0"], ["actor.c_clip=3.0 has no effect: actor.loss=gmpo does not read it"]),
+        (["actor.loss=gmpo", "actor.c_clip=3.0"], ["actor.c_clip=3 has no effect: actor.loss is gmpo"]),
         (
             ["actor.loss=gspo"],
             [
@@ -51,7 +51,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         ),
         (
             ["actor.advantage=opo", "actor.reward_norm.std_level=none"],
-            ["actor.reward_norm.std_level=none has no effect: actor.advantage=opo does not read it"],
+            ["actor.reward_norm.std_level=none has no effect: actor.advantage is opo"],
         ),
         (["algorithm=gdpo", "actor.reward_norm.eps=0.1"], []),
         (["total_train_epochs=3"], ["total_train_epochs=3 has no effect: total_train_steps is 48"]),

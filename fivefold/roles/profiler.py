@@ -1,13 +1,40 @@
-"""A trace of what a process computes, and a picture of its GPU's memory, for some steps of a run."""
+"""A trace of what a rank computes, and a picture of its GPU's memory, for some steps of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+from fivefold.cluster.role import Part
+from fivefold.config.schema.run import ProfileConfig
 
 MOST_ALLOCATIONS = 200_000
 """Most allocations that the memory's history holds; older ones are forgotten."""
+
+
+class Profiler(Part):
+    """Records what this rank does between `start` and `write`, if it is one of those that record."""
+
+    def __init__(self, _worker: object) -> None:
+        """Record nothing yet."""
+        self._recording: Recording | None = None
+
+    def start(self, config: ProfileConfig) -> None:
+        """Begin to record."""
+        if dist.get_rank() in config.ranks:
+            self._recording = Recording(memory=config.memory)
+
+    def write(self, folder: Path) -> None:
+        """Write what was recorded since `start` to `folder`, as `rank-<n>.trace.json.gz`.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self._recording is not None:
+            self._recording.write(folder / f"rank-{dist.get_rank()}")
+            self._recording = None
 
 
 class Recording:

@@ -1,0 +1,94 @@
+"""Every rule of a recipe that needs neither data nor weights nor torch, for plans and for training alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.problems import RecipeError
+from fivefold.config.roles import trained_models
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.shape import ModelShape
+from fivefold.families.torch_dist import find_torch_dist
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.layout.placement import place
+from fivefold.rewards.static_check import reward_problems
+from fivefold.rules.engines import engine_problems
+from fivefold.rules.layouts import layout_problems, replica_problems
+from fivefold.rules.models import (
+    RoleShapes,
+    distillation_problems,
+    reference_problems,
+    sampling_problems,
+    vocabulary_problems,
+)
+from fivefold.rules.rollout import cache_problems, graph_problems, server_problems
+from fivefold.weights.table import name_problems
+
+NO_SHAPES: RoleShapes = MappingProxyType({})
+
+
+def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAPES) -> None:
+    """Refuse a recipe that asks for what the models cannot do, or whose layouts do not fit the cluster or the models.
+
+    Args:
+        recipe: the recipe.
+        shape: shape of the model at `actor.path`.
+        others: shapes of the models that other roles have; a role that is missing has the actor's model.
+
+    Raises:
+        RecipeError: a line for each problem.
+    """
+    placement = place(recipe)
+    layouts = {placed.role: placed.layout for placed in placement.roles}
+    if "ref" in others:
+        layouts.setdefault("ref", layouts["actor"])
+    shapes = dict.fromkeys(layouts, shape) | dict(others)
+    problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
+    problems += [*replica_problems(placement), *cache_problems(recipe, placement), *_profile_problems(recipe, layouts)]
+    problems += recipe_problems(recipe, shape, others)
+    if problems:
+        raise RecipeError(recipe.experiment_name, problems)
+
+
+def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
+    yield from engine_problems(recipe, shape, others)
+    yield from server_problems(recipe)
+    yield from vocabulary_problems(recipe, shape, others)
+    yield from reference_problems(recipe, shape, others)
+    yield from distillation_problems(recipe, shape)
+    yield from graph_problems(recipe, shape)
+    yield from sampling_problems(recipe, shape)
+    yield from _path_problems(recipe)
+    if isinstance(recipe, TrainRecipe):
+        yield from reward_problems(recipe.reward)
+        yield from name_problems(recipe.rollout.weight_transport)
+
+
+def _path_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each path of a tokenizer or a checkpoint that leads nowhere."""
+    paths: list[tuple[str, str | None, Callable[[str], object]]] = [
+        ("tokenizer_path", recipe.tokenizer_path, resolve_model_path)
+    ]
+    for role, config in trained_models(recipe).items():
+        key, path = f"{role}.megatron.dist_checkpointing_path", config.megatron.dist_checkpointing_path
+        paths.append((key, path, find_torch_dist))
+    for key, path, find in paths:
+        if path is not None:
+            try:
+                find(path)
+            except ValueError as error:
+                yield f"{key}: {error}"
+
+
+def _profile_problems(recipe: Recipe, layouts: Mapping[str, ParallelLayout]) -> Iterator[str]:
+    """Yield a line if a rank is to be recorded that no model that is trained has."""
+    ranks = {role: layouts[role].world_size for role in trained_models(recipe)}
+    most = max(ranks.values())
+    strays = [rank for rank in recipe.profile.ranks if rank >= most]
+    if recipe.profile.steps and strays:
+        last = " and ".join(f"{size - 1} of the {role}" for role, size in ranks.items())
+        yield f"profile.ranks has {strays[0]}, but the last rank is {last}: leave it out"

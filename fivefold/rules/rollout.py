@@ -1,0 +1,73 @@
+"""Rules of the rollout: what its engine cannot do with the recipe's keys, its model or its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.rules import OfServers, marked, said
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.shape import ModelShape
+from fivefold.layout.backends import BACKENDS, server_titles
+from fivefold.layout.placement import Placement
+from fivefold.layout.recipe import recipe_allocation
+
+
+def server_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key of the recipe that the rollout's backend cannot take.
+
+    These are keys for servers, if the rollout is none, and temperatures that the engine does not sample with.
+    """
+    if not isinstance(recipe, TrainRecipe):
+        return
+    backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    if not backend.is_server:
+        for key, value, mark in marked(recipe.rollout, OfServers):
+            always = f", which always {mark.otherwise}" if mark.otherwise else ""
+            yield (
+                f"rollout.{key}={said(value)} is for servers ({server_titles()}), and the rollout runs "
+                f"{backend.name}{always}: drop it"
+            )
+    elif recipe.rollout.recompute_kv_cache is False and not backend.can_hold:
+        yield (
+            f"rollout.recompute_kv_cache=false is for vLLM and the embedded engine: {backend.title} computes the keys "
+            "and values of running completions again when weights change; drop it"
+        )
+    if backend.temperatures is not None:
+        low, high = backend.temperatures
+        for section, value in (("gconfig", recipe.gconfig), ("evaluator", recipe.evaluator)):
+            if not value.greedy and not low <= value.temperature <= high:
+                yield (
+                    f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
+                    "choose a temperature in this range"
+                )
+
+
+def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+    """Yield a line if a server shall keep keys and values of running completions on devices that it gives away."""
+    if not isinstance(recipe, TrainRecipe) or recipe.rollout.recompute_kv_cache is not False:
+        return
+    others = placement.sharers("rollout")
+    if placement["rollout"].layout.is_server and others:
+        yield (
+            f"rollout.recompute_kv_cache=false needs devices for the rollout alone, and {' and '.join(others)} "
+            "works on them in turn with it, for which a server gives its cache back: drop it, or set "
+            "rollout.colocate=false"
+        )
+
+
+def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a line if vLLM's CUDA graphs would compute with the weights of an earlier version.
+
+    vLLM makes two matrices of the projection that makes keys and values of latents. They are views of its weight, whose
+    memory stays the same, unless it is quantized: then each update makes them elsewhere, and graphs read the old ones.
+    """
+    if not isinstance(recipe, TrainRecipe) or shape.latent is None:
+        return
+    backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    given = {str(argument).split("=")[0] for argument in recipe.rollout.server_args}
+    if backend == "vllm" and given & {"--quantization", "-q"} and "--enforce-eager" not in given:
+        yield (
+            f"rollout.server_args={recipe.rollout.server_args} quantizes the latent attention of {shape.family}, of "
+            "which vLLM's CUDA graphs would go on with old weights: add --enforce-eager, or drop --quantization"
+        )
