@@ -32,7 +32,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides
 from fivefold.engine.contract import TrainingEngine
-from fivefold.engine.sharing import Share
+from fivefold.engine.packing import Share
 from fivefold.families.flops import training_flops
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(args.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        losses.append(engine.forward_backward(share, SFTLoss())["loss"])
+        losses.append(float(engine.forward_backward(share, SFTLoss())["loss"].sum))
         engine.optim_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -34,8 +34,9 @@ from random_model import write_config
 
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.engine.sharing import Share
-from fivefold.engine.state.state_store import HostSnapshot, WrittenPart, finish
+from fivefold.engine.packing import Share
+from fivefold.engine.state.dcp_files import WrittenPart, finish
+from fivefold.engine.state.state_store import HostSnapshot
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch

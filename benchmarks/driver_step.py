@@ -25,12 +25,13 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.batches import minibatches
-from fivefold.engine.sharing import BatchPlan, BatchPlanner
+from fivefold.engine.packing import BatchPlan, BatchPlanner
 from fivefold.experience.group import groups_of
 from fivefold.experience.samples import sample_metrics
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Job, Responses, answers_of
+from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
 
 REPLICAS = 8

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from fivefold.engine.kernels.grouped_mm import add_grouped_product
+from fivefold.engine.kernels.matmul import add_grouped_product
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 
 HEADS, KEY_HEADS, WIDTH = 32, 4, 128

@@ -101,20 +101,20 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     assert optimizer is not None
     times, before, peak = [], torch.cuda.memory_allocated(), 0
     for _ in range(args.steps):
-        for parameter in engine.parameters.values():
-            vars(parameter)["main_grad"].normal_(std=1e-3)
+        for parameter in engine.parameters.with_gradient:
+            vars(parameter.tensor)["main_grad"].normal_(std=1e-3)
         torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         times.append(seconds(optimizer.step))
         peak = max(peak, torch.cuda.max_memory_allocated())
-    state = [tensor for bucket in optimizer.state._buckets for tensor in bucket.stored.values()]
+    state = [tensor for bucket in optimizer.state.buckets for tensor in bucket.stored.values()]
     state_gb = sum(tensor.nbytes for tensor in state) / 1e9
     on_host = bool(state) and not state[0].is_cuda
     row = {
         "format": name,
         "backend": args.backend,
         "layers": args.layers,
-        "parameters_of_rank": sum(parameter.numel() for parameter in engine.parameters.values()),
+        "parameters_of_rank": sum(parameter.tensor.numel() for parameter in engine.parameters.with_gradient),
         "build_s": round(built, 1),
         "step_s": round(min(times[1:]), 4),
         "state_gb": round(state_gb, 2),

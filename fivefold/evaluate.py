@@ -18,7 +18,7 @@ from fivefold.config.roles import roles_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
-from fivefold.engine.scoring import N_APPENDED
+from fivefold.engine.values import N_APPENDED
 from fivefold.experience.group import groups_of
 from fivefold.experience.samples import accuracy, pass_at_k, sample_metrics
 from fivefold.experience.stream import Stream

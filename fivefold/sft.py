@@ -10,6 +10,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
+from fivefold.engine.heads import Logprobs
 from fivefold.observe.columns import SFT_COLUMNS
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.timers import PhaseTimers
@@ -46,7 +47,7 @@ class FineTuning:
     def measure(self, models: Models, examples: Sequence[SFTExample]) -> dict[str, float]:
         """Return the mean negative log-likelihood of a response's token, in nats."""
         batch = RemoteBatch.of(sft_columns(examples))
-        return {"nll": -float(models.actor.sum_logprobs(batch).sum()) / batch.totals().n_trained_tokens}
+        return {"nll": -float(models.actor.sums(batch, Logprobs()).sum()) / batch.totals().n_trained_tokens}
 
     def told(self, measures: Mapping[str, float]) -> str:
         """Return the loss as a text."""

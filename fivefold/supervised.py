@@ -13,9 +13,10 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
@@ -41,7 +42,7 @@ from fivefold.run.state_owners import load_states, state_owners
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
-from fivefold.update.updates import SkipGuard, average_updates
+from fivefold.update.updates import SkipGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,7 +208,7 @@ def run_supervised(
     )
 
 
-def _execute(setup: Setup[Item], start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(setup: Setup[Item], start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the models, with the state of a checkpoint, and run the loop."""
     ground = setup.ground
     models = launch_models(run.session, setup.recipe, ground.placement, setup.total_steps)
@@ -240,7 +241,7 @@ def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, 
                 learnt = method.update(models, setup.sampler.next_batch(), timers)
             guard.count(learnt.result, step)
             seconds = timers.take()
-            metrics = average_updates([learnt.result]) | speed.metrics(learnt.trained, learnt.scored, seconds)
+            metrics = metric_values(learnt.result.metrics) | speed.metrics(learnt.trained, learnt.scored, seconds)
             metrics["seconds/step"] = time.perf_counter() - step_began
             if guard.problem is not None:
                 keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})

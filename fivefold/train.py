@@ -7,7 +7,6 @@ next step <───────────────────── rollo
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from fivefold.algorithms.build import check_methods
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.algorithms import deviations
 from fivefold.config.schema.train import TrainRecipe
@@ -59,9 +58,6 @@ from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.policy import PolicyUpdate, check_prompts
 from fivefold.weights.table import choose_route
 from fivefold.weights.transport import Route
-
-_OF_ACTORS_UPDATE = re.compile("train/|[mh]fu/train$")
-"""Metrics that say nothing of a step in which the actor is not trained."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,7 @@ def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = 
     return run_whole(recipe, TRAIN_COLUMNS, partial(set_up, recipe), _execute, overwrite=overwrite, screen=screen)
 
 
-def _execute(setup: TrainSetup, start: Anew | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the roles, with the state of a checkpoint, and run the loop."""
     recipe, ground = setup.recipe, setup.ground
     roles = launch_roles(run.session, recipe, ground.placement, setup.total_steps, setup.route)
@@ -257,9 +253,9 @@ class _Loop:
         seconds, whole = self.run.timers.take(), time.perf_counter() - began
         metrics |= idle_shares(experience.metrics, seconds, whole)
         metrics |= experience.metrics | self._described(experience.samples)
-        metrics |= self.speed.metrics(batch, self.update.given, seconds, whole) | self.roles.take_moved()
-        if self.critic is not None and self.critic.is_warming_up(step):
-            metrics = {name: value for name, value in metrics.items() if not _OF_ACTORS_UPDATE.match(name)}
+        trains_actor = self.critic is None or not self.critic.is_warming_up(step)
+        metrics |= self.speed.metrics(batch, self.update.given, seconds, whole, trains_actor=trains_actor)
+        metrics |= self.roles.take_moved()
         if self.update.problem is not None:
             self.keeper.metrics.write(step, metrics)
             raise RunFailed(self.update.problem)

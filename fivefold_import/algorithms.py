@@ -83,5 +83,5 @@ def settle_staleness(draft: Draft) -> None:
         recipe["actor.rollout_correction.method"] = "none"
         draft.notes.append(
             "actor.rollout_correction.method=none: with top_p, top_k or min_new_tokens, the log-probs of older samples "
-            "are those of a truncated distribution, with which losses cannot be corrected for the samples' age"
+            "describe a truncated distribution, with which losses cannot be corrected for staleness"
         )

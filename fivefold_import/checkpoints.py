@@ -1,4 +1,4 @@
-"""Conversions that frameworks share: checkpoints that a run goes on from, and weights that are saved on the way.
+"""Conversions that frameworks share: checkpoints that a run resumes from, and weights that it saves.
 
 What a run saves changes nothing about its training. So Fivefold's defaults hold where a source does not say how often
 and whether checkpoints are written; a frequency of the source takes the place of Fivefold's, which is in seconds.
@@ -16,15 +16,15 @@ from fivefold_import.values import Unfit, whole
 
 MODE, FREQ_STEPS, MAX_TO_KEEP = "recover.mode", "recover.freq_steps", "recover.max_to_keep"
 CONTENTS = {"model", "optimizer", "extra"}
-"""The names in verl of everything that a run needs to go on."""
+"""The names in verl of everything that a run needs to resume."""
 
 
 def resumes(frequency: str) -> Rule:
-    """Convert whether a run goes on from its newest checkpoint.
+    """Convert whether a run resumes from its newest checkpoint.
 
     Args:
-        frequency: the source's key of the steps between checkpoints. A run that neither goes on nor writes
-            checkpoints is `disabled`; one that writes some starts anew where its folder is free.
+        frequency: the source's key of the steps between checkpoints. A run that neither resumes nor writes
+            checkpoints is `disabled`; one that writes some starts from scratch where its folder is free.
     """
 
     def rule(draft: Draft, source: str) -> None:
@@ -35,7 +35,7 @@ def resumes(frequency: str) -> Rule:
             draft.unsupported(source, reasons.OTHER_CHECKPOINTS)
         elif _steps(draft, frequency) > 0:
             draft.implied(
-                source, "a run starts anew in a free folder, and with --overwrite where there are checkpoints"
+                source, "a run starts from scratch in a free folder, and with --overwrite where there are checkpoints"
             )
         else:
             draft.mapped(source, MODE, "disabled", "no checkpoints are written")

@@ -1,4 +1,4 @@
-"""Checks of a finished recipe: what `fivefold plan` and `fivefold train` would refuse, told when it is imported."""
+"""Checks of a finished recipe: what `fivefold plan` and `fivefold train` would refuse, reported at the import."""
 
 from __future__ import annotations
 

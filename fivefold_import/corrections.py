@@ -28,11 +28,11 @@ MASKS: Mapping[str, tuple[str, str]] = {
 }
 """verl's names of masks, each with `mask` and `mask_by`."""
 OFF = ("none", "null", "false", "disabled", "")
-IN_RATIO = "in bypass mode PPO's ratio is that of actor and rollout, so nothing else weights the loss"
+IN_RATIO = "in bypass mode PPO's ratio compares actor and rollout, so nothing else weights the loss"
 
 CAP, MODE = "actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"
 """AReaL's keys for a cap of the decoupled objective's weights, in some releases."""
-TOKENS_WEIGHT = "; the weight is that of each token, not the geometric mean"
+TOKENS_WEIGHT = "; each token has its own weight, not the geometric mean"
 
 
 def correct_rollout(draft: Draft, key: str, keys: Mapping[str, Any], note: str = "") -> None:
@@ -88,7 +88,7 @@ def weights(draft: Draft, key: str) -> None:
     elif level in ("token", "sequence"):
         correct_rollout(draft, key, {"weight": level})
     else:
-        draft.unsupported(key, f"{level!r} is not offered: weights are those of tokens or of sequences")
+        draft.unsupported(key, f"{level!r} is not offered: weights are by token or by sequence")
 
 
 def cap_of_weights(draft: Draft, key: str) -> None:
@@ -130,7 +130,7 @@ def bounds_of_mask(draft: Draft, key: str) -> None:
 
 
 def lower_bound_of_mask(draft: Draft, key: str) -> None:
-    """Convert the lower bound of the mask, which older releases have beside the upper one."""
+    """Convert the lower bound of the mask, which older releases write next to the upper one."""
     if _has_mask(draft, key):
         draft.mapped(key, CORRECTION + "mask_below", number(draft.get(key)))
 

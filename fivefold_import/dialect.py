@@ -12,7 +12,7 @@ from fivefold_import.tasks import Sign, Task
 
 
 def merged(documents: Sequence[Document]) -> Document:
-    """Return the keys of all documents; those of later documents override those of earlier ones."""
+    """Return the keys of all documents; later documents override earlier ones."""
     whole = Document("source")
     for document in documents:
         whole.update(document)
@@ -44,6 +44,6 @@ class Dialect:
     tasks: Mapping[Task, Conversion]
     """The conversion of each task that is imported; reinforcement learning is among them."""
     signs: Sequence[Sign] = ()
-    """Keys that tell that a source is not for reinforcement learning."""
+    """Keys that show that a source is not for reinforcement learning."""
     merge: Callable[[Sequence[Document]], Document] = merged
     """Merges the files and the overrides."""

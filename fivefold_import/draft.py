@@ -58,7 +58,7 @@ class RolePlan:
     devices_key: str = ""
     """The source's key of the list of devices."""
     has_processes: bool = False
-    """Whether a reference has devices, and so processes, of its own."""
+    """Whether a reference has its own devices, and so its own processes."""
 
     @property
     def shards_weights(self) -> bool:
@@ -74,7 +74,7 @@ class Draft:
     """Collects the recipe's values, and ends with exactly one entry for each key of the source.
 
     A dialect gives entries with `mapped`, `implied` and `unsupported`, and with `apply` for all keys that a rule table
-    covers. The first entry of a key stands: a later call for the same key does nothing.
+    covers. The first entry of a key counts: a later call for the same key does nothing.
 
     Args:
         values: the source's keys and values.
@@ -125,12 +125,12 @@ class Draft:
 
     @property
     def compares_with_reference(self) -> bool:
-        """Whether the recipe has a reference model: that of DPO, or of a KL term."""
+        """Whether the recipe has a reference model, for DPO or for a KL term."""
         return self.schema is DPORecipe or bool(self.recipe.get("actor.kl_ctl"))
 
     @property
     def entries(self) -> list[Entry]:
-        """The entries in the order of the source, those of defaults last."""
+        """The entries in the order of the source, with defaults last."""
         return [self._entries[key] for key in (*self._values, *self._defaults) if key in self._entries]
 
     def get(self, key: str, otherwise: Any = None) -> Any:

@@ -26,7 +26,7 @@ class Drafted:
     n_keys: int
     """Keys of the sources."""
     n_strangers: int
-    """Those of them that no rule of the framework is for."""
+    """Keys among them that no rule of the framework is for."""
 
     @property
     def n_mapped(self) -> int:
@@ -72,7 +72,7 @@ def draft_of(
 def check_framework(
     drafted: Drafted, files: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Refuse files of which nearly no key is that of the framework which the user named, but most are another's.
+    """Refuse files whose keys are mostly another framework's than the one that the user named.
 
     Raises:
         ValueError: it names the other framework, or those that have the same keys.

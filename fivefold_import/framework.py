@@ -2,7 +2,7 @@
 
 A framework is a word in `Framework` and a folder of that name: `keys.yaml` has a row for each of its keys, `rules` the
 rules of rows that are written in Python, and `dialect` offers a `DIALECT`: for each task, the keys that need other keys
-to be converted, and what tells the task.
+to be converted, and the signs of the task.
 
 The command line reads this table for its help, so nothing else is imported until a dialect is asked for.
 """

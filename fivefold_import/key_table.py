@@ -20,7 +20,7 @@ PIECES = re.compile(r"\s+|(?:[^\s.=/,]|\.(?=\d))*(?:[=/,]|\.(?!\d))+|(?:[^\s.=/,
 SYLLABLES = re.compile(r"[^_:|-]*[_:|-]+|[^_:|-]+")
 """The parts of a word that is too wide for a line."""
 BORDERS = 10
-"""Characters of a line that the borders of three columns and the blanks beside them take."""
+"""Characters of a line that the borders of three columns and the blanks around them take."""
 LEAST_PROSE = 14
 """Characters that the column of prose has even on the narrowest terminal."""
 

@@ -1,6 +1,6 @@
 """Layouts: another framework's degrees and lists of devices as allocation strings.
 
-The data-parallel degree `d` follows from the devices: their number over that of a replica.
+The data-parallel degree `d` follows from the devices: their number over the number in a replica.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
 from fivefold_import.critic import NOT_TRAINED, has_critic
-from fivefold_import.distillation import COEFF
 from fivefold_import.draft import Draft, Role, RolePlan
 from fivefold_import.models import is_moe, known_shape
 from fivefold_import.reasons import NO_REFERENCE
+from fivefold_import.settings import COEFF
 
 DEFAULT_GPUS_PER_NODE = 8
 ANY_ROLLOUT = "transformers:d*"
@@ -64,7 +64,7 @@ def _drop_options_of_other_engines(draft: Draft) -> None:
 
 
 def engine_of(draft: Draft, role: str) -> str:
-    """Return the engine that the recipe trains a role with; the critic's is the actor's if it has none of its own."""
+    """Return the engine that the recipe trains a role with; the critic has the actor's unless it has its own."""
     written = draft.recipe.get("allocation_mode")
     layouts = [str(written)] if written else [str(draft.recipe.get(f"{key}.backend", "")) for key in (role, "actor")]
     patterns = (rf"\b({_TRAINERS})\[{role}\]", rf"\b({_TRAINERS})\b")
@@ -156,7 +156,7 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
 
 
 def _list_reference(draft: Draft, plan: RolePlan) -> None:
-    """Give a reference with a layout of its own its list of devices, or the actor's if it has none."""
+    """Give a reference with its own layout its list of devices, or the actor's if it has none."""
     to = "ref.device_mapping"
     if plan.devices_key in plan.keys:
         draft.mapped(plan.devices_key, to, device_text(parse_devices(str(plan.devices))), plan.keys[plan.devices_key])
@@ -271,7 +271,7 @@ def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
 def _needs_lists(draft: Draft, sets: Mapping[Role, set[int]]) -> bool:
     """Return whether roles share devices in another way than `rollout.colocate` can say: all of them, or none.
 
-    A reference without a list of its own runs in the actor's processes, and the other models on the actor's devices.
+    A reference without its own list runs in the actor's processes, and the other models on the actor's devices.
     Without a rollout, lists are needed for a reference on other devices.
     """
     if "actor" not in sets or ("rollout" not in sets and draft.schema is not DPORecipe):
@@ -286,7 +286,7 @@ def _place_by_lists(draft: Draft, lists: Mapping[Role, tuple[int, ...]]) -> None
     """Give each role its list of devices; roles whose lists overlap take turns."""
     for role, devices in lists.items():
         plan = draft.plans[role]
-        if role == "ref":  # It needs a list if it has a layout of its own, which is not known yet.
+        if role == "ref":  # It needs a list if it has its own layout, which is not known yet.
             plan.has_processes = set(devices) != set(lists["actor"])
             continue
         plan.keys.pop(plan.devices_key)

@@ -133,7 +133,7 @@ def recompute(draft: Draft, prefix: str, switch: str, is_on: bool) -> None:
 
     Args:
         draft: receives the recipe's value and the entries.
-        prefix: what stands before Megatron-Core's names.
+        prefix: what precedes Megatron-Core's names.
         switch: the framework's own key for gradient checkpointing.
         is_on: its value. If it is off, nothing below `prefix` has an effect; if it is on but no granularity is
             written, Megatron-Core recomputes nothing.
@@ -168,7 +168,7 @@ def recompute_ways(draft: Draft, prefix: str, granularity: Any) -> None:
 
 
 def checkpoint_layers(draft: Draft, switch: str, is_on: bool, backend: str = "fsdp") -> None:
-    """Convert gradient checkpointing that recomputes whole layers, as that of FSDP, DeepSpeed and Archon does.
+    """Convert gradient checkpointing that recomputes whole layers, as in FSDP, DeepSpeed and Archon.
 
     Args:
         draft: receives the recipe's value and the entries.
@@ -186,7 +186,7 @@ def router_defaults(draft: Draft, prefix: str, model: str, known: Mapping[str, A
 
     Args:
         draft: takes the defaults of keys that the source does not write.
-        prefix: what stands before Megatron-Core's names.
+        prefix: what precedes Megatron-Core's names.
         model: name or folder of the model; a dense one has no router.
         known: the framework's defaults, as far as they are known.
     """

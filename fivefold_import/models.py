@@ -15,7 +15,7 @@ MOE_NAME = re.compile(
 
 
 def known_shape(model: str) -> ModelShape | None:
-    """Return the model's shape; None if neither its name nor its folder tells it."""
+    """Return the model's shape; None if neither its name nor its folder says it."""
     try:
         return find_shape(model)
     except ValueError:

@@ -1,6 +1,6 @@
 """Reasons that several frameworks' keys share: what Fivefold does in the place of what a key asks for.
 
-A reason stands in the report beside each key that is implied or unsupported.
+A reason is in the report with each key that is implied or unsupported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRUNCATED_TRAINED = "a response that is cut off keeps its reward; actor.mask_tru
 IN_MEMORY = "samples go from rollout to trainer in memory"
 SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
 AHEAD = "rollout.max_head_offpolicyness says how far the rollout may be ahead, and bounds what waits to be trained"
-GOES_ON = "completions that are running when weights change go on with the new ones"
+GOES_ON = "completions that are running when weights change continue with the new ones"
 KEEPS_ALL = "no sample is dropped: a prompt begins only if it will be young enough when it is trained"
 FIXED_BATCH = "each step samples train_dataset.batch_size prompts"
 NO_CRITIC = "the run has no critic, because its advantages need none"
@@ -54,8 +54,8 @@ ONLY_LORA = "only LoRA reads this"
 NO_REMOTE_CODE = "code that comes with a checkpoint is not run"
 ALWAYS_PACKED = "sequences are always packed"
 ONE_BUDGET = (
-    "passes without gradients have a token budget, actor.mb_spec.max_tokens_per_infer_mb, which is that of training "
-    "unless it is written"
+    "passes without gradients have a token budget, actor.mb_spec.max_tokens_per_infer_mb, by default the same as in "
+    "training"
 )
 TOKEN_BUDGET = "micro-batches always have a token budget"
 BALANCED = "ranks are always balanced by the cost of their sequences"
@@ -68,7 +68,7 @@ NO_OFFLOAD = "the actor is offloaded by actor.offload, and nothing else is"
 MOMENTS_ON_HOST = "the moments are there; weights and gradients stay on the GPU"
 ALL_LEAVES = "and actor.offload.grads and .optimizer: all of the actor's state"
 PLAN_OFFLOADS = "the plan offloads no more than generation needs"
-EACH_STATE = "each kind of the optimizer's state has a precision of its own"
+EACH_STATE = "each kind of optimizer state has its own precision"
 ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
 ATTENTION = "attention is PyTorch's FlashAttention 2 unless actor.attn_impl=flash_attention_4"
@@ -105,12 +105,12 @@ IN_TURN = "roles that share devices take turns on their memory"
 
 # Data and evaluation
 
-SAMPLER = "train_dataset.sampler chooses the prompts of a step: easy_to_hard, replay, or a class of your own"
+SAMPLER = "train_dataset.sampler chooses the prompts of a step: easy_to_hard, replay, or your own class"
 READ_FIRST = "data are read before the first step"
 TOO_LONG = "prompts that are too long are dropped, and counted"
 NOT_CUT = "prompts that are too long are dropped, not cut"
 ONE_FOLDER = "there is one data set: put the files into one folder"
-TEMPLATE = "the tokenizer's chat template is applied as it stands"
+TEMPLATE = "the tokenizer's chat template is applied unchanged"
 ALL_HELD_OUT = "all held-out prompts are evaluated at once"
 EVALUATES_FIRST = "an evaluation before the first step always runs"
 GREEDY = "evaluation is greedy"
@@ -120,7 +120,7 @@ AS_IN_TRAINING = "evaluation samples as training does"
 
 ONE_WORKER = "Ray places one worker on each device"
 NO_RETRY = "an error ends the run: nothing is tried again"
-SAME_COMMAND = "an error ends the run, and the same command goes on from its newest checkpoint"
+SAME_COMMAND = "an error ends the run, and the same command resumes from its newest checkpoint"
 ONE_SEED = "the recipe's `seed` is the only one"
 TIMEOUT = "scheduler.timeout_s is the limit of every phase"
 OWN_ENVIRONMENT = "set environment variables in the shell that starts the run"
@@ -133,13 +133,13 @@ RECORDED = "profile.steps names the steps whose traces and snapshots of memory a
 BETWEEN_STEPS = "weights are written between steps"
 LAST_WEIGHTS = "the weights are saved after the last step, as a Hugging Face folder"
 OWN_FREQUENCY = "it is off: checkpoints are written every recover.freq_secs, unless recover.mode is disabled"
-IN_BACKGROUND = "the files of a checkpoint are written while training goes on, unless recover.snapshot says otherwise"
-WHOLE_CHECKPOINTS = "checkpoints hold all that a run needs to go on, and are read as a whole"
+IN_BACKGROUND = "the files of a checkpoint are written while training continues, unless recover.snapshot says otherwise"
+WHOLE_CHECKPOINTS = "checkpoints hold all that a run needs to resume, and are read as a whole"
 OTHER_CHECKPOINTS = (
-    "a run goes on from checkpoints that Fivefold has written: name one in recover.mode, or, to start from the "
+    "a run resumes from checkpoints that Fivefold has written: name one in recover.mode, or, to start from the "
     "weights of this one, convert them and name their folder in actor.path"
 )
-RECIPES_SCHEDULE = "a run that goes on takes the schedule of the learning rate from its recipe"
+RECIPES_SCHEDULE = "a run that resumes takes the schedule of the learning rate from its recipe"
 
 # Values
 
@@ -147,5 +147,5 @@ LEADS_NOWHERE = "this interpolation leads to no plain value"
 
 
 def sampled_by_gconfig(name: str) -> str:
-    """Return the reason why evaluation has no sampling option `name` of its own."""
+    """Return the reason why evaluation does not have its own sampling option `name`."""
     return f"evaluation takes {name} from gconfig"

@@ -25,13 +25,12 @@ from fivefold.data.rows import SUFFIXES
 from fivefold.layout.placement import place
 from fivefold_import.checks import problems_of_recipe
 from fivefold_import.critic import complete
-from fivefold_import.distillation import COEFF, TEACHER_PATH
 from fivefold_import.draft import Draft, Outcome
 from fivefold_import.drafting import check_framework, draft_of
 from fivefold_import.framework import Framework
 from fivefold_import.reasons import NO_REFERENCE, NOTHING_GENERATED, TWO_EVALUATIONS
 from fivefold_import.report import Report
-from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
+from fivefold_import.settings import COEFF, MEAN_LEVEL, STD_LEVEL, TEACHER_PATH
 from fivefold_import.shell.commands import OVERRIDE
 from fivefold_import.source import Document
 from fivefold_import.values import run_name
@@ -63,7 +62,7 @@ SAME_COLUMNS = (
     *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
     *("max_length", "apply_chat_template"),
 )
-"""Keys of held-out rows that are those of the training rows unless the source says otherwise."""
+"""Keys that held-out rows share with training rows unless the source says otherwise."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
     "evaluator.": (TWO_EVALUATIONS, "unsupported"),
     "rollout.": (NOTHING_GENERATED, "implied"),
@@ -88,12 +87,12 @@ def import_recipe(
 
     Args:
         framework: the framework that the files are written for.
-        files: YAML files and launch scripts; keys of later files override those of earlier ones.
+        files: YAML files and launch scripts; keys of later files override earlier ones.
         overrides: `a.b=c` in the framework's own keys, which override all files.
         output: the recipe's file.
         strict: refuse to write if anything is unsupported, or if there are problems.
         overwrite: replace `output` if it exists.
-        environment: variables that launch scripts and `${oc.env:...}` may read; None: those of this process.
+        environment: variables that launch scripts and `${oc.env:...}` may read; None: the environment of this process.
         on_report: called with the report before anything is written, and before `strict` refuses.
 
     Raises:
@@ -211,7 +210,7 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
 
 
 def _drop_what_has_no_effect(draft: Draft) -> None:
-    """Remove keys that have no effect beside others, which the recipe would refuse."""
+    """Remove keys that have no effect because of others, and which the recipe would refuse."""
     recipe = draft.recipe
     if draft.schema is not TrainRecipe:
         _drop_what_only_training_has(draft)
@@ -306,7 +305,7 @@ def _server_notes(recipe: Recipe) -> list[str]:
         return []
     return [
         f"{placed.layout.backend} has to be installed; if it needs other versions of torch or transformers, install it "
-        "in an environment of its own and name that in rollout.server_python"
+        "in its own environment and name that in rollout.server_python"
         for placed in placement.roles
         if placed.layout.is_server
     ]
@@ -327,7 +326,7 @@ def _at_fault(recipe: Mapping[str, Any], location: str, kind: str, problem: str)
     """Return the recipe's keys that an error at `location` is about."""
     if kind == "missing":  # a section that lacks a key is of no use
         return [key for key in recipe if key.startswith(location.rpartition(".")[0] + ".")]
-    # The location may be that of an item in a list.
+    # The location may be an item in a list.
     if keys := [key for key in recipe if f"{location}.".startswith(f"{key}.")]:
         return keys
     section = f"{location}." if location else ""

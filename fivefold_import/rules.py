@@ -60,7 +60,7 @@ def every_steps(key: str) -> Rule:
 
 
 def checkpoint_every_steps() -> Rule:
-    """Map the number of steps between checkpoints; without one, those of Fivefold's own frequency are written."""
+    """Map the number of steps between checkpoints; without one, Fivefold's own frequency holds."""
     return MappedSteps("recover.freq_steps", whole, never=reasons.OWN_FREQUENCY)
 
 

@@ -1,4 +1,4 @@
-"""Settings that most frameworks have under names of their own, and that take more than a lookup to convert."""
+"""Settings that most frameworks have under their own names, and that take more than a lookup to convert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_l
 ADVANTAGE = "actor.advantage"
 WORDS = {word: name for name, row in ADVANTAGES.items() for word in row.words}
 """Values of `actor.advantage`, by the names that frameworks give them."""
+COEFF = "actor.distill.coeff"
+TEACHER_PATH = "teacher.path"
+ONE_TEACHER = "there is one teacher: the first is taken"
+NO_REWARD = "no reward is trained on: the teacher is the only signal"
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
 SCREEN = ("console", "stdout", "none", "")
@@ -94,6 +98,12 @@ def betas(draft: Draft, key: str) -> None:
 
 
 # Conversions that a dialect calls
+
+
+def train_on_teacher_alone(draft: Draft, source: str, weight: float = 1.0) -> None:
+    """Convert a key that asks for distillation without rewards: the teacher's log-probs are the advantage."""
+    draft.recipe[COEFF] = weight
+    draft.mapped(source, "actor.advantage", "none", f"{NO_REWARD}; {COEFF}={weight:g}")
 
 
 def token_budget(draft: Draft, key: str, sequences: Any, length: int | None, to: str = TOKEN_BUDGET_KEY) -> None:

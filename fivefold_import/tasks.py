@@ -62,20 +62,20 @@ PROGRAMS: Mapping[str, Task] = {
     "rw": REWARD_MODEL,
     **dict.fromkeys(("eval", "evaluate", "evaluation", "generate", "generation"), EVALUATION),
 }
-"""Words in the name of a program, such as `verl.trainer.fsdp_sft_trainer`, that tell its task."""
+"""Words in the name of a program, such as `verl.trainer.fsdp_sft_trainer`, that show its task."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A key that only sources of another task than reinforcement learning have, or that tells the task by its value."""
+    """A key that only sources of another task than reinforcement learning have, or whose value shows the task."""
 
     pattern: str
     task: Task
     values: tuple[str, ...] = ()
-    """The values that tell the task, in lower case; empty: any value that does not switch the key off."""
+    """The values that show the task, in lower case; empty: any value that does not switch the key off."""
 
     def found(self, values: Mapping[str, Any]) -> str | None:
-        """Return the `key=value` that tells the task; None if there is none."""
+        """Return the `key=value` that shows the task; None if there is none."""
         for key in [key for key in values if fnmatchcase(key, self.pattern)]:
             value = str(values[key]).lower()
             is_told = value in self.values if self.values else values[key] not in (None, False, "", 0)
@@ -97,7 +97,7 @@ def task_of(
         program: the program that a script starts; empty if there is none.
 
     Raises:
-        ValueError: the task is not offered; the message names what tells it.
+        ValueError: the task is not offered; the message names what shows it.
     """
     name = re.split(r"[./]", program.removesuffix(".py"))[-1].lower()
     found = [(f"the program {program}", PROGRAMS[word]) for word in re.findall("[a-z]+", name) if word in PROGRAMS]

@@ -6,7 +6,7 @@ version v lies between them. If log-probs move evenly from version to version,
 
     log p_old ~ log q / (age + 1) + log p * age / (age + 1)
 
-which takes no forward pass of its own: A-3PO (Li et al. 2025, arXiv 2512.06547, section 3). There, the distance of p
+which needs no extra forward pass: A-3PO (Li et al. 2025, arXiv 2512.06547, section 3). There, the distance of p
 from q is d with the weight 1 / d for log q; AReaL's code takes d = age, for which tokens of age 1 have p_old = q.
 """
 
@@ -15,12 +15,11 @@ from __future__ import annotations
 import torch
 
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import zero_unless
+from fivefold.algorithms.metrics import Metric, Metrics
 
 MOST_TOLD = 8
-"""Ages are told one by one below this; older tokens count for it."""
-TOKENS, BY_AGE = "staleness/tokens", ("staleness/mismatch_kl", "staleness/ratio", "staleness/cut")
-"""Names of the metrics, before `/<age>`: the number of an age's tokens, and sums over these tokens."""
+"""Ages below this have their own metrics; older tokens count as this age."""
 
 
 def interpolated(rollout_T: torch.Tensor, current_T: torch.Tensor, age_T: torch.Tensor) -> torch.Tensor:
@@ -43,9 +42,9 @@ def metrics_by_age(
     trained_T: torch.Tensor,
     most: int,
 ) -> Metrics:
-    """Return sums over the trained tokens of each age up to `most`, and the number of these tokens.
+    """Return means over the trained tokens of each age up to `most`, and the share of these tokens.
 
-    They become `staleness/tokens/<age>`, `staleness/mismatch_kl/<age>`, `staleness/ratio/<age>` and
+    They are `staleness/tokens/<age>`, `staleness/mismatch_kl/<age>`, `staleness/ratio/<age>` and
     `staleness/cut/<age>`.
 
     Args:
@@ -61,27 +60,12 @@ def metrics_by_age(
     w_T = bounded_exp(log_w_T)
     kl_T = kl_estimate(torch.zeros_like(log_w_T), log_w_T, "k3")
     told_T = age_T.clamp(max=MOST_TOLD)
+    measures = {"mismatch_kl": kl_T, "ratio": w_T, "cut": cut_T.to(w_T.dtype)}
     metrics: Metrics = {}
     for age in range(min(most, MOST_TOLD) + 1):
         own_T = known_T & (told_T == age)
-        metrics[f"{TOKENS}/{age}"] = count(own_T, w_T)
-        for name, values_T in zip(BY_AGE, (kl_T, w_T, cut_T.to(w_T.dtype)), strict=True):
-            metrics[f"{name}/{age}"] = torch.where(own_T, values_T, torch.zeros_like(values_T)).sum()
+        n = own_T.sum()
+        metrics[f"staleness/tokens/{age}"] = Metric(n, trained_T.sum(), "share")
+        for name, values_T in measures.items():
+            metrics[f"staleness/{name}/{age}"] = Metric(zero_unless(own_T, values_T).sum(), n)
     return metrics
-
-
-def averaged(averages: dict[str, float]) -> dict[str, float]:
-    """Return metrics with the sums of each age divided by its tokens, without the ages that no token has.
-
-    Args:
-        averages: metrics, of which these are divided by the number of all trained tokens.
-    """
-    averages = dict(averages)
-    for age in range(MOST_TOLD + 1):
-        of_age = averages.get(f"{TOKENS}/{age}")
-        for name in BY_AGE if of_age is not None else ():
-            value = averages.pop(f"{name}/{age}")
-            averages |= {f"{name}/{age}": value / of_age} if of_age else {}
-        if of_age == 0:
-            del averages[f"{TOKENS}/{age}"]
-    return averages

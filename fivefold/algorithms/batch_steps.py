@@ -15,7 +15,7 @@ Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class BatchStep(Protocol):
-    """Changes the fields of a mini-batch, of which each replica has its share."""
+    """Changes the fields of a mini-batch, which is divided over the replicas."""
 
     def __call__(self, batch: Batch, gather: Gather) -> Batch:
         """Return `batch`, this replica's share, with changed fields. Every replica calls `gather` as often."""

@@ -9,7 +9,7 @@ of q estimate an expectation under p_old only if each is weighted by
 `weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`]. `mask` leaves tokens out
 by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or largest value:
 
-    ratio       log w_t, so that the sum is that of the product, and the mean that of the geometric mean
+    ratio       log w_t: its sum stands for the product, and its mean for the geometric mean
     k2          (log w_t)^2 / 2
     k3          w_t - 1 - log w_t, whose mean estimates KL(q, p_old)
     binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
@@ -39,7 +39,8 @@ import torch
 from fivefold.algorithms.batch_steps import BatchStep, Gather
 from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import Sums, count, means
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import Sequences
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.roles import RolloutCorrectionConfig
@@ -48,7 +49,7 @@ from fivefold.types import Batch
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
 MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]
 SMALLEST = 1e-8
-"""Least probability of "any other" token of which a logarithm is taken."""
+"""Least probability of "any other" token in a logarithm."""
 KEPT_TOKENS = "second_moment_kept"
 """Name of the field that is 1 on the tokens that are kept, else 0."""
 
@@ -125,13 +126,13 @@ class RolloutCorrection:
         kept_T = trained_T & self._inside(log_w_T, rollout_T, sequences, fields)
         weights_T, is_truncated_T = self._weights(log_w_T, sequences)
         weights_T = torch.where(kept_T, weights_T, torch.zeros_like(weights_T))
-        metrics = {
+        sums: Sums = {
             "correction/truncated": count(is_truncated_T & kept_T, weights_T),
             "correction/masked": count(trained_T & ~kept_T, weights_T),
             "correction/weight": weights_T.sum(),
-            "correction/weight_square": weights_T.square().sum(),
+            "correction/ess": Metric(weights_T.sum(), trained_T.sum(), "ess", weights_T.square().sum()),
         }
-        return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), metrics)
+        return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), means(sums, trained_T))
 
     def _weights(self, log_w_T: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         if self.weight is None:

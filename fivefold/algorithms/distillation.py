@@ -54,6 +54,6 @@ def coarse_divergence(logprobs_NK: torch.Tensor, teacher_NK: torch.Tensor, direc
 
 
 def _with_rest(logprobs_NK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs [N, k + 1] with that of all other tokens together."""
+    """Return the log-probs [N, k + 1] with the log-prob of all other tokens together."""
     rest_N1 = (1.0 - logprobs_NK.exp().sum(1, keepdim=True)).clamp(min=LEAST_REST).log()
     return torch.cat([logprobs_NK, rest_N1], 1)

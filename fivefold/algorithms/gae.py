@@ -2,27 +2,28 @@
 
 With values V_t of the state before trained token t, of n trained tokens of a sequence, and rewards r_t:
 
-    delta_t = r_t + gamma * V_{t+1} - V_t          V_{n+1} = 0: nothing is worth anything behind the end
+    delta_t = r_t + gamma * V_{t+1} - V_t          V_{n+1} = 0: nothing has value after the end
     A_t     = delta_t + gamma * lam * A_{t+1}      A_{n+1} = 0
     return  = A_t + V_t                            what the critic learns to predict
 
-lam may follow the completion's length l, and that of the returns may be another one (VAPO: Yue et al. 2025, arXiv
+lam may follow the completion's length l, and may differ for the returns (VAPO: Yue et al. 2025, arXiv
 2504.05118, sections 4.1 and 4.2; VC-PPO: arXiv 2503.01491):
 
     lam = 1 - 1 / (alpha l)                        so that the mean length of the sum is in proportion to l
 
-The completion's reward is that of its last trained token; a KL penalty is a reward of every token. Tokens that are not
-trained, such as a tool's answer, are no steps: the trained token behind them follows the one before them.
+The completion's reward belongs to its last trained token; a KL penalty is a reward of every token. Tokens that are not
+trained, such as a tool's answer, are no steps: the next trained token follows the one before them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.types import Batch
 
 
@@ -35,7 +36,7 @@ class GAE:
     lam: float
     """Weight of longer against shorter estimates: 1 is Monte Carlo, 0 is one step of temporal difference."""
     returns_lam: float | None = None
-    """lam of the returns; None: that of the advantages."""
+    """lam of the returns; None: as for the advantages."""
     length_alpha: float | None = None
     """alpha, by which lam of the advantages follows the length; None: it is `lam`."""
 
@@ -71,7 +72,7 @@ class GAE:
         return (1.0 - 1.0 / (self.length_alpha * counts_S.clamp(min=1))).clamp(min=0.0)
 
     def _sweep(self, rewards_SL: torch.Tensor, values_SL: torch.Tensor, lam_S: torch.Tensor) -> torch.Tensor:
-        """Return the advantages [S, L] of sequences that are padded behind their end with rewards and values of 0."""
+        """Return the advantages [S, L] of sequences that are padded after their end with rewards and values of 0."""
         advantages_SL = torch.zeros_like(values_SL)
         next_value_S = next_advantage_S = values_SL.new_zeros(len(values_SL))
         for step in reversed(range(values_SL.shape[1])):
@@ -172,6 +173,33 @@ class EstimateMoments:
 
 
 @dataclass(frozen=True)
+class Estimates:
+    """Estimates the advantages and the returns of a batch, with a penalty in the reward of each token, if any."""
+
+    gae: GAE
+    kl: KLInReward | None = None
+
+    def __call__(self, batch: Batch) -> tuple[EstimateMoments, dict[str, torch.Tensor]]:
+        """Return moments over the trained tokens, and the columns `advantages` and `returns`."""
+        token_rewards_T = None if self.kl is None else -self.kl.kl_ctl * self.kl.estimate(batch)
+        advantages_T, returns_T = self.gae.estimate(batch, token_rewards_T)
+        columns = {"advantages": advantages_T, "returns": returns_T}
+        return EstimateMoments.of(batch.with_fields(**columns)), columns
+
+
+@dataclass(frozen=True)
+class AdvantageMoments:
+    """Moments of the advantages of a batch's trained tokens, as they are after `change`."""
+
+    change: Callable[[Batch], Batch]
+
+    def __call__(self, batch: Batch) -> tuple[Moments, dict[str, torch.Tensor]]:
+        """Return the moments, and no column."""
+        advantages_T = self.change(batch).fields["advantages"]
+        return Moments.of(advantages_T[batch.mask_T.bool()]), {}
+
+
+@dataclass(frozen=True)
 class Whitening:
     """Brings the advantages of all trained tokens of a step to mean 0 and standard deviation 1.
 
@@ -185,7 +213,7 @@ class Whitening:
     """Added to the variance."""
 
     def applied(self, batch: Batch) -> Batch:
-        """Return `batch` with its `advantages` whitened; those of tokens that are not trained stay 0."""
+        """Return `batch` with its `advantages` whitened; tokens that are not trained keep 0."""
         advantages_T = batch.fields["advantages"]
         white_T = (advantages_T - self.mean) / math.sqrt(self.std**2 + self.eps)
         return batch.with_fields(advantages=torch.where(batch.mask_T.bool(), white_T, torch.zeros_like(white_T)))

@@ -5,7 +5,7 @@
 over the trained tokens t of a mini-batch: M of the expert's responses (or the mean over sequences of their token
 means), P of the completions that count as right. mu is a constant in MIX (Trinity-RFT), and falls in CHORD (Zhang et
 al. 2025, arXiv 2508.11408), whose token weight w_t = p_t (1 - p_t), without gradient, is small for tokens that are
-certain and for those that are unlikely. The term of right completions is that of VAPO (Yue et al. 2025, arXiv
+certain or unlikely. The term of right completions comes from VAPO (Yue et al. 2025, arXiv
 2504.05118, section 4.3).
 
 An expert's responses are further sequences of the mini-batch, of which the policy loss sees no token, and which its
@@ -22,7 +22,8 @@ from typing import Literal
 
 import torch
 
-from fivefold.algorithms.loss import LossInputs, Metrics, count, zero_unless
+from fivefold.algorithms.loss import LossInputs, means, zero_unless
+from fivefold.algorithms.metrics import Metrics
 from fivefold.types import Batch
 
 EXPERT = "is_expert"
@@ -52,10 +53,7 @@ class Imitation:
         weight_T = zero_unless(trained_T, inputs.fields[NLL_WEIGHT])
         nll_T = -logprobs_T * weight_T * self._token_weights(logprobs_T.detach(), inputs.fields[EXPERT])
         is_term_T = weight_T > 0
-        own = {
-            "imitation_nll": zero_unless(is_term_T, -logprobs_T.detach()).sum(),
-            "imitation_share": count(is_term_T, logprobs_T.detach()),
-        }
+        own = means({"imitation_nll": zero_unless(is_term_T, -logprobs_T.detach()).sum()}, is_term_T)
         return self.policy_weight * total + nll_T.sum(), metrics | own
 
     def _token_weights(self, logprobs_T: torch.Tensor, expert_T: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What an engine minimises: per-token tensors of one micro-batch in, a *sum* and sums of metrics out.
+"""What an engine minimises: per-token tensors of one micro-batch in, a *sum* and metrics out.
 
 The engine alone divides by `Loss.normalizer` of the whole mini-batch. A sequence's share of the loss never depends
-on the sequences beside it, so the gradient is the same however the mini-batch is split, packed and laid out:
+on its neighbours, so the gradient is the same however the mini-batch is split, packed and laid out:
 
     sum over micro-batches of loss(micro-batch) / normalizer(mini-batch)  ==  loss(mini-batch) / normalizer(mini-batch)
 
@@ -25,10 +25,14 @@ from typing import Literal, Protocol
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
+from fivefold.algorithms.distillation import Direction
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.types import Totals
 
-Metrics = dict[str, torch.Tensor]
+Sums = Mapping[str, torch.Tensor | Metric]
+"""Sums over the trained tokens by name, which become means over them; a `Metric` says itself what becomes of it."""
+
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_fixed"]
 
 
@@ -62,6 +66,10 @@ class Loss(Protocol):
         """Whether the entropy must carry a gradient."""
 
     @property
+    def divergence(self) -> Direction | None:
+        """Direction of the divergence from a teacher's distributions that it needs; None: it needs none."""
+
+    @property
     def before(self) -> BatchStep | None:
         """What is computed over the whole mini-batch first, because no micro-batch shows it; None: nothing."""
 
@@ -69,11 +77,7 @@ class Loss(Protocol):
         """Return the divisor, at least 1, of the sum over a whole mini-batch of these sizes."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
-        """Return the loss's sum (scalar, with gradient) and the metrics' sums over trained tokens (without).
-
-        Metrics are divided by the global number of trained tokens, except names that end in `/max` or `/min`:
-        those are reduced by maximum or minimum (a micro-batch without trained tokens gives -inf or +inf).
-        """
+        """Return the loss's sum (scalar, with gradient) and the metrics of this micro-batch (without)."""
 
 
 class Surrogate(Protocol):
@@ -83,7 +87,7 @@ class Surrogate(Protocol):
     `BatchStep` (fivefold/algorithms/batch_steps.py) that adds fields to the batch.
     """
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         """Return the cost of each token [T], with gradient, and sums of metrics over the trained tokens, without.
 
         The costs of a sequence depend on no other sequence. Costs of tokens that are not trained are ignored, but must
@@ -91,8 +95,14 @@ class Surrogate(Protocol):
         """
 
 
+def means(sums: Sums, over_T: torch.Tensor) -> Metrics:
+    """Return metrics that are means over the tokens `over_T`, bool [T], of which `sums` has the sums."""
+    n = over_T.sum()
+    return {name: each if isinstance(each, Metric) else Metric(each, n) for name, each in sums.items()}
+
+
 def zero_unless(trained_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:
-    """Return the values with 0 in place of those of tokens that are not trained, which may be infinite or NaN."""
+    """Return the values with 0 on tokens that are not trained, whose values may be infinite or NaN."""
     # A product with the mask would not do: 0 * NaN is NaN, in the sum and in the gradient.
     return torch.where(trained_T, values_T, torch.zeros_like(values_T))
 
@@ -102,11 +112,11 @@ def count(where_T: torch.Tensor, like_T: torch.Tensor) -> torch.Tensor:
     return where_T.to(like_T.dtype).sum()
 
 
-def largest(values_T: torch.Tensor, trained_T: torch.Tensor) -> torch.Tensor:
-    """Return the largest trained value; -inf, the identity of the maximum, if there is none."""
-    # Indexing with the mask would wait for the device, which alone knows the number of trained tokens.
+def largest(values_T: torch.Tensor, over_T: torch.Tensor) -> Metric:
+    """Return the largest value of the tokens `over_T`, bool [T]; it is -inf, with the weight 0, if there is none."""
+    # Indexing with the mask would wait for the device, which alone knows the number of these tokens.
     lowest = values_T.new_full((1,), -torch.inf)
-    return torch.cat([torch.where(trained_T, values_T, lowest), lowest]).amax()
+    return Metric(torch.cat([torch.where(over_T, values_T, lowest), lowest]).amax(), over_T.sum(), "max")
 
 
 def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: Aggregation) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Metrics of a policy's tokens: entropy by position, distance from the old policy, mismatch of rollout and trainer."""
+"""Sums of a policy's tokens: entropy by position, distance from the old policy, mismatch of rollout and trainer."""
 
 from __future__ import annotations
 
 import torch
 
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Metrics, count, largest, zero_unless
+from fivefold.algorithms.loss import Sums, largest, means, zero_unless
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 
 N_PARTS = 4
 """Parts of equal length into which the trained tokens of a sequence are divided."""
-PART, SHARE = "entropy_quarter", "entropy_quarter_share"
-"""Names of the sum of entropies in a part, which becomes `entropy_quarter/<i>`, and of the number of its tokens."""
+PART = "entropy_quarter"
+"""Name of the mean entropy in a part, before `/<part>`, which counts from 1."""
 
 
 def parts(sequences: Sequences) -> torch.Tensor:
@@ -24,17 +25,16 @@ def parts(sequences: Sequences) -> torch.Tensor:
 
 
 def entropy_by_part(entropy_T: torch.Tensor, sequences: Sequences) -> Metrics:
-    """Return the sum of the entropies of each part's trained tokens, and the number of these tokens."""
+    """Return the mean entropy of each part's trained tokens."""
     part_T, trained_T = parts(sequences), sequences.mask_T.bool()
     metrics: Metrics = {}
     for number in range(N_PARTS):
         is_in_T = trained_T & (part_T == number)
-        metrics[f"{PART}/{number + 1}"] = torch.where(is_in_T, entropy_T, torch.zeros_like(entropy_T)).sum()
-        metrics[f"{SHARE}/{number + 1}"] = count(is_in_T, entropy_T)
+        metrics[f"{PART}/{number + 1}"] = Metric(zero_unless(is_in_T, entropy_T).sum(), is_in_T.sum())
     return metrics
 
 
-def ratio_metrics(tokens: PolicyTokens) -> Metrics:
+def ratio_metrics(tokens: PolicyTokens) -> Sums:
     """Measure how far the policy has moved from the old one."""
     log_ratio_T = tokens.log_ratio_T.detach()
     ratio_T = bounded_exp(log_ratio_T)
@@ -47,17 +47,17 @@ def ratio_metrics(tokens: PolicyTokens) -> Metrics:
 
 
 def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T: torch.Tensor) -> Metrics:
-    """Measure how far the trainer's log-probs are from those of the rollout engine, at the same weights.
+    """Measure how far the trainer's log-probs are from the rollout engine's, at the same weights.
 
     Args:
         trainer_T, rollout_T: [T], zero where not trained.
         trained_T: bool [T].
 
     Returns:
-        Sums over the tokens that have a log-prob of the rollout (the others are NaN in `rollout_T`), with d = trainer -
+        Over the tokens that have a log-prob of the rollout (the others are NaN in `rollout_T`), with d = trainer -
         rollout and w = exp(d): |d|; the estimates w - 1 - d of KL(rollout, trainer) and w d - (w - 1) of KL(trainer,
-        rollout), neither of which is ever negative; w and w^2, from which the effective sample size follows; the number
-        of these tokens; and the largest |d| and w.
+        rollout), both never negative; w and its effective sample size; the largest |d| and w; and the
+        share of these tokens among the trained ones.
     """
     known_T = trained_T & ~rollout_T.isnan()
     log_w_T = (trainer_T - torch.where(known_T, rollout_T, trainer_T)).detach()
@@ -65,14 +65,15 @@ def mismatch_metrics(trainer_T: torch.Tensor, rollout_T: torch.Tensor, trained_T
     w_T = bounded_exp(log_w_T)
     zero_T = torch.zeros_like(w_T)
     one_T = known_T.to(w_T.dtype)
-    return {
+    sums: Sums = {
         "rollout_mismatch": log_w_T.abs().sum(),
         "rollout_mismatch/max": largest(log_w_T.abs(), known_T),
         "rollout_mismatch_kl": kl_estimate(zero_T, log_w_T, "k3").sum(),
         # w (log w - 1 + 1/w) in terms of k3 with the sign of d changed, which keeps the digits near w = 1.
         "rollout_mismatch_kl_reverse": (w_T * kl_estimate(zero_T, -log_w_T, "k3")).sum(),
-        "rollout_mismatch_share": one_T.sum(),
+        "rollout_mismatch_share": Metric(one_T.sum(), trained_T.sum()),
         "rollout_ratio": (w_T * one_T).sum(),
-        "rollout_ratio_square": (w_T.square() * one_T).sum(),
         "rollout_ratio/max": largest(w_T, known_T),
+        "rollout_ess": Metric((w_T * one_T).sum(), one_T.sum(), "ess", (w_T.square() * one_T).sum()),
     }
+    return means(sums, known_T)

@@ -13,8 +13,18 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl import KLEstimator
-from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, Surrogate, divisor, token_weights, zero_unless
+from fivefold.algorithms.loss import (
+    Aggregation,
+    LossInputs,
+    Sums,
+    Surrogate,
+    divisor,
+    means,
+    token_weights,
+    zero_unless,
+)
 from fivefold.algorithms.measures import entropy_by_part, mismatch_metrics, ratio_metrics
+from fivefold.algorithms.metrics import Metrics
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.types import Totals
@@ -28,11 +38,11 @@ class PolicyLoss:
 
         cost = weight * surrogate - entropy_coeff * entropy + kl_coeff * KL(p, p_ref) + distillation.coeff * D
 
-    where the weight is that of the rollout correction, or 1, and tokens that the correction leaves out cost nothing.
-    Where the batch has the field `sample_weight`, the surrogate is multiplied by it (`sample_weights.py` beside this).
+    where the weight comes from the rollout correction, or is 1, and tokens that the correction leaves out cost nothing.
+    Where the batch has the field `sample_weight`, the surrogate is multiplied by it (`sample_weights.py`).
     With `opsm_delta`, the surrogate is 0 in sequences of a negative advantage whose mean of log p_old - log p is larger
     (off-policy sequence masking: DeepSeek-AI 2025, arXiv 2512.02556, section 3.1). With `kl_unbiased`, KL is multiplied
-    by r, with gradient (the same section): its gradient is then that of the divergence, whatever sampled the tokens.
+    by r, with gradient (the same section): it then has the gradient of the divergence, whatever sampled the tokens.
 
     Without an `old_logprobs` field the batch is on-policy: p_old is p without its gradient, so that r = p / p_old is 1
     and PPO's gradient is the plain policy gradient -A grad log p. The correction's weights p_old / q then still compare
@@ -103,14 +113,17 @@ class PolicyLoss:
         fields = {name: zero_unless(trained_T, inputs.fields[name]) for name in present}
         age_T = torch.zeros_like(trained_T) if self.version is None else self.version - inputs.fields["versions"]
         old_T = self._old_logprobs(fields, logprobs_T.detach(), age_T)
-        advantages_T, metrics = fields["advantages"], Metrics()
+        advantages_T = fields["advantages"]
+        of_teacher: Sums = {}
         if self.distillation is not None and self.divergence is None:
-            advantages_T, metrics = terms.with_teacher(advantages_T, self.distillation.coeff, fields, old_T)
+            advantages_T, of_teacher = terms.with_teacher(advantages_T, self.distillation.coeff, fields, old_T)
         tokens = PolicyTokens(
             logprobs_T, old_T, advantages_T, Sequences.of(inputs.mask_T, inputs.lengths), inputs.fields
         )
         cost_T, of_surrogate = self._surrogate_cost(tokens)
-        metrics |= of_surrogate | {
+        sums = {
+            **of_teacher,
+            **of_surrogate,
             "entropy": entropy_T.detach().sum(),
             **entropy_by_part(entropy_T.detach(), tokens.sequences),
             **ratio_metrics(tokens),
@@ -120,18 +133,18 @@ class PolicyLoss:
         measured_T = logprobs_T.detach() if self.old_is_interpolated else trainer_T
         compares = "rollout_logprobs" in fields and not self.rollout_is_truncated
         if compares:
-            metrics |= mismatch_metrics(measured_T, fields["rollout_logprobs"], trained_T)
+            sums |= mismatch_metrics(measured_T, fields["rollout_logprobs"], trained_T)
         kept_T, cut_T = trained_T, ~trained_T
         if self.correction is not None:
             corrected = self.correction(trainer_T, fields["rollout_logprobs"], tokens.sequences, inputs.fields)
             cost_T, kept_T, cut_T = corrected.weights_T * cost_T, corrected.kept_T, corrected.cut_T
-            metrics |= corrected.metrics
+            sums |= corrected.metrics
         if compares and self.version is not None:
             rollout_T = fields["rollout_logprobs"]
-            metrics |= ages.metrics_by_age(measured_T, rollout_T, cut_T, age_T, trained_T, self.max_age)
+            sums |= ages.metrics_by_age(measured_T, rollout_T, cut_T, age_T, trained_T, self.max_age)
         cost_T, of_terms = self._with_terms(cost_T, entropy_T, tokens, fields, inputs.predictions)
         weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
-        return (zero_unless(kept_T, cost_T) * weights_T).sum(), metrics | of_terms
+        return (zero_unless(kept_T, cost_T) * weights_T).sum(), means({**sums, **of_terms}, trained_T)
 
     def _old_logprobs(
         self, fields: Mapping[str, torch.Tensor], current_T: torch.Tensor, age_T: torch.Tensor
@@ -140,15 +153,15 @@ class PolicyLoss:
             return ages.interpolated(fields["rollout_logprobs"], current_T, age_T)
         return fields["rollout_logprobs"] if self.old_is_rollout else fields.get("old_logprobs", current_T)
 
-    def _surrogate_cost(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def _surrogate_cost(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         """Return the surrogate's cost of each token, with the weights of samples and without drifted sequences."""
-        cost_T, metrics = self.surrogate(tokens)
+        cost_T, sums = self.surrogate(tokens)
         if SAMPLE_WEIGHT in tokens.fields:
             cost_T = cost_T * zero_unless(tokens.trained_T, tokens.fields[SAMPLE_WEIGHT])
         if self.opsm_delta is not None:
             cost_T, masked = terms.without_drifted(cost_T, tokens, self.opsm_delta)
-            metrics |= masked
-        return cost_T, metrics | {"policy_loss": zero_unless(tokens.trained_T, cost_T.detach()).sum()}
+            sums = {**sums, **masked}
+        return cost_T, {**sums, "policy_loss": zero_unless(tokens.trained_T, cost_T.detach()).sum()}
 
     def _with_terms(
         self,
@@ -157,17 +170,17 @@ class PolicyLoss:
         tokens: PolicyTokens,
         fields: Mapping[str, torch.Tensor],
         predictions: Mapping[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, Metrics]:
+    ) -> tuple[torch.Tensor, Sums]:
         """Return the costs with the entropy bonus, the KL penalty and the divergence from a teacher."""
-        metrics = Metrics()
+        sums: Sums = {}
         if self.entropy_gradient:
             cost_T = cost_T - self.entropy_coeff * entropy_T
         if "ref_logprobs" in fields or self.kl_coeff:
-            cost_T, metrics = terms.with_kl(
+            cost_T, sums = terms.with_kl(
                 cost_T, tokens, fields, self.kl_coeff, self.kl_estimator, unbiased=self.kl_unbiased
             )
         if self.distillation is not None and self.divergence is not None:
             divergence_T = zero_unless(tokens.trained_T, predictions["divergence"])
             cost_T = cost_T + self.distillation.coeff * divergence_T
-            metrics |= {"teacher_kl": divergence_T.detach().sum()}
-        return cost_T, metrics
+            sums = {**sums, "teacher_kl": divergence_T.detach().sum()}
+        return cost_T, sums

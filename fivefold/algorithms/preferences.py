@@ -1,6 +1,6 @@
 """Losses that compare answers with one another, and what they ask of each answer alone.
 
-Such a loss couples sequences, while an engine's loss never depends on the sequences beside one. So an update has two
+Such a loss couples sequences, while an engine's loss never depends on a sequence's neighbours. So an update has two
 passes: the first computes the score of each sequence, a sum over its tokens, without gradient; the objective turns all
 scores of the mini-batch into the loss, and its derivative by each score; and the second pass minimises the linear loss
 with these derivatives as coefficients. It has the gradient of the objective, because
@@ -24,7 +24,7 @@ KTO (arXiv 2402.01306) has single answers y, each desirable or not, instead of p
     desirable      w_d (1 - sigmoid(beta (score(y) - z)))
     undesirable    w_u (1 - sigmoid(beta (z - score(y))))               z = max(0, mean score of mismatched answers)
 
-where a mismatched answer is that of another example of the mini-batch, behind this example's prompt.
+where a mismatched answer belongs to another example of the mini-batch, and follows this example's prompt.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class KahnemanTversky:
         is_desirable_B = torch.tensor(self.desirable_B)
         score_B, point = scores_N[:n], scores_N[n:].detach().mean().clamp(min=0)
         distance_B = config.beta * (score_B - point)
-        # The sign turns the formula of desirable answers into that of undesirable ones.
+        # The sign turns the formula of desirable answers into the one of undesirable answers.
         better_B = torch.where(is_desirable_B, distance_B, -distance_B)
         weight_B = torch.where(is_desirable_B, config.desirable_weight, config.undesirable_weight)
         loss = (weight_B * (1 - torch.sigmoid(better_B))).mean()

@@ -26,7 +26,7 @@ class SampleWeights:
         0.5 + 1.5 d                              by the prompt's difficulty d from 0 to 1: difficult ones count more
         1.5 - (l - min l) / (max l - min l)      by the length l in tokens: short ones count more
 
-    as far as each is switched on. The last two are those of ROLL, which takes the minimum, the maximum and the mean
+    as far as each is switched on. The last two follow ROLL, which takes the minimum, the maximum and the mean
     over a micro-batch; here they are over the step, so that no weight depends on how it is split.
     """
 

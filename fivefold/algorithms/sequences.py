@@ -12,7 +12,7 @@ from fivefold.algorithms.kl import bounded_exp
 
 @dataclass(frozen=True)
 class Sequences:
-    """S sequences of T tokens in all, some of which are trained."""
+    """S sequences with T tokens in all; some tokens are trained."""
 
     mask_T: torch.Tensor
     """Floating point [T]: 1 on trained tokens, else 0."""
@@ -31,7 +31,7 @@ class Sequences:
         )
 
     def sum(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return [S]: the sum of the values on each sequence's trained tokens; those of others must be finite."""
+        """Return [S]: the sum of the values on each sequence's trained tokens; all values must be finite."""
         return values_T.new_zeros(self.n).index_add(0, self.sequence_T, values_T * self.mask_T)
 
     def mean(self, values_T: torch.Tensor) -> torch.Tensor:

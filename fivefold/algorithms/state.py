@@ -29,7 +29,7 @@ class AlgorithmState:
         return AlgorithmState(config.kl_ctl, entropy_coeff=config.entropy_coeff)
 
     def resumed(self, config: ActorConfig) -> AlgorithmState:
-        """Return the state with which a run goes on from a checkpoint: a weight that is not adapted is the recipe's."""
+        """Return the state of a resumed run: a weight that is not adapted is the recipe's."""
         state = self if config.kl_target is not None else replace(self, kl_ctl=config.kl_ctl)
         if config.entropy_target is None:
             return replace(state, entropy_coeff=config.entropy_coeff, entropy_is_low=True)

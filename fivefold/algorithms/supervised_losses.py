@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from fivefold.algorithms.loss import LossInputs, Metrics, zero_unless
+from fivefold.algorithms.loss import LossInputs, means, zero_unless
+from fivefold.algorithms.metrics import Metrics
 from fivefold.types import Totals
 
 COEFFICIENT = "coefficient"
@@ -20,6 +21,7 @@ class SFTLoss:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:
@@ -29,7 +31,7 @@ class SFTLoss:
         trained_T = inputs.mask_T.bool()
         nll = -zero_unless(trained_T, inputs.predictions["logprobs"]).sum()
         entropy = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
-        return nll, {"nll": nll.detach(), "entropy": entropy}
+        return nll, means({"nll": nll.detach(), "entropy": entropy}, trained_T)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LinearLoss:
     """The sum over trained tokens of coefficient * prediction.
 
     With the derivatives of another loss as coefficients (`fivefold/algorithms/preferences.py`), it has that loss's
-    gradient, but not its value. The coefficients are those of a mean already, so nothing divides the sum.
+    gradient, but not its value. The coefficients belong to a mean already, so nothing divides the sum.
 
     Fields read: `coefficient`.
     """
@@ -46,6 +48,7 @@ class LinearLoss:
     """The prediction of the model's head that is summed."""
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:
@@ -55,7 +58,7 @@ class LinearLoss:
         trained_T = inputs.mask_T.bool()
         predicted_T = zero_unless(trained_T, inputs.predictions[self.prediction])
         coefficient_T = zero_unless(trained_T, inputs.fields[COEFFICIENT])
-        metrics: Metrics = {}
+        sums = {}
         if "entropy" in inputs.predictions:
-            metrics["entropy"] = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
-        return (coefficient_T * predicted_T).sum(), metrics
+            sums["entropy"] = zero_unless(trained_T, inputs.predictions["entropy"].detach()).sum()
+        return (coefficient_T * predicted_T).sum(), means(sums, trained_T)

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 import torch
 
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
-from fivefold.algorithms.loss import Metrics, count, zero_unless
+from fivefold.algorithms.loss import Sums, count, zero_unless
 from fivefold.algorithms.sequences import PolicyTokens
 
 
 def with_teacher(
     advantages_T: torch.Tensor, coeff: float, fields: Mapping[str, torch.Tensor], old_T: torch.Tensor
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[torch.Tensor, Sums]:
     """Return the advantages plus coeff * (log q - log p_old), with the teacher's log q of each sampled token."""
     closer_T = fields["teacher_logprobs"] - old_T
     return advantages_T + coeff * closer_T, {"teacher_kl": -closer_T.sum()}
 
 
-def without_drifted(cost_T: torch.Tensor, tokens: PolicyTokens, delta: float) -> tuple[torch.Tensor, Metrics]:
+def without_drifted(cost_T: torch.Tensor, tokens: PolicyTokens, delta: float) -> tuple[torch.Tensor, Sums]:
     """Return the costs with 0 in sequences of a negative advantage whose mean of log p_old - log p is above delta.
 
     Off-policy sequence masking (DeepSeek-AI 2025, arXiv 2512.02556, section 3.1).
@@ -37,7 +37,7 @@ def with_kl(
     estimator: KLEstimator,
     *,
     unbiased: bool,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[torch.Tensor, Sums]:
     """Return the costs plus coeff * KL(p, p_ref).
 
     Args:
@@ -47,7 +47,7 @@ def with_kl(
         coeff: weight of the divergence; at 0, it is measured alone.
         estimator: estimator of the divergence.
         unbiased: whether KL is multiplied by p / p_old, with gradient (DeepSeek-AI 2025, arXiv 2512.02556, section
-            3.1): its gradient is then that of the divergence, whatever sampled the tokens.
+            3.1): it then has the gradient of the divergence, whatever sampled the tokens.
 
     Raises:
         ValueError: the batch has no log-probs of the reference.

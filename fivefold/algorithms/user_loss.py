@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
-from fivefold.algorithms.loss import Metrics, Surrogate
+from fivefold.algorithms.loss import Sums, Surrogate
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.config.user_code import load_user_object, user_traceback
@@ -66,7 +66,7 @@ class UserLoss:
         """What the user's loss computes over a whole mini-batch first; None: nothing."""
         return cast(BatchStep | None, getattr(self._loss, "before", None))
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         return self._loss(tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ def _try_out(name: str, loss: UserLoss) -> None:
 
 
 def _fields_before(loss: UserLoss) -> Mapping[str, torch.Tensor]:
-    """Return the fields of the two sequences behind what the loss computes over a whole mini-batch."""
+    """Return the fields of the two sequences after what the loss computes over a whole mini-batch."""
     tokens = _tokens([2, 3])
     fields = {
         "old_logprobs": tokens.old_logprobs_T,

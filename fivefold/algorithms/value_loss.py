@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.loss import Aggregation, LossInputs, Metrics, divisor, token_weights
+from fivefold.algorithms.loss import Aggregation, LossInputs, divisor, means, token_weights
+from fivefold.algorithms.metrics import Metrics
 from fivefold.types import Totals
 
 
@@ -30,6 +31,7 @@ class ValueLoss:
     temperature: float = 1.0
     """Not used: values have no temperature."""
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
 
     def normalizer(self, totals: Totals) -> float:
@@ -49,5 +51,6 @@ class ValueLoss:
             clipped_error_T = (clipped_T - returns_T).square()
             cost_T, is_clipped_T = torch.maximum(error_T, clipped_error_T), clipped_error_T > error_T
         cost_T = 0.5 * cost_T
-        metrics = {"value_loss": cost_T.detach().sum(), "clip_fraction": is_clipped_T.to(cost_T.dtype).sum()}
-        return (cost_T * token_weights(inputs.mask_T, inputs.lengths, self.aggregation)).sum(), metrics
+        sums = {"value_loss": cost_T.detach().sum(), "clip_fraction": is_clipped_T.to(cost_T.dtype).sum()}
+        weights_T = token_weights(inputs.mask_T, inputs.lengths, self.aggregation)
+        return (cost_T * weights_T).sum(), means(sums, trained_T)

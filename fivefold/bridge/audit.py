@@ -14,14 +14,16 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_WEIGHT, expected_tensors, is_ignored, is_optional
+from fivefold.bridge.decoder import VALUE_ALIASES, expected_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, StoredTensors, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.bridge.reading import StoredTensors
 from fivefold.bridge.weight_files import WeightFiles, survey
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import VALUE_WEIGHT, Shape
 
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of weights, as safetensors writes them; others are those of quantized models."""
+"""Dtypes of weights, as safetensors writes them; others mean a quantized model."""
 _LISTED = 8
 """Most strays that an error names; the others are counted."""
 _COMPARED = 1000
@@ -42,7 +44,7 @@ def check_model(
     Args:
         mappings: the model's mappings by Megatron name.
         stages: shape of the shard by Megatron name, for each stage.
-        groups: where this rank stands.
+        groups: this rank's place.
 
     Raises:
         WeightMismatchError: parameters that no mapping knows, mapped parameters that no stage has, or shapes that are
@@ -93,7 +95,7 @@ def check_weights(folder: Path, shape: ModelShape | None) -> None:
 
 
 def check_files(shape: ModelShape, source: StoredTensors) -> None:
-    """Check the tensors of `source` against those of a model of `shape`.
+    """Check that the tensors of `source` are a model of `shape`.
 
     Raises:
         WeightMismatchError: tensors that are missing or unused, or that have another shape.
@@ -123,7 +125,7 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
         fix = "  this is a reward model or a critic, which has a score in the place of words: it serves as "
         fix += "reward.model.path or critic.path; name a language model here"
     else:
-        fix = "  config.json and weights must be those of one model: correct config.json, or fetch the weights again"
+        fix = "  config.json and weights must be of one model: correct config.json, or fetch the weights again"
     return [*lines, fix] if lines else []
 
 

@@ -5,20 +5,21 @@ Hugging Face folder ──load──> parameters of every rank ──export─�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
-from fivefold.bridge.decoder import EMBEDDING, OUTPUT, expected_tensors, mappings
+from fivefold.bridge.decoder import mappings
+from fivefold.bridge.export import Export, over_stages
 from fivefold.bridge.finite import is_finite, not_finite_error
-from fivefold.bridge.gather import Item, buckets, gather, over_stages
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
-from fivefold.bridge.participants import find_part
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import EMBEDDING, OUTPUT, Shape
 from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 from fivefold.weights.transport import GATHER_BYTES
@@ -45,11 +46,12 @@ class Bridge:
     def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape
         self._bucket_bytes = bucket_bytes
-        self._mappings = {mapping.parameter: mapping for mapping in mappings(shape)}
+        self.mappings: dict[str, WeightMapping] = {mapping.parameter: mapping for mapping in mappings(shape)}
+        """The mapping of each parameter of the whole model, by its name, in the model's order."""
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors."""
-        return expected_tensors(self._shape)
+        return {name: full for mapping in self.mappings.values() for name, full in mapping.hf_shapes().items()}
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
@@ -63,19 +65,45 @@ class Bridge:
             ValueError: on every rank that reads one, naming the tensors that hold NaN or infinite values.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        check_model(self._mappings, over_stages(shapes, groups), groups)
+        check_model(self.mappings, over_stages(shapes, groups), groups)
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
         with counting(LOADING, sum(parameter.nbytes for parameter in parameters.values())) as count:
             for name, parameter in parameters.items():
-                mapping = self._mappings[name]
-                mapping.fill(parameter, source, groups)
+                mapping = self.mappings[name]
+                fill(parameter, mapping, source, groups)
                 # The filled parameter is checked, not what was read: one check for all experts, on its device.
                 if not is_finite(parameter):
                     suspects |= dict.fromkeys(mapping.sources(), parameter.dtype)
                 count(parameter.nbytes)
         if suspects:
             raise not_finite_weights(suspects, source)
+
+    def exporter(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: ShardGroups,
+        *,
+        dtype: torch.dtype | None = None,
+        readers: frozenset[int] | None = None,
+    ) -> Iterable[Stack]:
+        """Return what yields every Hugging Face tensor, full, on the ranks that read them; on others, `meta` outlines.
+
+        The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
+        parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
+        is exported. All ranks iterate in lock-step, to the end, and get the same names in the same order. Without
+        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
+
+        Args:
+            parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
+            groups: this rank's place.
+            dtype: what tensors are converted to before they are sent; None leaves them as they are.
+            readers: the ranks that read the tensors; None: all.
+
+        Raises:
+            WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
+        """
+        return Export(self.mappings, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
 
     def export(
         self,
@@ -85,47 +113,8 @@ class Bridge:
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
     ) -> Iterator[Stack]:
-        """Yield every Hugging Face tensor, full, on the ranks that read them; on the others, outlines on `meta`.
-
-        The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
-        parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
-        is exported. All ranks iterate in lock-step, to the end, and get the same names in the same order. Without
-        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
-
-        Args:
-            parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
-            groups: where this rank stands.
-            dtype: what tensors are converted to before they are sent; None leaves them as they are.
-            readers: the ranks that read the tensors; None: all.
-
-        Raises:
-            WeightMismatchError: on every rank, unless `parameters` are those of the model, all in their shapes.
-        """
-        plan = self._plan(parameters, groups, dtype)
-        part = find_part(groups, readers)
-        for bucket in buckets(plan, self._bucket_bytes):
-            for item, shards in zip(bucket, gather(bucket, parameters, groups, part), strict=True):
-                for stack in item.merged(shards):
-                    yield Stack(stack.names, stack.tensors.contiguous())
-
-    def mapped(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[WeightMapping, Tensor]]:
-        """Yield this rank's `parameters`, or anything of their names and shapes, each with its mapping."""
-        for name, parameter in parameters.items():
-            yield self._mappings[name], parameter
-
-    def _plan(self, parameters: Mapping[str, Tensor], groups: ShardGroups, dtype: torch.dtype | None) -> list[Item]:
-        """Return what is sent, in order and in parts, the same on every rank."""
-        specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in parameters.items()}
-        stages = over_stages(specs, groups)
-        check_model(self._mappings, [{name: shape for name, (shape, _) in stage.items()} for stage in stages], groups)
-        plan: list[Item] = []
-        for name, mapping in self._mappings.items():
-            if mapping.hf_shapes():
-                owner = next(number for number, stage in enumerate(stages) if name in stage)
-                shape, shard_dtype = stages[owner][name]
-                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups))
-                plan += item.slices(self._bucket_bytes)
-        return plan
+        """Yield every Hugging Face tensor once, as `exporter` does each time."""
+        yield from self.exporter(parameters, groups, dtype=dtype, readers=readers)
 
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:

@@ -86,7 +86,7 @@ class DCPFolder:
         return whole
 
     def for_another_thread(self) -> DCPFolder:
-        """Return a reader of the same folder that shares the metadata, and opens files of its own."""
+        """Return a reader of the same folder that shares the metadata and opens its own files."""
         other = copy(self)
         other._opened = {}
         return other

@@ -1,6 +1,6 @@
 """The metadata of a folder that torch.distributed.checkpoint has written: which tensor lies where in which file.
 
-The file is a pickle. It is read with the few classes that it needs; whatever else stands in it becomes an object
+The file is a pickle. It is read with the few classes that it needs; anything else in it becomes an object
 without behaviour, so that no code that comes with a checkpoint is run, and no library that wrote one is needed.
 """
 
@@ -32,7 +32,7 @@ class StoredChunk:
     start: int
     """Place of its first byte in the file."""
     length: int
-    """Number of bytes, with the description that stands around the data."""
+    """Number of bytes, with the description around the data."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def read_metadata(folder: Path) -> dict[str, StoredArray]:
     """Return all tensors of a folder by name; what is not a tensor is left out.
 
     Raises:
-        ValueError: the metadata are missing or cannot be read, or they are those of an unfinished checkpoint.
+        ValueError: the metadata are missing or cannot be read, or the checkpoint is unfinished.
     """
     file = folder / METADATA_FILE
     try:

@@ -1,7 +1,6 @@
-"""Which mapping each Megatron parameter has: a family's tensor names and a model's shape, as a list of mappings.
+"""Which mapping each Megatron parameter has: a model's Hugging Face tensors under Megatron-Core's names.
 
-family    names in Hugging Face files    ┐
-shape     sizes, layers with experts     ┴──mappings──>  one mapping a parameter, in the model's order
+tensors of the model ──names below──> one mapping a parameter, in the model's order
 """
 
 from __future__ import annotations
@@ -9,34 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fivefold.bridge.latent_attention import latent_weights
-from fivefold.bridge.mapping import (
-    QKV,
-    Column,
-    ExpertBias,
-    ExpertGatedMLP,
-    ExpertRow,
-    GatedMLP,
-    Replicated,
-    Row,
-    Shape,
-    TiedOutput,
-    VocabParallel,
-    WeightMapping,
-)
+from fivefold.bridge.mapping import TiedOutput, WeightMapping, mapping_of
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, tensors
 
-EMBEDDING = "model.embed_tokens.weight"
-"""Hugging Face name of the embedding."""
-OUTPUT = "lm_head.weight"
-"""Hugging Face name of the output layer's weight."""
-VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
-"""Hugging Face names of a value head: those of a model for token classification with one label. A model for sequence
-classification, which a reward model is, has the weight alone."""
 VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
-"""Names of the same tensors in the folders of TRL's models with a value head."""
+"""Names of a value head's tensors in the folders of TRL's models."""
+
+_LATENTS = {
+    "linear_q_down_proj": "q_a_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "linear_q_proj": "q_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""Modules of multi-head latent attention, without the output projection."""
+_LATENT_QUERIES, _DIRECT_QUERIES = ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj"), ("linear_q_proj",)
+"""Modules that make queries, by way of a latent or directly."""
+
+_Rows = Iterator[tuple[str, tuple[str, ...]]]
+"""Name of a parameter, and of the Hugging Face tensors in it, both within a layer."""
 
 
 def mappings(shape: ModelShape) -> tuple[WeightMapping, ...]:
@@ -59,7 +54,7 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
 
 def float32_tensors(shape: ModelShape) -> frozenset[str]:
     """Return the names of the Hugging Face tensors that are float32 whatever the dtype of the model."""
-    return frozenset(name for mapping in mappings(shape) if mapping.keeps_float32 for name in mapping.hf_shapes())
+    return frozenset(tensor.name for tensor in tensors(shape) if tensor.keeps_float32)
 
 
 def is_ignored(name: str, shape: ModelShape) -> bool:
@@ -86,75 +81,65 @@ def is_optional(name: str, shape: ModelShape) -> bool:
 
 
 def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
-    table = (shape.vocab, shape.hidden)
-    yield VocabParallel("embedding.word_embeddings.weight", EMBEDDING, table)
+    by_name = {tensor.name: tensor for tensor in tensors(shape)}
+    yield mapping_of("embedding.word_embeddings.weight", by_name[EMBEDDING])
     for layer, is_moe in enumerate(shape.moe_layers):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        yield from _attention(shape, ours, theirs)
-        if is_moe:
-            yield from _moe(shape, family, f"{ours}.mlp", theirs)
-        else:
-            yield from _mlp(f"{ours}.mlp", theirs, family.mlp, shape.hidden, shape.ffn_hidden)
-    yield Replicated("decoder.final_layernorm.weight", "model.norm.weight", (shape.hidden,))
+        for parameter, names in _layer(shape, family, is_moe=is_moe):
+            found = [by_name[f"model.layers.{layer}.{name}"] for name in names]
+            n_units = shape.n_kv_heads if ".linear_qkv." in parameter else None
+            yield mapping_of(f"decoder.layers.{layer}.{parameter}", *found, n_units=n_units)
+    yield mapping_of("decoder.final_layernorm.weight", by_name["model.norm.weight"])
     if shape.value_head:
-        yield Replicated("output_layer.weight", VALUE_WEIGHT, (1, shape.hidden))
+        yield mapping_of("output_layer.weight", by_name[VALUE_WEIGHT])
         if shape.value_bias:
-            yield Replicated("output_layer.bias", VALUE_BIAS, (1,))
+            yield mapping_of("output_layer.bias", by_name[VALUE_BIAS])
     elif shape.tied_embeddings:
-        yield TiedOutput("output_layer.weight", EMBEDDING, table)
+        yield TiedOutput("output_layer.weight", (by_name[EMBEDDING],))
     else:
-        yield VocabParallel("output_layer.weight", OUTPUT, table)
+        yield mapping_of("output_layer.weight", by_name[OUTPUT])
 
 
-def _attention(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMapping]:
-    """Yield the attention of a layer, with the norms before and behind it."""
-    attention, hf_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-    yield Replicated(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", (shape.hidden,))
-    yield from _projections(shape, attention, hf_attention)
-    yield Row(f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", (shape.hidden, shape.output_width))
-    hf_norm = f"{theirs}.post_attention_layernorm.weight"
-    yield Replicated(f"{ours}.pre_mlp_layernorm.weight", hf_norm, (shape.hidden,))
+def _layer(shape: ModelShape, family: Family, *, is_moe: bool) -> _Rows:
+    yield "input_layernorm.weight", ("input_layernorm.weight",)
+    yield from _projections(shape)
+    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)
+    yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)
+    if is_moe:
+        yield from _moe(family)
+    else:
+        yield from _mlp("mlp", family.mlp)
 
 
-def _projections(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightMapping]:
-    """Yield what makes queries, keys and values."""
+def _projections(shape: ModelShape) -> _Rows:
+    """Yield what makes queries, keys and values, and the norms on them."""
     if shape.latent is not None:
-        for weight in latent_weights(shape, shape.latent):
-            cut = Column if weight.is_split else Replicated
-            yield cut(f"{ours}.{weight.megatron}", f"{theirs}.{weight.hf}", weight.shape)
+        absent = _DIRECT_QUERIES if shape.latent.query_rank is not None else _LATENT_QUERIES
+        for ours, theirs in _LATENTS.items():
+            if ours not in absent:
+                yield f"self_attention.{ours}.weight", (f"self_attn.{theirs}.weight",)
         return
-    heads = (shape.n_heads, shape.n_kv_heads, shape.head_dim)
-    features_of: dict[str, tuple[int, ...]] = {"weight": (shape.hidden,)}
-    if shape.qkv_bias:
-        features_of["bias"] = ()
-    for kind, features in features_of.items():
-        q, k, v = (f"{theirs}.{letter}_proj.{kind}" for letter in "qkv")
-        yield QKV(f"{ours}.linear_qkv.{kind}", q, k, v, *heads, features)
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        yield f"self_attention.linear_qkv.{kind}", tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
     if shape.qk_norm:
         for letter in "qk":
-            name, hf = f"{ours}.{letter}_layernorm.weight", f"{theirs}.{letter}_norm.weight"
-            yield Replicated(name, hf, (shape.head_dim,))
+            yield f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",)
 
 
-def _moe(shape: ModelShape, family: Family, ours: str, theirs: str) -> Iterator[WeightMapping]:
-    """Yield the router, the experts and the shared expert of a layer."""
+def _moe(family: Family) -> _Rows:
     names = family.moe
-    if names is None:
-        raise ValueError(f"{theirs} has experts, but the model family {family.model_type!r} names none")
-    n, ffn, hidden = shape.n_experts, shape.expert_ffn_hidden, shape.hidden
-    yield Replicated(f"{ours}.router.weight", f"{theirs}.{names.router}", (n, hidden))
+    assert names is not None  # `tensors` has raised otherwise
+    yield "mlp.router.weight", (names.router,)
     if names.bias is not None:
-        yield ExpertBias(f"{ours}.router.expert_bias", f"{theirs}.{names.bias}", (n,))
-    gate, up = f"{theirs}.{names.expert.gate}", f"{theirs}.{names.expert.up}"
-    yield ExpertGatedMLP(f"{ours}.experts.weight1", gate, up, n, (ffn, hidden))
-    yield ExpertRow(f"{ours}.experts.weight2", f"{theirs}.{names.expert.down}", n, (hidden, ffn))
+        yield "mlp.router.expert_bias", (names.bias,)
+    yield "mlp.experts.weight1", (names.expert.gate, names.expert.up)
+    yield "mlp.experts.weight2", (names.expert.down,)
     if names.shared is not None:
-        yield from _mlp(f"{ours}.shared_experts", theirs, names.shared, hidden, shape.shared_expert_ffn_hidden)
+        yield from _mlp("mlp.shared_experts", names.shared)
     if names.shared_gate is not None:
-        yield Replicated(f"{ours}.shared_experts.gate_weight", f"{theirs}.{names.shared_gate}", (1, hidden))
+        yield "mlp.shared_experts.gate_weight", (names.shared_gate,)
 
 
-def _mlp(ours: str, theirs: str, names: MLPNames, hidden: int, ffn: int) -> Iterator[WeightMapping]:
+def _mlp(ours: str, names: MLPNames) -> _Rows:
     """Yield the two parameters of a gated MLP: dense, or a shared expert."""
-    yield GatedMLP(f"{ours}.linear_fc1.weight", f"{theirs}.{names.gate}", f"{theirs}.{names.up}", (ffn, hidden))
-    yield Row(f"{ours}.linear_fc2.weight", f"{theirs}.{names.down}", (hidden, ffn))
+    yield f"{ours}.linear_fc1.weight", (names.gate, names.up)
+    yield f"{ours}.linear_fc2.weight", (names.down,)

@@ -25,7 +25,7 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def begin(target: Path) -> Path:
-    """Return a new, empty folder beside `target`, in which its successor is written.
+    """Return a new, empty folder next to `target`, in which its successor is written.
 
     What saves that were killed have left is put right first: their partial folders are removed, and an earlier
     `target` that one of them had moved away is moved back.
@@ -108,7 +108,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _partials(target: Path) -> list[Path]:
-    """Return the partial folders of `target`, and those of folders that were to be written into one of them."""
+    """Return the partial folders of `target`, and of folders that were to be written into one of them."""
     hidden = [path for path in target.parent.iterdir() if path.name.startswith(".")]
     return [path for path in hidden if path.name.lstrip(".").startswith(f"{target.name.lstrip('.')}.partial-")]
 

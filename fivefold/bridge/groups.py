@@ -12,8 +12,8 @@ class ShardGroups:
     """Rank, size and process group along each dimension that shards or splits the weights.
 
     A group may be None where its size is 1. Group ranks follow the dimension's ranks: group rank i of `pp_group`
-    is pipeline stage i. Data and context parallelism replicate the weights and do not appear here. The defaults are
-    those of a run with one process.
+    is pipeline stage i. Data and context parallelism replicate the weights and do not appear here. The defaults
+    describe a run with one process.
     """
 
     tp_rank: int = 0

@@ -20,7 +20,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def resolve_model_folder(path: str | Path) -> Path:
-    """Return the local folder of a model: `path` itself, that of `package:<name>`, or a snapshot from the hub.
+    """Return the local folder of a model: `path` itself, the folder of `package:<name>`, or a snapshot from the hub.
 
     Raises:
         ValueError: `path` is neither a folder nor a name that the package or the hub can serve.

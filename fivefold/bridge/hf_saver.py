@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_writer import HFFolder
-from fivefold.bridge.mapping import Domain, WeightMapping
+from fivefold.bridge.mapping import Domain
+from fivefold.bridge.parameters import Parameter
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import BLOCK_BYTES, ShardFiles
 from fivefold.bridge.shard_plan import ShardPlan
@@ -48,13 +49,13 @@ def save_blocks(new: HFFolder, own: Iterable[Block]) -> None:
 
     Args:
         new: the folder, described alike on every rank.
-        own: the blocks that this rank writes, of at most `BLOCK_BYTES` unless one row is larger. Those of all ranks
-            tile the model's tensors once.
+        own: the blocks that this rank writes, of at most `BLOCK_BYTES` unless one row is larger. All ranks' blocks tile
+            the model's tensors once.
 
     Raises:
         OSError: on every rank, naming the rank and the file, if a disk is full or a rank cannot write; an earlier
             folder is then as it was.
-        ValueError: on every rank, if the shards are not those of the planned model.
+        ValueError: on every rank, if the shards are not the planned model's.
     """
     leads = dist.get_rank() == 0
     partial, *_ = _together(new.target, lambda: new.begin() if leads else Path())
@@ -104,7 +105,7 @@ class _Turn:
 def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
     """Return this rank's turn in each domain. All ranks call this together."""
     tensor, expert = (groups.pp_rank, groups.tp_rank), (groups.pp_rank, groups.ep_rank, groups.etp_rank)
-    # Replicated parameters are stored by the first tensor-parallel rank, so their turns are those of the others.
+    # Replicated parameters are stored by the first tensor-parallel rank, so they take the turns of the others.
     places: dict[Domain, tuple[int, ...]] = {"replicated": tensor, "tensor": tensor, "expert": expert}
     everywhere: list[dict[Domain, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, places)
@@ -115,28 +116,27 @@ def _turns(groups: ShardGroups) -> dict[Domain, _Turn]:
     return turns
 
 
-def shared_blocks(shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups) -> Iterator[Block]:
+def shared_blocks(parameters: Iterable[Parameter], groups: ShardGroups) -> Iterator[Block]:
     """Return the blocks that this rank writes of shards that several ranks may hold, which take turns.
 
     All ranks of the default process group call this together.
 
     Args:
-        shards: this rank's shard of each parameter that it holds, contiguous, in the planned dtype.
-        groups: where this rank stands.
+        parameters: this rank's parameters, contiguous, in the planned dtype.
+        groups: this rank's place.
     """
-    return _own_blocks(shards, groups, _turns(groups))
+    return _own_blocks(parameters, groups, _turns(groups))
 
 
-def _own_blocks(
-    shards: Iterable[tuple[WeightMapping, Tensor]], groups: ShardGroups, turns: Mapping[Domain, _Turn]
-) -> Iterator[Block]:
+def _own_blocks(parameters: Iterable[Parameter], groups: ShardGroups, turns: Mapping[Domain, _Turn]) -> Iterator[Block]:
     counts: Counter[Domain] = Counter()
-    for mapping, shard in shards:
+    for parameter in parameters:
+        mapping, shard = parameter.mapping, parameter.tensor.detach()
         turn = turns[mapping.domain]
         for piece in mapping.stored_pieces(groups):
             for block in blocks(piece, shard.element_size()):
                 if counts[mapping.domain] % turn.n_ranks == turn.own:
-                    yield block, block.view(shard.detach())
+                    yield block, block.view(shard)
                 counts[mapping.domain] += 1
 
 

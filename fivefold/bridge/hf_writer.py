@@ -1,6 +1,6 @@
 """Writes a stream of tensors as a Hugging Face model folder, whole or not at all.
 
-    plan ──> folder beside the target, with empty weight files ──> weights ──> configs, tokenizer ──> target
+    plan ──> folder next to the target, with empty weight files ──> weights ──> configs, tokenizer ──> target
 
 `HFFolder` is everything but the weights; `hf_saver` fills the weight files from several ranks.
 """
@@ -43,7 +43,7 @@ def classified(shape: ModelShape) -> Classified | None:
 
 
 def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Return dtype and shape of each tensor of a model in `dtype`, of which routers' offsets are float32 all the same.
+    """Return dtype and shape of each tensor of a model in `dtype`; routers' offsets are float32 all the same.
 
     Raises:
         ValueError: a family that is not known.
@@ -67,22 +67,22 @@ def save_hf(
 ) -> None:
     """Write `weights` as safetensors shards, with a config and a tokenizer.
 
-    The config's dtype becomes that of the weights (of most elements, if they differ). Everything is written to a
-    folder beside `folder`, which takes its place at the end; an earlier `folder` is replaced. The bytes do not depend
-    on the order of `weights`, of which one tensor is held at a time.
+    The config gets the dtype of the weights (of most elements, if they differ). Everything is written to a
+    folder next to `folder`, which takes its place at the end; an earlier `folder` is replaced. The bytes do not depend
+    on the order of `weights`; one tensor is held at a time.
 
     Args:
         folder: the model folder to write.
         weights: names and full tensors.
         config_source: folder or hub name of the model whose config is written.
-        tensors: dtypes and shapes of all weights, in the order in which they lie in the files; None for those of the
-            model that the config describes, in the dtype of the first tensor (`tensor_specs`).
-        tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
+        tensors: dtypes and shapes of all weights, in the order in which they lie in the files; None: as the config
+            describes them, in the dtype of the first tensor (`tensor_specs`).
+        tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
         scores: what a model with a value head gives a number; None: it is a language model.
 
     Raises:
-        ValueError: weights that are not those of `tensors`, a source that is no model folder, or a `folder` that is a
+        ValueError: weights that do not match `tensors`, a source that is no model folder, or a `folder` that is a
             file.
         OSError: the disk is full, or the file system refuses to write.
     """
@@ -102,7 +102,7 @@ def save_hf(
 
 
 class HFFolder:
-    """A model folder that is written beside its final place, by one process but for the weights."""
+    """A model folder that is written next to its final place, by one process except for the weights."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class HFFolder:
             folder: where it is to be in the end. If that is a symbolic link, what it points to is replaced.
             plan: the weight files.
             config_source: folder of the model whose config is written.
-            tokenizer_source: folder or hub name of the tokenizer; None for that of `config_source`.
+            tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
             scores: what a model with a value head gives a number, so that its config becomes one for the
                 classification of that; None: it is a language model.
         """
@@ -130,12 +130,12 @@ class HFFolder:
         self._tokenizer_source = config_source if tokenizer_source is None else tokenizer_source
 
     def begin(self) -> Path:
-        """Return a new folder beside the target with weight files that have headers and no data yet.
+        """Return a new folder next to the target with weight files that have headers and no data yet.
 
         Whoever calls this removes the folder if it does not come to `finish`.
 
         Raises:
-            ValueError: something that is no folder stands at the target, or a source is no model folder.
+            ValueError: the target exists and is no folder, or a source is no model folder.
             OSError: there is too little room, or the folder cannot be written.
         """
         if self.target.exists() and not self.target.is_dir():
@@ -180,10 +180,10 @@ def _described(
 
 
 def _fitting(weights: Iterable[tuple[str, Tensor]], tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of `weights` that fit, and check at the end that every tensor came once.
+    """Yield the `weights` that fit, and check at the end that every tensor came once.
 
     All of `weights` are consumed before anything is reported, because collectives that other ranks take part in may
-    stand behind them.
+    come after them.
 
     Raises:
         ValueError: some have another shape or dtype than planned, are unknown, came twice or never came.
@@ -232,10 +232,10 @@ def copy_tokenizer(folder: Path, source: Path) -> None:
 
 
 def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Classified | None = None) -> None:
-    """Copy the configs in `source` to `folder`, with `dtype` as that of the weights.
+    """Copy the configs in `source` to `folder`, with `dtype` as the dtype of the weights.
 
-    That of a model with a value head becomes one for token or sequence classification with one label, and the model
-    generates nothing.
+    The config of a model with a value head becomes one for token or sequence classification with one label, and the
+    model generates nothing.
     """
     if (source / "generation_config.json").is_file() and scores is None:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")

@@ -8,7 +8,7 @@
 
 A checkpoint stacks layers that are all alike, or names each; so with experts; gate and up are one tensor, or two that
 end in `_w` and `_v`. Norms are named after the layer's own module or, where TransformerEngine fuses them, after the
-linear layer behind them. All of these are read; one of them is written.
+linear layer after them. All of these are read; one of them is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import product
 from typing import Literal
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import ExpertGatedMLP, GatedMLP, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
 from fivefold.families.shape import ModelShape
 
 Spec = Literal["te", "local"]
@@ -31,7 +31,7 @@ _INPUT_NORM, _PRE_MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight
 _FUSED_INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
 _FUSED_PRE_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 UNFUSED_NORMS = {_FUSED_INPUT_NORM: _INPUT_NORM, _FUSED_PRE_MLP_NORM: _PRE_MLP_NORM}
-"""Our name of each norm that is part of the linear layer behind it in TransformerEngine's layers, within a layer."""
+"""Our name of each norm that is part of the linear layer after it in TransformerEngine's layers, within a layer."""
 _FUSED_LATENT_NORMS = {
     f"self_attention.{letter}_layernorm.weight": f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
     for letter in ("q", "kv")
@@ -81,7 +81,7 @@ class Spelling:
 
 
 def check_rotation(shape: ModelShape) -> None:
-    """Refuse a model of which Megatron-Core would compute other positions than Hugging Face from the same weights.
+    """Refuse a model whose positions Megatron-Core would compute otherwise than Hugging Face, from the same weights.
 
     Raises:
         ValueError: it has latent attention, and turns channels half of the positional part apart.
@@ -96,7 +96,7 @@ def check_rotation(shape: ModelShape) -> None:
 def spellings(mapping: WeightMapping, n_layers: int) -> Iterator[Spelling]:
     """Yield every way in which a checkpoint may store the parameter of `mapping`, the usual one first."""
     layer, name = _split(mapping.parameter)
-    has_experts, is_gated = mapping.domain == "expert", isinstance(mapping, GatedMLP | ExpertGatedMLP)
+    has_experts, is_gated = mapping.domain == "expert", len(mapping.tensors) == 2
     for pattern, stacked, expert_axis, together in product(
         _SPELLINGS.get(name, (name,)) if layer is not None else (name,),
         (True, False) if layer is not None else (False,),
@@ -159,9 +159,9 @@ def _spell(
 
     Args:
         mapping: the parameter.
-        pattern: its name within a layer; `{expert}` is where an expert's number may stand.
+        pattern: its name within a layer; `{expert}` is where an expert's number goes.
         layer: its layer.
-        n_stacked: layers that one tensor holds; None: each layer has a tensor of its own.
+        n_stacked: layers that one tensor holds; None: each layer has its own tensor.
         expert_axis: whether one tensor holds all experts.
         together: whether one tensor holds gate and up.
     """

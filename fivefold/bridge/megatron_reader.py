@@ -19,12 +19,13 @@ from torch import Tensor
 
 from fivefold.bridge.audit import listed, raise_if_any, strays
 from fivefold.bridge.dcp_folder import DCPFolder
-from fivefold.bridge.decoder import OUTPUT, mappings
+from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, VocabParallel, WeightMapping
+from fivefold.bridge.mapping import VocabParallel, WeightMapping, mapping_of
 from fivefold.bridge.megatron_names import Part, Spelling, check_rotation, spellings
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import OUTPUT, Shape, WeightTensor
 from fivefold.families.torch_dist import find_torch_dist
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
@@ -45,7 +46,7 @@ class _Run:
     n_rows: int
     part: Part
     row: int
-    """First row in the stored tensor, behind its leading dimensions."""
+    """First row in the stored tensor, after its leading dimensions."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class MegatronWeights:
     files on exit.
 
     Args:
-        path: the checkpoint, or Megatron-LM's folder of several, of which the newest is read.
+        path: the checkpoint, or Megatron-LM's folder of several, whose newest is read.
         shape: the model.
 
     Raises:
@@ -181,7 +182,7 @@ class MegatronWeights:
 
 
 def _common_prefix(keys: frozenset[str]) -> str:
-    """Return what stands before every parameter's key: nothing, or a wrapper's name such as `module.`."""
+    """Return the prefix of every parameter's key: nothing, or a wrapper's name such as `module.`."""
     ends = [key for key in keys if key.endswith(_EMBEDDING) and not _OPTIMIZER.fullmatch(key)]
     return min(ends, key=len, default=_EMBEDDING).removesuffix(_EMBEDDING)
 
@@ -190,7 +191,7 @@ def _stored_mappings(shape: ModelShape, stored: set[str]) -> Iterator[WeightMapp
     """Yield the mappings of all parameters that one process has, and of a tied output layer that is stored too."""
     yield from (mapping for mapping in mappings(shape) if mapping.exists(_ONE_PROCESS))
     if shape.tied_embeddings and _OUTPUT in stored:
-        yield VocabParallel(_OUTPUT, OUTPUT, (shape.vocab, shape.hidden))
+        yield mapping_of(_OUTPUT, WeightTensor(OUTPUT, (shape.vocab, shape.hidden), "vocabulary"))
 
 
 def _entries(mapping: WeightMapping, spelling: Spelling) -> dict[str, _Entry]:

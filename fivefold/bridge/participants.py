@@ -54,7 +54,7 @@ def find_part(groups: ShardGroups, readers: frozenset[int] | None) -> Part:
     """Return the part of this rank. All ranks call it together.
 
     Args:
-        groups: where this rank stands.
+        groups: this rank's place.
         readers: the ranks that read the full tensors; None: all of them.
     """
     if readers is None:

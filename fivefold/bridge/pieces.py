@@ -1,4 +1,4 @@
-"""The rectangles of Hugging Face tensors of which a rank's shard of a parameter is made.
+"""The rectangles of Hugging Face tensors that make up a rank's shard of a parameter.
 
     Hugging Face tensor [out, in]                    shard of rank r, flattened
     ┌───────┬───────┬───────┐                        0         start      start + n
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Index of the first element behind the rectangle in the flattened shard."""
+        """Index of the first element after the rectangle in the flattened shard."""
         return self.start + self.n_elements
 
     @property

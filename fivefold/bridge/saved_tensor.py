@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _LOCAL_HEADER = struct.Struct("<26x2H")
-"""What stands before the bytes of an archive's member: its last two numbers are the lengths of name and extra field."""
+"""What comes before the bytes of an archive's member: its last two numbers are the lengths of name and extra field."""
 
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -95,7 +95,7 @@ def _describe(file: BinaryIO, start: int, length: int) -> _Layout:
             rebuilt = _TensorUnpickler(io.BytesIO(archive.read(description))).load()
             storage = archive.getinfo(description.removesuffix("data.pkl") + f"data/{rebuilt.storage.key}")
     except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, EOFError) as error:
-        raise DamagedTensorError(f"no tensor of torch.save stands there ({error})") from error
+        raise DamagedTensorError(f"no tensor of torch.save is there ({error})") from error
     file.seek(start + storage.header_offset)
     lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     data = start + storage.header_offset + _LOCAL_HEADER.size + sum(lengths)
@@ -104,7 +104,7 @@ def _describe(file: BinaryIO, start: int, length: int) -> _Layout:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """A range of a file as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
@@ -155,7 +155,7 @@ def _rebuild(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tu
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads the description of one plain tensor, and makes nothing else of whatever stands there."""
+    """Reads the description of one plain tensor, and makes nothing else of whatever is there."""
 
     _MAKERS: dict[tuple[str, str], Callable[..., Any]] = {  # noqa: RUF012 (nothing writes to it)
         ("torch._utils", "_rebuild_tensor_v2"): _rebuild,

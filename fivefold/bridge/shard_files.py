@@ -98,7 +98,7 @@ class ShardFiles:
     def _on_host(self, block: Tensor) -> Tensor:
         """Return a block in host memory, contiguous. One of a GPU stays there until the next one comes."""
         if block.device.type != "cuda":
-            # A copy, because `numpy()` fixes the size of a storage, and that of a parameter may be offloaded.
+            # A copy, because `numpy()` fixes the size of a storage, and a parameter's storage may be offloaded.
             return block.cpu().clone(memory_format=torch.contiguous_format)
         # A GPU copies into pinned memory about thirty times as fast as into other memory.
         if self._pinned is None or len(self._pinned) < block.nbytes:

@@ -47,7 +47,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return those of `tensor`."""
+        """Return dtype and shape of `tensor`."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ def _lay_out(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int], 
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # The format asks for data that begins at a multiple of 8, and allows spaces behind the JSON.
+    # The format asks for data that begins at a multiple of 8, and allows spaces after the JSON.
     text += b" " * (-len(text) % LENGTH_BYTES)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end

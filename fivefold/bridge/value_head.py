@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.bridge.decoder import VALUE_ALIASES, VALUE_BIAS, VALUE_WEIGHT
-from fivefold.bridge.mapping import TensorReader
+from fivefold.bridge.decoder import VALUE_ALIASES
+from fivefold.bridge.reading import TensorReader
 from fivefold.bridge.weight_files import survey
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import VALUE_BIAS, VALUE_WEIGHT
 
 
 class WithValueHead:
@@ -43,7 +44,7 @@ class WithValueHead:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors, those of the value head included."""
+        """Names of all tensors, the value head included."""
         return self._source.names | self._new.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""The weight files of a Hugging Face folder, as far as their headers and their index tell.
+"""The weight files of a Hugging Face folder, as their headers and their index describe them.
 
     model.safetensors                                          one file, or
     model.safetensors.index.json ──tensor: file──> shards      several
 
 A safetensors file is the length of its header (8 bytes), the header (JSON: dtype, shape and place of each tensor), and
-the data. The size of a file that is whole follows from its header, so nothing has to be read beyond it.
+the data. The size of a file that is whole follows from its header, so nothing beyond it is read.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def survey(folder: Path) -> WeightFiles:
     files = sorted(set(placed.values()))
     if has_single and files != [SINGLE_FILE]:
         # transformers would read the one and the trainer the other.
-        problem = f"{SINGLE_FILE} is there beside {INDEX_FILE}, which names other files: delete the one that is stale"
+        problem = f"{SINGLE_FILE} is there next to {INDEX_FILE}, which names other files: delete the one that is stale"
         return WeightFiles(folder, {}, (problem,))
     return _survey_files(folder, files, placed)
 
@@ -133,7 +133,7 @@ def _no_weights(folder: Path) -> str:
     others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
     if shards := [name for name in others if _SHARD.fullmatch(name)]:
         shown = shards[0] if len(shards) == 1 else f"{shards[0]} and {len(shards) - 1} more"
-        return f"{INDEX_FILE} is missing beside {shown}, and says which tensor is in which of them: fetch it"
+        return f"{INDEX_FILE} is missing next to {shown}, and says which tensor is in which of them: fetch it"
     problem = f"{SINGLE_FILE} and {INDEX_FILE} are both missing, and only safetensors files are read"
     if any(name.endswith(".bin") for name in others):
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')"
@@ -166,7 +166,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 class _DamagedFileError(Exception):
-    """A file that cannot be read; the message goes on after the file's name."""
+    """A file that cannot be read; the message continues after the file's name."""
 
 
 def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
@@ -213,5 +213,5 @@ def _described_bytes(file: Path) -> int | None:
     try:
         tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         return LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):  # any JSON may stand there
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):  # it may be any JSON
         return None

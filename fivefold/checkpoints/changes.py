@@ -1,7 +1,7 @@
-"""What differs between the recipe of a checkpoint and the one that is to go on from it.
+"""What differs between the recipe of a checkpoint and the one that continues from it.
 
-A run may go on with another learning rate, layout, number of devices, rollout engine or number of steps. What decides
-which model learns from which data in which order may not change, unless `recover.accept_changes` names it.
+A run may continue with another learning rate, layout, number of devices, rollout engine or number of steps. Which model
+learns from which data in which order may not change, unless `recover.accept_changes` names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIXED = (
 )
 """Keys and sections that may not change."""
 BY_CONTENT = ("actor.path", "tokenizer_path", "train_dataset.path")
-"""Keys of which not the text but the content may not change, which fingerprints tell: a model may have moved."""
+"""Keys whose content, not text, may not change, as fingerprints show: a model may have moved."""
 OF_THE_START = (
     "experiment_name",
     "trial_name",
@@ -47,7 +47,7 @@ ABSENT = object()
 
 
 class RecipeChangedError(ValueError):
-    """A recipe differs from that of its checkpoint in what may not change."""
+    """A recipe differs from its checkpoint's in what may not change."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Changes:
             lines = "".join(f"\n- {change}" for change in self.refused)
             sections = ", ".join(dict.fromkeys(_fixed_prefix(change.key) for change in self.refused))
             raise RecipeChangedError(
-                f"the checkpoint belongs to a run of another model, data or seed:{lines}\nGo on with the old values, "
+                f"the checkpoint belongs to a run of another model, data or seed:{lines}\nContinue with its values, "
                 "or start a new run with another trial_name; if the change is meant, set "
                 f"recover.accept_changes=[{sections}]"
             )

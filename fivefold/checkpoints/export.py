@@ -36,15 +36,15 @@ def export_model(
     Args:
         checkpoint: the checkpoint, which has been verified.
         out: the folder to write; an earlier one is replaced.
-        model: folder or hub name of the model's config and tokenizer; None: those of the checkpoint's recipe.
-        dtype: dtype of the weights, such as `float32`; None: that of the recipe, in which the run saves weights too.
+        model: folder or hub name of the model's config and tokenizer; None: as in the checkpoint's recipe.
+        dtype: dtype of the weights, such as `float32`; None: the recipe's, in which the run saves weights too.
         on_elements: called with the numbers of elements that are written, and of all.
 
     Returns:
         the shape of the model.
 
     Raises:
-        ValueError: the model's config is not to be found, or is that of another model.
+        ValueError: the model's config is not to be found, or describes another model.
         OSError: the disk is full, or the file system refuses to write.
     """
     recipe = read_mapping(checkpoint.path / RECIPE)
@@ -84,7 +84,7 @@ def _source(checkpoint: Checkpoint, path: str, model: str | None) -> Path:
         ) from error
     if config_fingerprint(source) != checkpoint.manifest().model:
         raise ValueError(
-            f"{source}/config.json is not that of the model in {checkpoint.path}, or it has changed since: name the "
+            f"{source}/config.json does not describe the model in {checkpoint.path}, or it has changed since: name the "
             "folder of that model with --model"
         )
     return source

@@ -1,6 +1,6 @@
 """What a run's model and tokenizer contain: a change under the same path is found, and the same content under another.
 
-The data set has a fingerprint of its own, in the state of its sampler.
+The data set's fingerprint is in the state of its sampler.
 """
 
 from __future__ import annotations

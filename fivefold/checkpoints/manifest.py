@@ -4,7 +4,7 @@
      "files": {"run.json": {"bytes": 1843, "xxh3_128": "01c4..."}, "trainer/__0_0.distcp": {...}, ...},
      "xxh3_128": "77ab..."}
 
-The last digest is that of the manifest itself, without it. The manifest is written after all other files, so a process
+The last digest is of the manifest itself, without it. The manifest is written after all other files, so a process
 that ends at any moment leaves either a whole checkpoint or a folder that does not count.
 """
 
@@ -147,7 +147,7 @@ def _problem(path: Path, entry: FileEntry, deep: bool, on_bytes: Callable[[int],
         if size != entry.bytes:
             return f"{path} has {size:,} bytes, and {entry.bytes:,} were written: it is truncated or another file"
         if deep and digest(path, on_bytes) != entry.xxh3_128:
-            return f"{path} is damaged: its checksum is not that of what was written"
+            return f"{path} is damaged: its checksum is not the one that was written"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:

@@ -1,9 +1,9 @@
 """Decides where a run starts: at its first step, at a checkpoint, or not at all because it has finished.
 
-recover.mode   disabled            the run starts anew, in a free folder
-               auto                it goes on from the newest checkpoint in its folder, if there is one
-               path of another     it starts from that checkpoint, in a free folder; run again, it goes on from the
-               run's checkpoint    newest checkpoint of its own
+recover.mode   disabled            the run starts from scratch, in a free folder
+               auto                it continues from the newest checkpoint in its folder, if any
+               path of another     it starts from that checkpoint, in a free folder; run again, it continues from
+               run's checkpoint    its own newest checkpoint
                path of one of      it goes back to that checkpoint; what came after it is deleted, which needs
                its own             `--overwrite`
 """
@@ -18,7 +18,7 @@ from fivefold.checkpoints import manifest
 from fivefold.checkpoints.changes import Changes, compare_recipes, is_below
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import Anew, Finished, Resume, Start
+from fivefold.checkpoints.start import Finished, FromScratch, Resume, Start
 from fivefold.checkpoints.store import RECIPE, Checkpoint, CheckpointStore, checkpoint_in, first_few, what_is_in
 from fivefold.config.load import kind_of
 from fivefold.config.paths import user_path
@@ -37,9 +37,9 @@ OPERATIONAL = (
     "total_train_epochs",
     "total_train_steps",
 )
-"""Keys and sections that do not change what a finished run has learnt."""
+"""Keys and sections that do not change what a finished run has learned."""
 LARGE = 10**9
-"""Bytes of a checkpoint whose verification takes so long that the user is told."""
+"""Bytes of a checkpoint whose verification takes so long that the user gets a note."""
 
 
 def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
@@ -55,7 +55,9 @@ def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
     mode = recipe.recover.mode
     if mode == "disabled" or (mode == "auto" and overwrite):
         run.check_free(overwrite=overwrite)
-        return Anew("anew; no checkpoints are written" if mode == "disabled" else "anew", overwrite)
+        return FromScratch(
+            "from scratch; no checkpoints are written" if mode == "disabled" else "from scratch", overwrite
+        )
     run.check_idle()
     if mode == "auto":
         return _in_own_folder(recipe, run)
@@ -80,12 +82,12 @@ def _in_own_folder(recipe: Recipe, run: RunDir) -> Start:
 
 def _without_checkpoint(recipe: Recipe, run: RunDir) -> Start:
     if not run.has_results():
-        return Anew("anew; there is no checkpoint yet")
+        return FromScratch("from scratch; there is no checkpoint yet")
     if run.ending() == "finished" and run.summary.is_file():
         return _finished(run, compare_recipes(run.recipe, recipe))
     if not _kept_checkpoints(run):
         run.check_free(overwrite=False)
-    return Anew(f"anew; the run before ({run.ending()}) had saved no checkpoint", overwrite=True)
+    return FromScratch(f"from scratch; the run before ({run.ending()}) had saved no checkpoint", overwrite=True)
 
 
 def _in_own_past(recipe: Recipe, run: RunDir, given: Checkpoint, overwrite: bool) -> Start:
@@ -131,7 +133,7 @@ def _resumed(checkpoint: Checkpoint, state: RunState, changes: Changes, recipe: 
             "total_train_steps, or start a new run with another trial_name"
         )
     _verify(checkpoint, deep=recipe.recover.verify)
-    # A free folder has no results; one that is not free and was not refused has those of a start without checkpoints.
+    # A free folder has no results; one that is not free and was not refused was started without checkpoints.
     return Resume(checkpoint, state, changes.allowed, in_place, overwrite=not in_place)
 
 
@@ -143,11 +145,11 @@ def _finished(run: RunDir, changes: Changes) -> Finished:
         raise ValueError(
             f"{run.path} holds a finished run of another recipe:{lines}\nChoose another trial_name, such as "
             f"trial_name={run.free_name()}, or delete its results with --overwrite. With a larger total_train_steps, "
-            "it would go on"
+            "it would continue"
         )
     summary = json.loads(run.summary.read_bytes())
     words = f"{run.path} holds the finished run of this recipe, so there is nothing to do. To train further, raise "
-    return Finished(f"{words}total_train_steps or total_train_epochs; to start anew, use --overwrite", summary)
+    return Finished(f"{words}total_train_steps or total_train_epochs; to start from scratch, use --overwrite", summary)
 
 
 def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
@@ -157,7 +159,7 @@ def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
     theirs, ours = COMMANDS[kind_of(read_mapping(saved))], COMMANDS[type(recipe)]
     if theirs != ours:
         raise ValueError(
-            f"{checkpoint.path} is a checkpoint of `{theirs}`, from which `{ours}` cannot go on: "
+            f"{checkpoint.path} is a checkpoint of `{theirs}`, from which `{ours}` cannot continue: "
             "choose another trial_name; to train its model further, export it with `fivefold checkpoints` and name "
             "that as actor.path"
         )
@@ -182,7 +184,7 @@ def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
         problems = manifest.compare(checkpoint.path, content, deep=deep)
     if problems:
         earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
-        others = f"delete {checkpoint.path} to go on from {earlier[-1].path.name}, or" if earlier else "or"
+        others = f"delete {checkpoint.path} to continue from {earlier[-1].path.name}, or" if earlier else "or"
         lines = "".join(f"\n- {problem}" for problem in first_few(problems))
         raise DamagedCheckpointError(
             f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"

@@ -1,4 +1,4 @@
-"""The driver's part of a checkpoint, `run.json`: everything that a run needs to go on besides the ranks' own states."""
+"""The driver's part of a checkpoint, `run.json`: everything that a run needs to continue besides the ranks' states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunState:
     step: int
     total_steps: int
     sampler: SamplerState
-    """Position in the training data behind the prompts of `step`."""
+    """Position in the training data after the prompts of `step`."""
     weight_version: int
     """Version of the weights, as the rollout engines count it."""
     skips_in_a_row: int
@@ -68,9 +68,9 @@ class RunState:
     algorithm: AlgorithmState | None = None
     """What the algorithm carries from step to step; None before the first step."""
     expert_sampler: SamplerState | None = None
-    """Position in the expert's examples behind those of `step`; None: there are none."""
+    """Position in the expert's examples after step `step`; None: the run has none."""
     started_from: str | None = None
-    """Folder of another run's checkpoint, from which this run started; None if it started anew."""
+    """Folder of another run's checkpoint, from which this run started; None if it started from scratch."""
 
     def write(self, folder: Path) -> Path:
         """Write `run.json` into the checkpoint's folder. Returns its path.

@@ -29,7 +29,7 @@ CONTENTS = {
 
 
 @dataclass(frozen=True)
-class Anew:
+class FromScratch:
     """The run starts at its first step."""
 
     reason: str
@@ -42,7 +42,7 @@ class Anew:
     step: ClassVar[int] = 0
     """Number of steps that are done."""
     started_from: ClassVar[None] = None
-    """A run that starts anew starts from no other run's checkpoint."""
+    """A run from scratch starts from no other run's checkpoint."""
 
     def open_folder(self, recipe: RunConfig) -> RunDir:
         """Create the run's folder.
@@ -59,12 +59,12 @@ class Anew:
 
 @dataclass(frozen=True)
 class Resume:
-    """The run goes on from a checkpoint."""
+    """The run continues from a checkpoint."""
 
     checkpoint: Checkpoint
     state: RunState
     changes: tuple[Change, ...]
-    """Keys of the recipe that differ from the checkpoint's, all of which may."""
+    """Keys of the recipe that differ from the checkpoint's, as they may."""
     in_place: bool
     """Whether the checkpoint is in the run's own folder, whose results up to its step stay."""
     overwrite: bool = False
@@ -98,7 +98,7 @@ class Resume:
     def facts(self) -> dict[str, object]:
         """Return what the banner of the run says about its start."""
         changed = {"changed": "\n".join(map(str, self.changes))} if self.changes else {}
-        return {"start": f"goes on after step {self.step}, from {self.checkpoint.path}", **changed}
+        return {"start": f"continues after step {self.step}, from {self.checkpoint.path}", **changed}
 
     def check_contents(self, recipe: RunConfig, found: Fingerprints) -> None:
         """Refuse a model or a tokenizer that has changed, under the same path or under another.
@@ -112,15 +112,15 @@ class Resume:
         if refused:
             keys = dict.fromkeys(KEYS_OF_FINGERPRINTS[name] for name in refused)
             raise ValueError(
-                f"{' and '.join(CONTENTS[name] for name in refused)} differ from those of the checkpoint "
-                f"{self.checkpoint.path}: go on with the old ones, or, if the change is meant, set "
+                f"{' and '.join(CONTENTS[name] for name in refused)} differ from the checkpoint "
+                f"{self.checkpoint.path}: continue with the old ones, or, if the change is meant, set "
                 f"recover.accept_changes=[{', '.join(keys)}]"
             )
 
     def restore_order(
         self, recipe: RunConfig, sampler: EpochSampler[Item], state: SamplerState | None = None
     ) -> str | None:
-        """Let `sampler` go on from `state`, which is where the checkpoint's stopped in the training data.
+        """Let `sampler` continue from `state`, where the checkpoint's stopped in the training data.
 
         Returns a text for the user if it cannot.
 
@@ -141,9 +141,9 @@ class Resume:
             return "the training data or its order has changed, so it is read from its beginning"
         values = "".join(f"\n- {_difference(key, saved, here)}" for key in differing)
         raise ValueError(
-            f"the training data is not that of the checkpoint {self.checkpoint.path}:{values}\nGo on with the old "
-            "data, or, if the change is meant, set recover.accept_changes=[train_dataset, seed]: the data is then read "
-            "from its beginning"
+            f"the training data is not the one of the checkpoint {self.checkpoint.path}:{values}\nContinue with the "
+            "old data, or, if the change is meant, set recover.accept_changes=[train_dataset, seed]: the data is then "
+            "read from its beginning"
         )
 
 
@@ -157,7 +157,7 @@ class Finished:
     """Content of `summary.json`."""
 
 
-Start = Anew | Resume | Finished
+Start = FromScratch | Resume | Finished
 
 
 def _is_accepted(key: str, accepted: Sequence[str]) -> bool:

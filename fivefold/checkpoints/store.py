@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which there are, how a new one is committed, and how old ones are deleted.
+"""The checkpoints of one run: which exist, how a new one is committed, and how old ones are deleted.
 
     begin(12)      checkpoints/step-000012/         no manifest: it does not count
                      trainer/..., run.json, ...     written and synced by the ranks and the driver
@@ -114,7 +114,7 @@ class CheckpointStore:
         return max(self.all(), default=None)
 
     def prune(self, keep: int, protected: Collection[int] = ()) -> list[int]:
-        """Delete all checkpoints but the newest `keep` and those of the steps `protected`. Returns the deleted steps.
+        """Delete all checkpoints except the newest `keep` and the steps `protected`. Returns the deleted steps.
 
         Call it after the newest is committed, never before.
         """

@@ -1,4 +1,4 @@
-"""The Hugging Face folders of a run's weights: one that is replaced, or one for each time, of which the newest stay."""
+"""The Hugging Face folders of a run's weights: one that is replaced, or one for each time, whose newest stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to Ray's behaviour. Each states its symptom, its cause and the condition for its removal."""
+"""Workarounds for Ray's behaviour, each with its symptom, its cause and the condition for its removal."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "90",
 }
 """Settings that Ray reads only from the environment: no usage reports, no second report of an error that the driver
-raises, no changes to CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`, and 90 seconds in place of 30
+raises, no changes to CUDA_VISIBLE_DEVICES, no copy of the working folder under `uv run`, and 90 seconds instead of 30
 for a start, which takes long on a busy machine."""
 
 
 def hush() -> None:
     """Keep Ray's own output off the screen. Call it before Ray is started or joined.
 
-    Symptom: "(raylet) A worker died or was killed ..." on the screen when a worker dies, beside our own message.
+    Symptom: "(raylet) A worker died or was killed ..." on the screen when a worker dies, next to our own message.
     Cause: Ray's driver prints what its cluster publishes on the error channel, whatever `log_to_driver` says.
     Remove when: `log_to_driver=False` covers that channel.
     """
@@ -50,11 +50,11 @@ def hush() -> None:
 
 
 def keep_token_private() -> None:
-    """Make a token for the Ray that this process starts, unless the user has set one.
+    """Create a token for the Ray that this process starts, unless the user has set one.
 
-    Symptom: whoever can read `~/.ray/auth_token`, which is every user of the machine, can call the run's Ray.
-    Cause: Ray writes a token that it makes to this file, with the permissions of any other file.
-    Remove when: it lets only the owner read the file, and does without the file where it cannot be written.
+    Symptom: every user of the machine can read `~/.ray/auth_token`, and so call the run's Ray.
+    Cause: Ray writes the token that it creates to this file, with default permissions.
+    Remove when: only the owner can read the file, and Ray works without it if it cannot be written.
     """
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -76,11 +76,11 @@ class NoDriverFolders(JobConfig):
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let a Ray that starts inside this context listen on the loopback interface alone.
+    """Let a Ray that starts inside this context listen on the loopback interface only.
 
-    Symptom: Ray's processes listen on all interfaces, also for a run on one machine.
-    Cause: they listen on loopback alone only if that is the node's address, and `ray.init` replaces a loopback
-        address by the machine's address on the network, except where Ray cannot run on several machines.
+    Symptom: Ray's processes listen on all interfaces even for a run on one machine.
+    Cause: they listen on loopback only if that is the node's address, and `ray.init` replaces a loopback address by
+        the machine's network address, except on platforms where Ray cannot run on several machines.
     Remove when: `ray.init(_node_ip_address="127.0.0.1")` keeps that address.
     """
     constants = ray._private.ray_constants
@@ -94,7 +94,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_monitors() -> Iterator[None]:
-    """Let a Ray that starts inside this context have the processes alone that workers need.
+    """Let a Ray that starts inside this context run only the processes that workers need.
 
     Symptom: a run on one machine has three more Python processes, which take two seconds of a core to start.
     Cause: `ray.init` starts Ray's autoscaler, its API server and its log monitor, whatever `include_dashboard` and
@@ -109,20 +109,20 @@ def without_monitors() -> Iterator[None]:
 
 @contextmanager
 def signals_kept() -> Iterator[None]:
-    """Keep the program's signal handlers, inside the block and after it. A signal waits while Ray connects.
+    """Keep the program's signal handlers inside the block and after it. Signals wait while Ray connects.
 
-    Symptom: while `ray.init` runs, and after it, SIGTERM ends the driver in Ray's way: with code 15, or with SIGABRT
-        and a trace. Children seem to end with status 0.
+    Symptom: during `ray.init` and after it, SIGTERM ends the driver with code 15, or with SIGABRT and a trace. Children
+        seem to end with status 0.
     Cause: `ray.init` sets handlers for SIGTERM, one in Python that exits with the signal's number and one in C++ that
         prints a trace and sets an alarm, which aborts the process three seconds later. While it connects, a signal that
-        interrupts a system call aborts the process too, and so does an exception of a handler. It ignores SIGCHLD.
+        interrupts a system call aborts the process too, and so does an exception in a handler. It ignores SIGCHLD.
     Remove when: it leaves signals alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Ray's processes inherit this: a terminal that closes must not end them before the run has saved.
+    # Ray's processes inherit this mask: closing the terminal must not end them before the run has saved.
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     set_handler, connect = ray._private.utils.set_sigterm_handler, ray._raylet.CoreWorker
     waiting: list[int] = []
@@ -138,7 +138,7 @@ def signals_kept() -> Iterator[None]:
         try:
             return connect(*arguments, **options)
         finally:
-            wait()  # in place of the handler in C++, which another thread may have run
+            wait()  # replaces the handler in C++, which another thread may have run
             signal.alarm(0)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
 
@@ -159,8 +159,8 @@ def signals_kept() -> Iterator[None]:
 def require_listening(address: str) -> None:
     """Refuse the address of a Ray cluster at which nothing listens.
 
-    Symptom: `ray.init` waits for minutes, in silence, for a cluster that was killed, whose address Ray still keeps.
-    Cause: it takes the address of the last `ray start`, and tries again and again though nothing answers.
+    Symptom: `ray.init` waits silently for minutes for a killed cluster whose address Ray still knows.
+    Cause: it takes the address of the last `ray start`, and retries although nothing answers.
     Remove when: it gives up if the connection is refused.
 
     Raises:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fivefold.observe.errors import RunFailed
 
 TAIL_LINES = 60
-"""Last lines of a log that an error shows: those of a crash have the stacks of about ten threads below its cause."""
+"""Last lines of a log that an error shows. A crash prints the stacks of about ten threads after its cause."""
 
 _WARNING = re.compile(r".+:\d+: (\w+\.)*\w*Warning: ")
 
@@ -26,7 +26,7 @@ class Member:
     host: str
     """IP address of the node it runs on."""
     log: Path
-    """File that its standard output and error go to (on `host`)."""
+    """File with its standard output and error, on `host`."""
     strategy: PlacementGroupSchedulingStrategy = field(compare=False, repr=False)
     """Puts another process on the same node."""
 
@@ -35,7 +35,7 @@ class Member:
 
 
 class WorkerError(RunFailed):
-    """A worker raised or died. If several have, the error names the one that is most likely the cause."""
+    """A worker raised or died. If several did, the error names the most likely cause."""
 
     def __init__(self, member: Member, phase: str, traceback_text: str, also: Sequence[Member] = ()) -> None:
         self.role = member.role
@@ -52,7 +52,7 @@ class WorkerError(RunFailed):
 
 
 class RayEnded(RunFailed):
-    """A server of the run's own Ray ended, and all workers with it."""
+    """A server of the run's private Ray ended, and all workers with it."""
 
     def __init__(self, ending: object, phase: str, logs: Path) -> None:
         self.logs = logs
@@ -78,10 +78,10 @@ class LostNode:
 
 
 class NodesLost(RunFailed):
-    """Machines went away, with the processes on them: their Ray does not answer any more."""
+    """Machines were lost with the processes on them: their Ray does not answer any more."""
 
     def __init__(self, lost: Sequence[LostNode], phase: str, n_left: int, head: str | None) -> None:
-        """`n_left` is the number of the run's machines that are left, `head` the cluster's head if that is lost."""
+        """`n_left` is the number of remaining machines, `head` the cluster's head if it is lost."""
         self.lost = tuple(lost)
         self.phase = phase
         plural = "s" if len(lost) > 1 else ""
@@ -105,7 +105,7 @@ class NodesLost(RunFailed):
 
 
 class PhaseTimeout(RunFailed):
-    """A phase took longer than `scheduler.timeout_s`. The error names the ranks without an answer and their stacks."""
+    """A phase exceeded `scheduler.timeout_s`. The error names the ranks without an answer, with their stacks."""
 
     def __init__(self, phase: str, seconds: float, waiting: Sequence[Member], where: str) -> None:
         self.phase = phase
@@ -121,16 +121,16 @@ class PhaseTimeout(RunFailed):
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
     """Return the last lines of a worker's log without Python's warnings, or why there are none.
 
-    The libraries that a worker imports give some twenty warnings before it does anything, which would hide the cause.
+    The libraries that a worker imports print some twenty warnings at first, which would hide the cause.
     """
     if not log.is_file():
         return f"(there is no {log})"
     text = _without_warnings(log.read_text(errors="replace").rstrip().splitlines())[-lines:]
-    return "\n".join(text) if text else "(nothing but warnings, if anything)"
+    return "\n".join(text) if text else "(only warnings, if anything)"
 
 
 def _without_warnings(lines: Sequence[str]) -> list[str]:
-    """Drop the lines that `warnings.warn` writes: the warning, and indented below it the line of code that warned."""
+    """Drop the lines that `warnings.warn` writes: the warning and, indented below it, the line of code."""
     kept = []
     below_warning = False
     for line in lines:

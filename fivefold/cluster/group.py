@@ -2,22 +2,24 @@
 
     call         every rank, the same arguments        -> results of all ranks
     call_first   every rank, the same arguments        -> rank 0's result; the other ranks send none
-    call_each    every rank, arguments of its own      -> results of all ranks
-    keep_each    every rank, arguments of its own      -> summaries, and references to what some leave in the store
+    call_each    every rank, its own arguments         -> results of all ranks
+    keep_each    every rank, its own arguments         -> summaries, and references to what some leave in the store
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
     feed         every rank iterates over a stream     -> results of all ranks
     feed_beside  the same, in a second thread          -> results of all ranks
     keep_on      one rank, without waiting             -> a call; first_kept waits for the first of several
 
-A call names the method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, so that
-types and go-to-definition pass through. `start` is `call` without waiting. Any failure of any worker of the session
-ends every wait with a `WorkerError`, and all workers with it. A session's groups may be called from several threads.
+A call names a method of the class that the workers hold, `group.call_first(TrainerWorker.update, loss)`, or of a `Part`
+of it, so that types and go-to-definition work. `start` is `call` without waiting. Any failure of any worker of the
+session ends every wait with a `WorkerError`, and all workers with it. A session's groups may be called from several
+threads.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +30,10 @@ import ray
 from ray import cloudpickle
 
 from fivefold.cluster.errors import Member
+from fivefold.cluster.failures import Call
 from fivefold.cluster.nodes import Node
-from fivefold.cluster.rendezvous import import_folders, master_environment, master_host, worker_environment
-from fivefold.cluster.role import Role
-from fivefold.cluster.watch import Call, Watch
+from fivefold.cluster.role import Part, Role, import_folders, master_environment, master_host, worker_environment
+from fivefold.cluster.watch import Watch
 from fivefold.cluster.worker import SIDES, Worker
 from fivefold.observe.timers import PhaseTimers
 
@@ -39,16 +41,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 STREAM_AHEAD = 2
-"""Number of items by which rank 0 may be ahead of a stream's reader, which bounds the stream's memory."""
+"""Items by which rank 0 may be ahead of a stream's reader. It bounds the stream's memory."""
 _INLINE = (bool, int, float, str, type(None))
-"""Argument types that travel with the call; all others are put into the object store once for all ranks."""
+"""Argument types that travel with the call. All others are put into the object store once for all ranks."""
 
 Remote: TypeAlias = "ray.ObjectRef[Any]"
-"""Reference to an object in the object store. A worker that gets one as an argument receives the object itself."""
+"""Reference to an object in the object store. A worker that receives one as an argument gets the object itself."""
 
 _feed_ids = itertools.count(1)
 
-# `nodes.reserve` reserves devices, so a worker claims none. A worker that dies is not restarted, but ends the run.
+# `nodes.reserve` reserves devices, so a worker claims none. A worker that dies ends the run instead of restarting.
 _OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "num_gpus": 0,
@@ -61,7 +63,7 @@ _Actor = ray.remote(**_OPTIONS)(Worker)
 
 
 class Host(Protocol):
-    """What a group needs of the session that it belongs to."""
+    """What a group needs of its session."""
 
     nodes: tuple[Node, ...]
     logs: Path
@@ -72,7 +74,7 @@ class Host(Protocol):
 
 
 class Pending(Generic[R]):
-    """Calls in progress, whose results can be waited for once."""
+    """Calls in progress. Their results can be waited for once."""
 
     def __init__(self, session: Host, refs: Sequence[ray.ObjectRef[R]], phase: str) -> None:
         self._session = session
@@ -96,14 +98,14 @@ class KeptCall(Generic[R]):
     rank: int
     summary: ray.ObjectRef[R]
     payload: Remote
-    """Reference to the payload, which stays in the object store for as long as the reference is held."""
+    """Reference to the payload, which stays in the object store while the reference is held."""
     phase: str
     began: float
     """Monotonic time of the call."""
 
 
 class WorkerGroup:
-    """The workers of one role, which `Session.launch` starts. Calls that wait raise what `Pending.wait` raises."""
+    """The workers of one role, started by `Session.launch`. Calls that wait raise what `Pending.wait` raises."""
 
     def __init__(self, session: Host, role: Role) -> None:
         if not role.devices:
@@ -126,7 +128,7 @@ class WorkerGroup:
         return len(self.members)
 
     def create(self) -> None:
-        """Ask for the processes; the ranks of a distributed role begin to import torch."""
+        """Request the processes. The ranks of a distributed role begin to import torch."""
         folders = import_folders()
         for rank, (member, node) in enumerate(zip(self.members, self._nodes, strict=True)):
             environment = worker_environment(self._role, rank, self._session.nodes)
@@ -155,7 +157,7 @@ class WorkerGroup:
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Do what `call` does, without waiting."""
         shared = _put(args)
-        return self._pend([worker.call.remote(method.__name__, True, kwargs, *shared) for worker in self._workers])
+        return self._pend([worker.call.remote(_address(method), True, kwargs, *shared) for worker in self._workers])
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args, **kwargs)` on every rank; arguments are sent once. Returns the results by rank."""
@@ -165,7 +167,8 @@ class WorkerGroup:
         """Do what `call` does for a method with the same result on every rank, which only rank 0 sends."""
         shared = _put(args)
         calls = [
-            worker.call.remote(method.__name__, rank == 0, kwargs, *shared) for rank, worker in enumerate(self._workers)
+            worker.call.remote(_address(method), rank == 0, kwargs, *shared)
+            for rank, worker in enumerate(self._workers)
         ]
         return self._pend(calls).wait()[0]
 
@@ -179,7 +182,7 @@ class WorkerGroup:
         """
         self._check_one_each(arguments)
         calls = zip(self._workers, arguments, strict=True)
-        return self._pend([worker.call.remote(method.__name__, True, {}, *args) for worker, args in calls]).wait()
+        return self._pend([worker.call.remote(_address(method), True, {}, *args) for worker, args in calls]).wait()
 
     def keep_each(
         self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]], keepers: Sequence[int]
@@ -190,8 +193,8 @@ class WorkerGroup:
 
         Args:
             method: the method.
-            arguments: those of each rank.
-            keepers: the ranks whose pairs are wanted: other ranks have the same, and put nothing into the store.
+            arguments: the arguments of each rank.
+            keepers: the ranks whose pairs are wanted. Other ranks have the same, and put nothing into the store.
 
         Returns:
             (summary, reference to the payload) of each of the keepers, in their order.
@@ -202,7 +205,7 @@ class WorkerGroup:
         self._check_one_each(arguments)
         wanted = set(keepers)
         pairs = [
-            worker.keep.options(num_returns=2).remote(method.__name__, rank in wanted, {}, *args)
+            worker.keep.options(num_returns=2).remote(_address(method), rank in wanted, {}, *args)
             for rank, (worker, args) in enumerate(zip(self._workers, arguments, strict=True))
         ]
         summaries = self._pend([summary for summary, _ in pairs]).wait()
@@ -213,12 +216,12 @@ class WorkerGroup:
     ) -> KeptCall[R]:
         """Start `method(*args, **kwargs)`, which returns a pair (summary, payload), on one rank."""
         worker, phase = self._workers[rank], self._session.timers.current
-        summary, payload = worker.keep.options(num_returns=2).remote(method.__name__, True, kwargs, *_put(args))
+        summary, payload = worker.keep.options(num_returns=2).remote(_address(method), True, kwargs, *_put(args))
         self._pend([summary], [rank])
         return KeptCall(rank, summary, payload, phase, time.monotonic())
 
     def first_kept(self, calls: Sequence[KeptCall[R]]) -> tuple[KeptCall[R], R]:
-        """Wait for the first of some calls on single ranks, the oldest of which comes first; return it and its summary.
+        """Wait for the first of some calls on single ranks, listed oldest first. Return it and its summary.
 
         Raises:
             WorkerError: some worker of the session raised or died; all workers have been ended.
@@ -234,11 +237,12 @@ class WorkerGroup:
     def control(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args, **kwargs)` on every rank at once, in a second thread of the worker.
 
-        The method runs beside the one in progress, so the held object must allow that. Returns the results by rank.
+        The method runs in parallel with the one in progress, which the held object must allow. Returns the results by
+        rank.
         """
         shared = _put(args)
         calls = [
-            worker.control.options(**_CONTROL).remote(method.__name__, kwargs, *shared) for worker in self._workers
+            worker.control.options(**_CONTROL).remote(_address(method), kwargs, *shared) for worker in self._workers
         ]
         return self._pend(calls).wait()
 
@@ -251,7 +255,7 @@ class WorkerGroup:
         collectives. The reader must read to the end.
         """
         shared = _put(args)
-        name = method.__name__
+        name = _address(method)
         first, *others = self._workers
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * STREAM_AHEAD}
         items = first.stream.options(**options).remote(name, kwargs, *shared)
@@ -272,7 +276,7 @@ class WorkerGroup:
 
         An item is released once every rank has taken it. Returns the results by rank.
         """
-        return self._feed(None, method.__name__, items, kwargs, args)
+        return self._feed(None, _address(method), items, kwargs, args)
 
     def feed_beside(
         self,
@@ -281,16 +285,16 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Do what `feed` does, in a second thread of each worker, beside the method in progress.
+        """Do what `feed` does in a second thread of each worker, in parallel with the method in progress.
 
         The held object must allow that. A worker has one feed at a time.
         """
-        return self._feed("control", method.__name__, items, kwargs, args)
+        return self._feed("control", _address(method), items, kwargs, args)
 
     def _feed(
         self, side: str | None, method: str, items: Iterable[Remote], kwargs: Mapping[str, Any], args: Sequence[Any]
     ) -> list[Any]:
-        """Feed a method that runs in the thread of `side`; None: in that of all other methods."""
+        """Feed a method that runs in the thread of `side`; None: in the main one."""
         feed_id = next(_feed_ids)
         shared = _put(args)
         options = {} if side is None else {"concurrency_group": side}
@@ -313,7 +317,7 @@ class WorkerGroup:
 
     @property
     def _workers(self) -> list[Any]:
-        """Handles of the processes, by rank. Raises the failure that has ended them, perhaps in another thread."""
+        """Handles of the processes by rank. Raises the failure that has ended them, perhaps in another thread."""
         self._session.watch.check()
         return self._handles
 
@@ -331,6 +335,13 @@ class WorkerGroup:
         return Pending(self._session, refs, phase)
 
 
+def _address(method: Callable[..., Any]) -> str:
+    """Return what names a method to the workers: its name, and of a `Part` its module and class too."""
+    owner = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0], None)
+    is_part = isinstance(owner, type) and issubclass(owner, Part)
+    return f"{method.__module__}:{method.__qualname__}" if is_part else method.__name__
+
+
 def put(value: Any) -> Remote:
     """Put `value` into the object store, as an argument of calls."""
     return ray.put(value)
@@ -342,5 +353,5 @@ def fetch(reference: Remote) -> Any:
 
 
 def _put(args: Sequence[Any]) -> list[Any]:
-    """Put arguments into the object store, once for all ranks; small ones are returned as they are."""
+    """Put arguments into the object store, once for all ranks. Small ones are returned unchanged."""
     return [arg if isinstance(arg, (*_INLINE, ray.ObjectRef)) else ray.put(arg) for arg in args]

@@ -1,11 +1,11 @@
 """Signals: the first Ctrl-C, SIGTERM or SIGHUP ends the run in order, the second at once; SIGCHLD is not ignored.
 
-set-up          the first raises KeyboardInterrupt
+setup           the first raises KeyboardInterrupt
 training loop   the first asks for the end, and the loop ends after the step in progress
 anywhere        the second kills this process and its children
 
-SIGHUP tells that the terminal was closed. Shell and kernel may both send it, so that it is never the second; where it
-is ignored, as below `nohup`, it stays so.
+SIGHUP means that the terminal was closed. Shell and kernel may both send it, so it never counts as the second signal.
+If it is ignored, as under `nohup`, it stays ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 130
-"""Exit code: 128 + SIGINT, as shells have it."""
+"""Exit code: 128 + SIGINT, as in shells."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -49,7 +49,7 @@ def interruptible() -> Iterator[None]:
     with _handling(end) as handler:
         yield
     if handler.count:
-        # Python drops an exception that a handler raises inside a callback of its own, at a fork for example.
+        # Python drops an exception that a handler raises inside one of Python's callbacks, for example at a fork.
         raise KeyboardInterrupt
 
 
@@ -62,9 +62,9 @@ class EndRequest:
 
 @contextmanager
 def ending_after_a_step() -> Iterator[EndRequest]:
-    """Inside the block, the first signal to end makes the request; the next kills this process and its children.
+    """Inside the block, the first signal makes the request; the next kills this process and its children.
 
-    Only the main thread can handle signals; in another thread the block changes nothing.
+    Only the main thread can handle signals. In another thread, the block changes nothing.
     """
     request = EndRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -89,7 +89,7 @@ class _Handler:
         self.count = 0
         """Number of signals so far."""
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        """Standard streams that are a terminal; one that was closed does not tell that it was one."""
+        """Standard streams that are a terminal. A closed terminal no longer looks like one."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -118,7 +118,7 @@ def _handling(first: Callable[[], None]) -> Iterator[_Handler]:
 
 
 def _silence(streams: Sequence[int]) -> None:
-    """Drop what is written to standard streams from now on: writing to a terminal that was closed is an error."""
+    """Discard further output on standard streams: writing to a closed terminal is an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -146,7 +146,7 @@ def _end_at_once() -> None:
 
 
 def _show_cursors() -> None:
-    """Show the cursor again on each terminal among the standard streams, which a live status line hides."""
+    """Show the cursor, which a live status line hides, on each terminal among the standard streams."""
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return
     for stream in (1, 2):

@@ -1,4 +1,4 @@
-"""A Ray cluster that runs already and outlives the run, and which of its machines are lost."""
+"""A running Ray cluster that outlives the run, and which of its machines are lost."""
 
 from __future__ import annotations
 
@@ -48,20 +48,18 @@ class JoinedRay:
         return cls(host.strip("[]"), int(port))
 
     def has_lost_its_head(self) -> bool:
-        """Return whether the head node accepts no connection any more, without which Ray works nowhere."""
+        """Return whether the head node, without which Ray works nowhere, accepts no connections any more."""
         return not _accepts(self.head, self.port)
 
     def lost_nodes(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return which of `nodes` are lost; waits `LOSS_S` for a first one.
+        """Return which of `nodes` are lost. Waits `LOSS_S` for a first one.
 
-        Ray's process on a lost node accepts no connection, or Ray's health checks have given the node up.
+        Ray's process on a lost node accepts no connections, or Ray's health checks have given up on the node.
         """
-        living = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
+        alive = {(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]}
         deadline = time.monotonic() + LOSS_S
         while True:
-            lost = [
-                node for node in nodes if (node.host, node.port) not in living or not _accepts(node.host, node.port)
-            ]
+            lost = [node for node in nodes if (node.host, node.port) not in alive or not _accepts(node.host, node.port)]
             if lost or time.monotonic() > deadline:
                 return lost
             time.sleep(POLL_S)

@@ -31,7 +31,7 @@ from fivefold.observe.private_folder import PrivateFolder, short_folder
 
 MAX_OBJECT_STORE = 8 * 2**30
 """Most bytes of the object store. Weights pass through it in pieces, and a step's tokens are some hundred megabytes. A
-teacher's most likely tokens may be more, 8 bytes each: Ray writes what has no room to its folder."""
+teacher's most likely tokens, 8 bytes each, may be more: Ray spills what does not fit to its folder."""
 MIN_OBJECT_STORE = 256 * 2**20
 STORE_SHARE = 0.2
 """Share of the free memory that the object store may grow to."""
@@ -39,7 +39,7 @@ START_ATTEMPTS = 2
 END_S = 5.0
 """Seconds that processes get to end before they are killed."""
 MAX_STARTING = 16
-"""Most worker processes that Ray starts at one time and keeps ready; there are never more than cores."""
+"""Most worker processes that Ray starts at one time and keeps ready; never more than cores."""
 
 PR_SET_CHILD_SUBREAPER = 36
 """Linux's number of the option of prctl(2)."""
@@ -50,9 +50,9 @@ SERVERS = ("raylet", "gcs_server")
 SYSTEM_CONFIG = {
     # Processes that a worker has started end with it, even if it is killed.
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-    # By default (15), Ray's workers give way to every other process, but the run is the machine's main work.
+    # By default (15), Ray's workers yield to every other process, but the run is the machine's main work.
     "worker_niceness": 0,
-    # By default, Ray starts a process for each core before it is asked for any, most of which a run has no use for.
+    # By default, Ray starts a process for each core in advance, and a run does not use most of them.
     "prestart_worker_first_driver": False,
 }
 
@@ -85,8 +85,8 @@ class LocalRay:
     def start(cls) -> LocalRay:
         """Start Ray and connect to it.
 
-        If this process is killed and cannot call `end`, the workers end with it; what they have started must notice
-        that by itself, as inference servers and programs of rewards do, because Ray is killed, too. Two small
+        If this process is killed and cannot call `end`, the workers end with it. Processes that they have started must
+        notice that themselves, as inference servers and reward programs do, because Ray is killed, too. Two small
         processes of Ray end within a minute, and the folder stays until the next start.
 
         Raises:
@@ -106,7 +106,7 @@ class LocalRay:
             except BaseException as error:
                 _end(folder, ())
                 # Ray raises a plain Exception if a start takes too long, as on a busy machine. It has once raised an
-                # AuthenticationError, too, where another Ray started in the same second; its cause is not known.
+                # AuthenticationError when another Ray started in the same second; the cause is unknown.
                 if type(error) is not Exception and not isinstance(error, AuthenticationError):
                     raise
                 reason = error
@@ -129,15 +129,15 @@ class LocalRay:
         """End Ray, with all its processes and files.
 
         Args:
-            seen: its processes as `processes` listed them before any was killed. Later lists may be incomplete,
-                because a process is found through its parent.
+            seen: its processes as listed by `processes` before any was killed. Later lists may be incomplete, because
+                a process is found through its parent.
         """
         _end(self.folder, seen)
 
 
 def _init(folder: Path) -> None:
     store = _object_store_bytes()
-    # A container's /dev/shm may be as small as 64 MB. The temporary folder then holds the object store, but is slower.
+    # A container's /dev/shm may be as small as 64 MB. Then the slower temporary folder holds the object store.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
     with signals_kept(), on_loopback(), without_monitors(), writable_home(folder / "home"):
         ray.init(
@@ -157,7 +157,7 @@ def _init(folder: Path) -> None:
 def _end(folder: PrivateFolder, seen: Collection[psutil.Process]) -> None:
     doomed = {*seen, *_processes(folder)}
     ray.shutdown()
-    # Processes whose parent has ended are children of this process by now, and are found only here.
+    # Processes whose parent has ended are children of this process by now, and only found here.
     doomed.update(_processes(folder))
     _, alive = psutil.wait_procs(doomed, timeout=END_S)
     for process in alive:
@@ -179,7 +179,7 @@ def _processes(folder: PrivateFolder) -> Iterator[psutil.Process]:
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Set whether descendants of this process become its children, instead of those of init, when their parent ends."""
+    """Set whether descendants become children of this process, instead of init, when their parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 

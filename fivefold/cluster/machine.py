@@ -1,4 +1,4 @@
-"""What this machine must give to a private Ray: Ray hangs without it, or fails in words that hide the cause."""
+"""What a private Ray needs of this machine. Without it, Ray hangs, or fails with a misleading message."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.cluster.role import LOOPBACK
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 
 MIN_OPEN_FILES = 1024
-"""Open files that a process must be allowed to have. Ray's servers take about 60, and 4 for each worker; workers that
-communicate through NCCL, or ask an inference server, take several hundred."""
+"""Open files that a process must be allowed to have. Ray's servers need about 60, and 4 for each worker; workers that
+use NCCL or inference servers need several hundred."""
 
 CONNECT_S = 5.0
 """Seconds within which a connection to this machine itself must be accepted."""
@@ -64,7 +64,7 @@ def check_devices(scheduler: SchedulerConfig, cluster: ClusterConfig) -> None:
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that a Ray which starts here takes, without making a context on one."""
+    """Return the number of GPUs that a Ray started here would use, without creating a CUDA context."""
     manager = get_accelerator_manager_for_resource("GPU")
     visible = manager.get_current_process_visible_accelerator_ids()
     n_gpus = int(manager.get_current_node_num_accelerators())
@@ -72,7 +72,7 @@ def gpus_here() -> int:
 
 
 def lacks_gpus(asked: int, n_gpus: int) -> str:
-    """Return the words for a run that asks one machine for more GPUs than it has."""
+    """Return the message for a run that asks one machine for more GPUs than it has."""
     zero = " (0: CPU processes)" if n_gpus == 0 else ""
     return (
         f"cluster.n_gpus_per_node is {asked}, but this machine has {n_gpus} GPUs: "
@@ -82,10 +82,10 @@ def lacks_gpus(asked: int, n_gpus: int) -> str:
 
 @contextmanager
 def writable_home(folder: Path) -> Iterator[None]:
-    """Let the processes that start inside this context have a home folder that they can write to.
+    """Give processes that start inside this context a writable home folder.
 
-    Triton, vLLM and others keep caches in the home folder and fail where they cannot write to it. If the user's is of
-    that kind, these processes get `folder` instead, but go on to read the user's cache of Hugging Face models.
+    Triton, vLLM and others keep caches in the home folder and fail if it is read-only. These processes then get
+    `folder` instead, but still read the user's cache of Hugging Face models.
     """
     home = Path(os.path.expanduser("~"))
     if _is_writable(home):
@@ -109,7 +109,7 @@ def writable_home(folder: Path) -> Iterator[None]:
 
 def _is_writable(folder: Path) -> bool:
     try:
-        # The permissions alone do not tell: the file system may be mounted for reading.
+        # Permissions alone are not enough: the file system may be mounted read-only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
         return False

@@ -1,17 +1,18 @@
 """The machines and devices of a run, reserved in Ray.
 
 On each node, one placement-group bundle holds all of the run's devices. Workers run in the bundle without claiming any
-of it, and CUDA_VISIBLE_DEVICES names their devices. So several roles can share one GPU, and no other job of the cluster
-can take it.
+of it, and CUDA_VISIBLE_DEVICES selects their devices, so several roles can share one GPU that no other job can take.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import ray
@@ -24,7 +25,7 @@ from fivefold.cluster.ray_nodes import RayNode, address_order, listing, ray_node
 from fivefold.observe.machine import least_gpu_memory, versions
 
 GRANT_S = 30.0
-"""Least seconds that Ray gets to grant devices that are free."""
+"""Least seconds that Ray gets to grant free devices."""
 LOOK_S = 120.0
 """Seconds that Ray gets to start a first process on each node."""
 
@@ -34,7 +35,7 @@ class Node:
     """One machine of the run."""
 
     index: int
-    """Index in the run: 0 is the driver's own machine, if it takes part; the others follow by their addresses."""
+    """Index in the run: 0 is the driver's machine if it takes part; the others follow by address."""
     host: str
     """IP address."""
     gpus: tuple[str, ...]
@@ -50,7 +51,7 @@ class Node:
     gpu_memory: int | None = None
     """Bytes of the smallest of `gpus`; None: there are none, or no driver for them."""
     host_memory: int = 0
-    """Bytes of host memory, as far as processes here may use it."""
+    """Bytes of host memory that processes here may use."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class Look:
 
 
 def reserve(n_nodes: int, n_gpus: int, wait_s: float, *, is_local: bool) -> tuple[Node, ...]:
-    """Reserve `n_nodes` machines with `n_gpus` GPUs each (0: CPU processes), for as long as this driver lives.
+    """Reserve `n_nodes` machines with `n_gpus` GPUs each (0: CPU processes) until this driver ends.
 
     Args:
         n_nodes: number of machines.
         n_gpus: number of GPUs of each.
-        wait_s: seconds to wait for machines that the cluster lacks, and for devices that other jobs hold.
-        is_local: whether this process has started Ray, so that Ray's processes have its machine and software.
+        wait_s: seconds to wait for missing machines, and for devices that other jobs hold.
+        is_local: whether this process has started Ray, so that Ray's processes share its machine and software.
 
     Raises:
         ValueError: the cluster does not have them, or other jobs hold them for too long, or a node's software is not
@@ -109,7 +110,7 @@ def _node(index: int, home: RayNode, look: Look, strategy: PlacementGroupSchedul
 def _look_around(
     homes: Sequence[RayNode], strategies: Sequence[PlacementGroupSchedulingStrategy], n_gpus: int
 ) -> list[Look]:
-    """Start a process on each node, which looks at what is there.
+    """Start a process on each node that reports what is there.
 
     Raises:
         ValueError: no process starts, or it fails, for example because it cannot import Fivefold.
@@ -146,7 +147,7 @@ def look_here(host: str) -> Look:
 def interface_of(host: str) -> str | None:
     """Return the name of this machine's network interface that has the IP address `host`; None if there is none.
 
-    All loopback addresses are of the loopback interface, although it lists one only.
+    All loopback addresses belong to the loopback interface, although it lists only one.
     """
     wanted = ipaddress.ip_address(host)
     for name, addresses in psutil.net_if_addrs().items():
@@ -162,7 +163,7 @@ def interface_of(host: str) -> str | None:
 def check_versions(of_nodes: Mapping[str, Mapping[str, str]]) -> None:
     """Refuse nodes whose software differs from the driver's.
 
-    Builds for other devices (`2.9.0+cpu` and `2.9.0+cu128`) are the same version, and so are Python's patch releases.
+    Builds for other devices (`2.9.0+cpu` and `2.9.0+cu128`) and Python's patch releases count as the same version.
 
     Args:
         of_nodes: the versions on each node, by address.
@@ -193,3 +194,31 @@ def _who_holds_them(n_nodes: int, n_gpus: int, wait_s: float) -> str:
         f"{what}. Its nodes:\n{listing(ray_nodes())}\n"
         "Wait longer (scheduler.wait_s), or lower cluster.n_nodes or cluster.n_gpus_per_node."
     )
+
+
+def check_shared(folder: Path, nodes: Sequence[Node]) -> None:
+    """Refuse a folder that is not on storage that all of `nodes` share with this process.
+
+    This process writes a temporary file there, which a process on each node looks for.
+
+    Raises:
+        ValueError: some nodes do not see the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    token = folder / f".seen-by-all-nodes-{secrets.token_hex(8)}"
+    token.touch()
+    try:
+        look = ray.remote(_sees)
+        seen = ray.get([look.options(num_cpus=0, scheduling_strategy=node.strategy).remote(token) for node in nodes])
+    finally:
+        token.unlink()
+    if blind := [node.host for node, sees in zip(nodes, seen, strict=True) if not sees]:
+        raise ValueError(
+            f"the run's folder {folder} is written by processes on several machines, but what the driver writes there "
+            f"is not seen on {', '.join(blind)}: set cluster.fileroot to a folder on storage that all nodes share"
+        )
+
+
+def _sees(path: Path) -> bool:
+    # A network file system may cache an old listing of the folder for a while. Opening the folder refreshes it.
+    return path.name in {entry.name for entry in path.parent.iterdir()} if path.parent.is_dir() else False

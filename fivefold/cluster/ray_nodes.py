@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, as Ray itself lists them, and the wait for those that a run asks for."""
+"""The machines of a Ray cluster as Ray lists them, and the wait for the ones that a run needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ray._private.state import available_resources_per_node
 from fivefold.cluster.machine import lacks_gpus
 
 POLL_S = 0.5
-"""Seconds between two looks at the list of nodes while some are missing."""
+"""Seconds between two checks for missing nodes."""
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """One living machine of a Ray cluster."""
+    """One machine of a Ray cluster that is alive."""
 
     ray_id: str
     host: str
@@ -32,22 +32,22 @@ class RayNode:
     cpus: int
 
     def has(self, n_gpus: int) -> bool:
-        """Return whether the node has `n_gpus` GPUs, free or not, or a CPU if none are asked for."""
+        """Return whether the node has `n_gpus` GPUs, free or not; for 0, whether it has a CPU."""
         return self.gpus >= n_gpus and (n_gpus > 0 or self.cpus > 0)
 
     def __str__(self) -> str:
-        return f"{self.host}: {self.gpus} GPUs, of which {self.free_gpus} are free; {self.cpus} CPUs"
+        return f"{self.host}: {self.gpus} GPUs, {self.free_gpus} of them free; {self.cpus} CPUs"
 
 
 def ray_nodes() -> list[RayNode]:
-    """Return the living machines of the joined cluster, in the order of their addresses."""
+    """Return the machines of the joined cluster that are alive, in the order of their addresses."""
     free = available_resources_per_node()
     nodes = [_node(entry, free.get(entry["NodeID"], {})) for entry in ray.nodes() if entry["Alive"]]
     return sorted(nodes, key=lambda node: address_order(node.host))
 
 
 def address_order(host: str) -> tuple[int, int]:
-    """Return a key that sorts IP addresses by their numbers, those of version 4 first."""
+    """Return a key that sorts IP addresses numerically, IPv4 first."""
     address = ipaddress.ip_address(host)
     return address.version, int(address)
 

@@ -1,65 +1,47 @@
-"""What workers report of their progress, while the driver waits for them."""
+"""What workers report of their progress while the driver waits for them."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from fivefold.cluster.errors import Member
 from fivefold.observe.progress import Progress
 
 VALID_S = 5.0
-"""Seconds after which a report that no other one has followed is dropped."""
+"""Seconds after which a report is dropped unless a newer one has come."""
 
 
 class Reports:
-    """The progress of the first rank of each role with the call that it has not answered.
+    """The progress of the first rank of each role with its open call.
 
-    A role's ranks load, save and compute about the same amounts, so that one of them is asked, in a thread of its own,
-    and never while it has not answered the question before.
+    The ranks of a role load, save and compute about equal amounts, so only one of them is asked, and only once it has
+    answered the previous question. The caller's lock guards it.
     """
 
     def __init__(self) -> None:
         """Know nothing yet."""
         self._asked: dict[ray.ObjectRef[Any], str] = {}
-        """Questions without an answer, with the role that is asked."""
+        """Open questions, with the role that was asked."""
         self._latest: dict[str, tuple[float, Progress]] = {}
         """The last report of each role, and its monotonic time."""
-        self._lock = threading.Lock()
 
-    def ask(self, calls: Iterable[tuple[Member, Any]]) -> None:
-        """Take the answers that have come, and ask first ranks how far they are.
+    def ask(self, first_ranks: Mapping[str, Any]) -> None:
+        """Collect answers, and ask the first ranks of roles with an open call for their progress."""
+        self._collect()
+        for role in first_ranks.keys() - set(self._asked.values()):
+            ref = first_ranks[role].progress.options(concurrency_group="where").remote()
+            self._asked[ref] = role
 
-        Args:
-            calls: all calls without an answer, each by its member and its worker.
-        """
-        first = {member.role: worker for member, worker in calls if member.rank == 0}
-        with self._lock:
-            self._take()
-            # A role may have answered its call since it was asked.
-            self._latest = {role: latest for role, latest in self._latest.items() if role in first}
-            for role in first.keys() - set(self._asked.values()):
-                ref = first[role].progress.options(concurrency_group="where").remote()
-                self._asked[ref] = role
-
-    def forget(self, member: Member) -> None:
-        """Drop what a first rank has reported, because it has answered its call."""
-        if member.rank == 0:
-            with self._lock:
-                self._latest.pop(member.role, None)
-
-    def latest(self) -> dict[str, Progress]:
-        """Return the progress of each role that has reported some lately."""
+    def latest(self, roles: Collection[str]) -> dict[str, Progress]:
+        """Return the progress of each of some roles that has reported lately."""
         oldest = time.monotonic() - VALID_S
-        with self._lock:
-            return {role: progress for role, (at, progress) in self._latest.items() if at > oldest}
+        return {role: progress for role, (at, progress) in self._latest.items() if role in roles and at > oldest}
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         if not self._asked:
             return
         ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)

@@ -1,4 +1,4 @@
-"""A run's session on its machines: Ray, the reserved devices, and the roles' workers, from their start to their end.
+"""A run's session on its machines: Ray, reserved devices, and the roles' workers, from start to end.
 
     with Session.open(recipe.scheduler, recipe.cluster, logs, timers) as session:
         groups = session.launch(
@@ -8,7 +8,7 @@
         with timers.phase("train"):
             result = groups["actor"].call_first(TrainerWorker.update, loss)
 
-However the block ends, it leaves no process of the run.
+However the block ends, no process of the run is left.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.joined_ray import JoinedRay
 from fivefold.cluster.local_ray import LocalRay
 from fivefold.cluster.machine import check_devices
-from fivefold.cluster.nodes import Node, reserve
+from fivefold.cluster.nodes import Node, check_shared, reserve
 from fivefold.cluster.role import Role
-from fivefold.cluster.shared_folder import check_shared
 from fivefold.cluster.watch import Watch
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.errors import RunFailed
@@ -50,11 +49,11 @@ class Session:
         self.timeout_s = timeout_s
         self.watch = Watch(timers, on_failure=self.kill, cause=self._why_ray_ended)
         self._own_ray = None if isinstance(its_ray, JoinedRay) else its_ray
-        """The Ray that this run has started; None: it has joined one."""
+        """The Ray that this run has started; None if it has joined one."""
         self._joined = its_ray if isinstance(its_ray, JoinedRay) else None
         self._groups: dict[str, WorkerGroup] = {}
         self._seen: set[psutil.Process] = set()
-        """Processes of this run's own Ray and all that they have started, listed before any of them was killed."""
+        """Processes of this run's private Ray and their children, listed before any of them was killed."""
 
     @classmethod
     def open(cls, scheduler: SchedulerConfig, cluster: ClusterConfig, logs: Path, timers: PhaseTimers) -> Self:
@@ -86,7 +85,7 @@ class Session:
 
     @property
     def gpu_memory(self) -> int | None:
-        """Bytes of the smallest GPU of the run; None: its processes are on CPUs, or its GPUs have no driver."""
+        """Bytes of the smallest GPU of the run; None if it runs on CPUs, or its GPUs have no driver."""
         return min((node.gpu_memory for node in self.nodes if node.gpu_memory is not None), default=None)
 
     @property
@@ -95,8 +94,8 @@ class Session:
         return min(node.host_memory for node in self.nodes)
 
     def progress(self) -> dict[str, Progress]:
-        """Return how far roles are with the calls that the driver waits for, as their first ranks count it."""
-        return self.watch.reports.latest()
+        """Return how far roles are with the calls that the driver waits for, as their first ranks report it."""
+        return self.watch.progress()
 
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
@@ -132,15 +131,15 @@ class Session:
             group.kill()
 
     def close(self) -> None:
-        """End the workers, release the devices, and leave Ray, or end it if it is this run's own."""
+        """End the workers, release the devices, and leave Ray, or end it if it is private."""
         self.kill()
         self._groups.clear()
         _leave(self._own_ray, self._seen)
 
     def _why_ray_ended(self, failed: Collection[Member] = ()) -> RunFailed | None:
-        """Return the failure behind that of `failed` workers, or of all workers if none is given; None: there is none.
+        """Return the failure that caused `failed` workers to fail, or all workers if none is given; None without one.
 
-        A node of a joined cluster may be lost. Or the run's own Ray has ended: its logs are kept beside the run's.
+        A node of a joined cluster may be lost, or the private Ray has ended. Its logs are kept with the run's.
         """
         if self._joined is not None:
             return self._why_nodes_are_lost(self._joined, failed)
@@ -184,7 +183,7 @@ def _writes_on(node: Node, roles: Iterable[Role]) -> bool:
 
 
 def _leave(its_ray: LocalRay | JoinedRay | None, seen: Collection[psutil.Process]) -> None:
-    """End the run's own Ray, or disconnect from the joined one, which then ends the workers of this driver."""
+    """End the private Ray, or disconnect from the joined one, which then ends the workers of this driver."""
     if its_ray is None or isinstance(its_ray, JoinedRay):
         ray.shutdown()
     else:

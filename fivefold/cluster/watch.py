@@ -8,88 +8,29 @@ open references:   actor.call rank 0..n     wanted
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from fivefold.cluster.errors import Member, PhaseTimeout, WorkerError
-from fivefold.cluster.remote_log import last_lines
+from fivefold.cluster.failures import LOST_PEER, MAX_STACKS, Call, Failure, stacks
 from fivefold.cluster.reports import Reports
-from fivefold.cluster.worker import HeldError
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.progress import Progress
 from fivefold.observe.timers import PhaseTimers
 
 SETTLE_S = (0.2, 0.5, 5.0)
-"""Seconds to wait for further failures, the cause perhaps among them, after one of `distance` 0, 1 or 2."""
+"""Seconds to wait for further failures, perhaps the cause, after one of `distance` 0, 1 or 2."""
 LOOK_S = 1.0
 """Seconds between checks that Ray is still running."""
-STACK_TIMEOUT_S = 3.0
-"""Seconds that workers get to report their stacks after a phase's time limit."""
-MAX_STACKS = 4
-"""Most stacks in the message of a time-out."""
-
-_PEER_LOSS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process exited",
-    "communicator was aborted",
-    "timed out",
-)
-"""Messages of ranks that have lost a peer, or have waited for it for too long. Gloo and NCCL raise the same types for
-these and for causes."""
-
-_LOST_PEER = 2
-"""Distance from the cause of a rank that raised because it had lost a peer."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call without an answer: its worker, and the driver's phase in which it was made."""
-
-    member: Member
-    phase: str | None
-    """Phase of the call; None: the phase of the driver when the call fails."""
-    actor: Any
-    """Handle of the worker."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A call that was answered by an error."""
-
-    call: Call
-    error: RayError
-
-    @property
-    def distance(self) -> int:
-        """Distance from the cause: 0 the process died, 1 it raised, 2 it raised because it had lost a peer."""
-        if isinstance(self.error, RayActorError):
-            return 0
-        text = str(self.error).lower()
-        return _LOST_PEER if any(words in text for words in _PEER_LOSS) else 1
-
-    @property
-    def text(self) -> str:
-        """The worker's traceback, or how its process ended."""
-        if isinstance(self.error, RayTaskError) and isinstance(self.error.cause, HeldError):
-            return self.error.cause.text
-        if isinstance(self.error, RayActorError):
-            log = last_lines(self.call.member)
-            how = _how_it_died(self.error)
-            return f"The process died without a traceback.\n{how}\nLast lines of its log, without warnings:\n{log}"
-        return str(self.error)
 
 
 class Watch:
-    """All calls of a session without an answer. Several threads may wait at the same time.
+    """All open calls of a session. Several threads may wait at the same time.
 
     Every thread waits for all open references, so that each of them notices a failure. A value that one thread finds
     ready is kept in `_values` until the thread that wants it asks.
@@ -110,31 +51,29 @@ class Watch:
         """The failure that ended the workers, which every thread raises."""
         self._on_failure = on_failure
         self._cause = cause
-        """Returns the failure behind that of some workers, or of all if none is given, if there is one: Ray itself has
-        ended, or a machine."""
-        self.reports = Reports()
-        """How far workers are with the calls that are waited for."""
+        """Returns the failure that caused workers to fail, or all workers if none is given: Ray or a machine ended."""
+        self._reports = Reports()
 
     def reopen(self) -> None:
-        """Forget an earlier failure, which has ended all workers of its time: new workers are about to start."""
+        """Forget an earlier failure, which has ended all of its workers: new workers are about to start."""
         with self._lock:
             self._ended_by = None
 
     def add(self, ref: ray.ObjectRef[Any], call: Call) -> None:
-        """Watch `ref`: a failure of it ends every wait."""
+        """Watch `ref`. Its failure ends every wait."""
         with self._lock:
             self._open[ref] = call
 
     def wait(
         self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float | None = None
     ) -> list[Any]:
-        """Return the values of `wanted`, in order; each can be waited for once.
+        """Return the values of `wanted` in order. Each can be waited for once.
 
         Args:
             wanted: watched references.
             phase: what the wait is for.
             timeout_s: longest time to wait, in seconds.
-            began: monotonic time from which `timeout_s` counts; None: the time of this call.
+            began: monotonic time at which `timeout_s` starts; None: the time of this call.
 
         Raises:
             WorkerError: some worker of the session raised or died.
@@ -152,7 +91,7 @@ class Watch:
     def wait_any(
         self, wanted: Sequence[ray.ObjectRef[Any]], phase: str, timeout_s: float, began: float
     ) -> tuple[ray.ObjectRef[Any], Any]:
-        """Return the first of `wanted` that is ready with its value, and forget it. It has the arguments of `wait`."""
+        """Return the first of `wanted` that is ready with its value, and forget it. The arguments are as in `wait`."""
         deadline = began + timeout_s
         while not (found := self._found(wanted)):
             # Not until the deadline: another thread may have taken the value after the look at what was found.
@@ -187,13 +126,23 @@ class Watch:
                 self._give_up(phase, timeout_s, [call])
         return next(stream, None)
 
+    def progress(self) -> dict[str, Progress]:
+        """Return how far roles are with the calls that are waited for, as their first ranks report it."""
+        with self._lock:
+            return self._reports.latest(self._first_ranks())
+
+    def _first_ranks(self) -> dict[str, Any]:
+        """Return the first rank of each role with an open call, by role."""
+        waiting = (call for call in self._open.values() if call.phase is not None and call.member.rank == 0)
+        return {call.member.role: call.actor for call in waiting}
+
     def check(self) -> None:
         """Raise the failure that has ended the workers, if there was one."""
         with self._lock:
             self._raise_if_ended()
 
     def forget(self) -> None:
-        """Drop every reference, because the workers are about to end."""
+        """Drop all references, because the workers are about to end."""
         with self._lock:
             self._open.clear()
             self._values.clear()
@@ -218,7 +167,7 @@ class Watch:
         """Check that Ray is still running, and ask the workers that have not answered how far they are."""
         self._raise_if_ray_ended()
         with self._lock:
-            self.reports.ask([(call.member, call.actor) for call in self._open.values() if call.phase is not None])
+            self._reports.ask(self._first_ranks())
 
     def _open_refs(self) -> list[ray.ObjectRef[Any]]:
         with self._lock:
@@ -226,13 +175,13 @@ class Watch:
             return list(self._open)
 
     def _missing(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[Call]:
-        """Return the calls of those of `wanted` whose values are missing."""
+        """Return the calls of `wanted` whose values are missing."""
         with self._lock:
             self._raise_if_ended()
             return [self._open[ref] for ref in wanted if ref not in self._values]
 
     def _found(self, wanted: Sequence[ray.ObjectRef[Any]]) -> list[tuple[ray.ObjectRef[Any], Any]]:
-        """Return at most one of `wanted` whose value has come, with the value, which is dropped here."""
+        """Return at most one of `wanted` that has a value, with the value, which is removed."""
         with self._lock:
             return [(ref, self._values.pop(ref)) for ref in [ref for ref in wanted if ref in self._values][:1]]
 
@@ -247,7 +196,7 @@ class Watch:
                 self._end(cause)
 
     def _take(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Move what is ready from the open references to the values; raise for the first failure.
+        """Move what is ready from the open references to the values. Raise for the first failure.
 
         Another thread may have taken some of them already.
         """
@@ -257,7 +206,6 @@ class Watch:
                 call = self._open.pop(ref, None)
                 if call is None:
                     continue
-                self.reports.forget(call.member)
                 try:
                     self._values[ref] = ray.get(ref)
                 except RayError as error:
@@ -272,7 +220,7 @@ class Watch:
         also = sorted(others, key=lambda member: (member.role, member.rank))
         phase = cause.call.phase or self._timers.current
         text = cause.text
-        if cause.distance == _LOST_PEER:
+        if cause.distance == LOST_PEER:
             text += self._where_others_are(cause.call.member)
         self._end(WorkerError(cause.call.member, phase, text, also))
 
@@ -282,7 +230,7 @@ class Watch:
         if not silent:
             return ""
         names = ", ".join(str(call.member) for call in silent)
-        return f"\n\nIt waited for another rank; no answer from {names}.\n\n{_stacks(silent[:MAX_STACKS])}"
+        return f"\n\nIt waited for another rank; no answer from {names}.\n\n{stacks(silent[:MAX_STACKS])}"
 
     def _end(self, failure: RunFailed) -> None:
         """End all workers, and every wait with `failure`."""
@@ -291,7 +239,7 @@ class Watch:
         raise failure from None
 
     def _settle(self, first: Failure) -> list[Failure]:
-        """Return failures that soon follow the first one; one nearer to the cause shortens the wait for others."""
+        """Return failures that soon follow the first one. A failure nearer to the cause shortens the wait."""
         failures: list[Failure] = []
         deadline = time.monotonic() + SETTLE_S[first.distance]
         while self._open and (left := deadline - time.monotonic()) > 0:
@@ -308,39 +256,14 @@ class Watch:
     def _give_up(self, phase: str, seconds: float, calls: Sequence[Call]) -> None:
         with self._lock:
             self._raise_if_ray_ended({call.member for call in calls})
-            stacks = _stacks(calls[:MAX_STACKS])
-            self._end(PhaseTimeout(phase, seconds, [call.member for call in calls], stacks))
+            found = stacks(calls[:MAX_STACKS])
+            self._end(PhaseTimeout(phase, seconds, [call.member for call in calls], found))
 
 
 def _ready_too(refs: list[ray.ObjectRef[Any]], fetch_local: bool) -> list[ray.ObjectRef[Any]]:
     """Return which of some references are ready at this moment.
 
-    Each wait looks at all references. If it returned one of them at a time, a call of many ranks would take time in
-    proportion to their square: a second for a thousand.
+    Each wait looks at all references. If it returned one of them at a time, a call of many ranks would take quadratic
+    time: a second for a thousand ranks.
     """
     return ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=fetch_local)[0] if refs else []
-
-
-def _stacks(calls: Sequence[Call]) -> str:
-    """Return the stacks of the workers that answer in time."""
-    refs = [call.actor.where.options(concurrency_group="where").remote() for call in calls]
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S)
-    parts = []
-    for call, ref in zip(calls, refs, strict=True):
-        stack = ray.get(ref) if ref in ready else "  (it does not answer)\n"
-        parts.append(f"{call.member} is at:\n{stack}")
-    return "\n".join(parts)
-
-
-def _how_it_died(error: RayActorError) -> str:
-    """Return what Ray knows of a process's end: an exit code, a kill by its memory monitor, or that it is gone."""
-    text = str(error)
-    if isinstance(error, ActorUnavailableError):
-        return "It was killed (out of memory?) or crashed in native code, or its machine cannot be reached any more."
-    if "creation task" in text:
-        return text
-    if found := re.search(r"exit(?:s|ed)? with an exit code \d+", text):
-        return found[0][0].upper() + found[0][1:] + "."
-    if "memory" in text and "Task was killed" in text:
-        return next(line.strip() for line in text.splitlines() if "Task was killed" in line)
-    return "It was killed (out of memory?) or crashed in native code."

@@ -5,9 +5,9 @@
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
-           ──control─>        ──runs───> engine.method(*args) in a second thread, beside another method
+           ──control─>        ──runs───> engine.method(*args) in a second thread, in parallel with another method
 
-Nothing heavy is imported here: the environment (visible device, threads) is set first, then `build` imports torch.
+Nothing heavy is imported here: the environment (visible device, threads) is set before `build` imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -29,14 +29,14 @@ from typing import Any
 from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
-from fivefold.cluster.rendezvous import LOOPBACK
+from fivefold.cluster.role import LOOPBACK
 from fivefold.imports import large_imports
 from fivefold.observe.progress import Progress, counting, current_progress
 from fivefold.observe.timers import MAIN, SUFFIX, EventLog
 
 SIDES = {"feed": 1, "control": 2, "where": 1, "hold": 1}
-"""Ray's concurrency groups of a worker, with their threads, for methods that run beside the one in progress. `control`
-writes a checkpoint and sends weights at the same time."""
+"""Ray's concurrency groups of a worker, with their threads, for methods that run in parallel with the one in progress.
+`control` writes a checkpoint and sends weights at the same time."""
 
 STACK_FRAMES = 8
 
@@ -82,7 +82,7 @@ class Feed:
 class Worker:
     """One process of a role. `build`, `call`, `keep` and the like run one by one in one thread.
 
-    `push`, `push_end`, `control`, `where`, `progress` and `hold` run in parallel, in the threads of `SIDES`.
+    `push`, `push_end`, `control`, `where`, `progress` and `hold` run in parallel with them, in the threads of `SIDES`.
     """
 
     def __init__(self, environment: Mapping[str, str], folders: Sequence[str], log: str) -> None:
@@ -93,16 +93,19 @@ class Worker:
             self._events = EventLog(Path(log).with_suffix(SUFFIX))
         keep_exit_statuses()
         self._held: Any = None
+        self._parts: dict[str, Any] = {}
+        """The parts of the held object that were called, by module and class."""
+        self._parts_lock = threading.Lock()
         self._store: Any = None
         self._thread = 0
         self._sides: set[int] = set()
-        """Numbers of the methods that run beside the one in progress."""
+        """Numbers of the methods that run in parallel with the one in progress."""
         self._sides_lock = threading.Lock()
         self._feeds: dict[int, Feed] = {}
         self._feeds_lock = threading.Lock()
 
     def rendezvous(self, host: str | None) -> int:
-        """Open the store of torch.distributed on a free port, on rank 0; other ranks get no host and only import torch.
+        """Open the store of torch.distributed on a free port of rank 0. Other ranks get no host and only import torch.
 
         The store is kept open for torch.distributed, so that no other process can take the port in between.
 
@@ -114,16 +117,16 @@ class Worker:
 
         if host is None:
             return 0
-        # The store listens on all interfaces unless it gets a socket. It must if other machines are to reach it.
+        # The store listens on all interfaces, which other machines need, unless it gets a socket.
         listener = None if host != LOOPBACK else socket.create_server((host, 0)).detach()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         return int(self._store.port)
 
     def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> None:
-        """Make the held object, `build(*args)`."""
+        """Build the held object, `build(*args)`."""
         self._thread = threading.get_ident()
         os.environ.update(environment)
-        with self._running("build"), counting("starting"):
+        with self._recorded("build"), counting("starting"):
             with large_imports():
                 build = cloudpickle.loads(pickled)
                 if isinstance(build, str):
@@ -133,8 +136,8 @@ class Worker:
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, or None unless `reply`."""
-        with self._running(method):
-            result = getattr(self._held, method)(*args, **kwargs)
+        with self._running(method) as run:
+            result = run(*args, **kwargs)
         return result if reply else None
 
     def keep(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
@@ -142,37 +145,37 @@ class Worker:
 
         Unless `reply`, both are None.
         """
-        with self._running(method):
-            summary, payload = getattr(self._held, method)(*args, **kwargs)
+        with self._running(method) as run:
+            summary, payload = run(*args, **kwargs)
         return (summary, payload) if reply else (None, None)
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """Return `held.method(*args, **kwargs)`, which runs at once and must be safe beside another method."""
-        with self._running(method):
-            return getattr(self._held, method)(*args, **kwargs)
+        """Return `held.method(*args, **kwargs)` at once, in parallel with another method if one runs."""
+        with self._running(method) as run:
+            return run(*args, **kwargs)
 
     def stream(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Iterator[Any]:
         """Yield the items of the generator `held.method`, a None before each.
 
         The driver reads the None, which fails if the generator has failed, and passes the item on without reading it.
         """
-        with self._running(method):
-            for item in getattr(self._held, method)(*args, **kwargs):
+        with self._running(method) as run:
+            for item in run(*args, **kwargs):
                 yield None
                 yield item
 
     def drain(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> None:
         """Run the generator `held.method` to its end and drop the items."""
-        with self._running(method):
-            for _ in getattr(self._held, method)(*args, **kwargs):
+        with self._running(method) as run:
+            for _ in run(*args, **kwargs):
                 pass
 
     def consume(self, feed_id: int, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(items, *args, **kwargs)`, with the items that `push` hands in under `feed_id`."""
         feed = self._feed(feed_id)
         try:
-            with self._running(method):
-                result = getattr(self._held, method)(iter(feed), *args, **kwargs)
+            with self._running(method) as run:
+                result = run(iter(feed), *args, **kwargs)
         finally:
             feed.close()
         return result if reply else None
@@ -186,7 +189,7 @@ class Worker:
         self._feed(feed_id).end()
 
     def progress(self) -> Progress | None:
-        """Return how far this process is with what it counts; None if it counts nothing."""
+        """Return the progress of what this process counts; None if it counts nothing."""
         return current_progress()
 
     def where(self) -> str:
@@ -200,14 +203,31 @@ class Worker:
         threading.Event().wait()
 
     @contextmanager
-    def _running(self, method: str) -> Iterator[None]:
-        """Record the time of a method of the held object, and report its failure."""
-        with self._row() as row, self._events.event(method, row), _Reported():
+    def _running(self, method: str) -> Iterator[Callable[..., Any]]:
+        """Yield a method of the held object or of a part of it; record its time, and report its failure."""
+        with self._recorded(method.rpartition(":")[2]):
+            yield self._find(method)
+
+    @contextmanager
+    def _recorded(self, name: str) -> Iterator[None]:
+        """Record the time of a block among the events, and report its failure."""
+        with self._row() as row, self._events.event(name, row), _Reported():
             yield
+
+    def _find(self, address: str) -> Callable[..., Any]:
+        """Return the method of an address, `method` or, of a part, `module:class.method`."""
+        place, _, name = address.rpartition(".")
+        if ":" not in place:
+            return getattr(self._held, address)
+        with self._parts_lock:
+            if place not in self._parts:
+                module, _, part = place.partition(":")
+                self._parts[place] = getattr(importlib.import_module(module), part)(self._held)
+        return getattr(self._parts[place], name)
 
     @contextmanager
     def _row(self) -> Iterator[str]:
-        """Give the thread's name among the events: of methods that run at once, each has one of its own."""
+        """Yield the thread's name among the events. Methods that run in parallel have different ones."""
         if threading.get_ident() == self._thread:
             yield MAIN
             return
@@ -215,7 +235,7 @@ class Worker:
             number = next(number for number in count(1) if number not in self._sides)
             self._sides.add(number)
         try:
-            yield "beside" if number == 1 else f"beside {number}"
+            yield "parallel" if number == 1 else f"parallel {number}"
         finally:
             with self._sides_lock:
                 self._sides.remove(number)
@@ -229,7 +249,7 @@ class Worker:
 
 
 class HeldError(Exception):
-    """An exception of the held object, as text: so any exception can travel, and without the frames of this file."""
+    """An exception of the held object as text, so that any exception can travel, without the frames of this file."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

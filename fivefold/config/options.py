@@ -98,7 +98,7 @@ def check_types(key: str, name: str, function: Callable[..., Any], kwargs: Mappi
         key: the recipe's key that names the function.
         name: the function's name.
         function: the function, with annotations.
-        kwargs: the recipe's mapping of further options, all of which it takes.
+        kwargs: the recipe's mapping of further options; the function takes all of them.
 
     Raises:
         ValueError: an option of another type, out of its bounds, or not finite.

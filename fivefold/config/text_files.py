@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MOST_CHARACTERS = 300_000
-"""Most characters of a text: a hundred times those of a long recipe."""
+"""Most characters of a text: a hundred times as many as a long recipe has."""
 _MOST_BYTES = 4 * MOST_CHARACTERS
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes YAML. No text takes long to read, and each problem is told with its line and its fix.
+"""Reads and writes YAML. No text takes long to read, and each problem comes with its line and its fix.
 
 `CoreLoader` reads the scalars of the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), and takes
 everything else that has no quotes for a text:

@@ -25,14 +25,16 @@ from fivefold.bridge.decoder import expected_tensors, is_further_layer, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
-from fivefold.bridge.mapping import ExpertGatedMLP, ExpertRow, Shape, TensorReader, WeightMapping
+from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_rotation, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron_files import CheckpointFiles
 from fivefold.convert.target import Progress, free_target, streamed, written_beside
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import Shape
 from fivefold.families.torch_dist import find_torch_dist
 
 _ONE_PROCESS = ShardGroups()
@@ -197,7 +199,7 @@ class _Writer:
             for mapping, parts in self._parts.items():
                 for single, part in zip(_singles(mapping), parts, strict=True):
                     chunk = torch.empty(part.sizes, dtype=self._dtypes[part.key])
-                    single.fill(chunk.view(single.local_shape(_ONE_PROCESS)), self._weights, _ONE_PROCESS)
+                    fill(chunk.view(single.local_shape(_ONE_PROCESS)), single, self._weights, _ONE_PROCESS)
                     sizes = (1,) * len(part.lead) + part.sizes
                     files.add(part.key, part.shape, (*part.lead, *(0,) * len(part.sizes)), chunk.view(sizes))
                     done += chunk.numel()
@@ -247,16 +249,13 @@ def _dotted(numbers: tuple[int, ...], otherwise: int) -> str:
 
 def _singles(mapping: WeightMapping) -> Iterator[WeightMapping]:
     """Yield the mappings of the single experts of a parameter; the mapping itself if it has none."""
-    match mapping:
-        case ExpertGatedMLP():
-            for expert in range(mapping.n_experts):
-                gate, up = mapping.gate.format(expert=expert), mapping.up.format(expert=expert)
-                yield replace(mapping, gate=gate, up=up, n_experts=1)
-        case ExpertRow():
-            for expert in range(mapping.n_experts):
-                yield replace(mapping, down=mapping.down.format(expert=expert), n_experts=1)
-        case _:
-            yield mapping
+    n_experts = mapping.tensors[0].n_experts
+    if n_experts is None:
+        yield mapping
+        return
+    for expert in range(n_experts):
+        own = (replace(tensor, name=tensor.name.format(expert=expert), n_experts=1) for tensor in mapping.tensors)
+        yield replace(mapping, tensors=tuple(own))
 
 
 def _compare(shape: ModelShape, source: TensorReader, written: TensorReader, progress: Progress | None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fivefold.bridge import folder_swap
-from fivefold.bridge.mapping import TensorReader
+from fivefold.bridge.reading import TensorReader
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.paths import user_path
 

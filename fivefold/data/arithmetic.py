@@ -12,7 +12,7 @@ pays.
 
 Problems have three or four operands. A hash of its text decides whether a problem is held out. No held-out problem
 occurs in the training data, neither as a problem nor as a step of another problem's solution. Problems of two operands,
-of which every solution is made, occur only in the demonstrations.
+the steps of every solution, occur only in the demonstrations.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def sft_rows(
 
 
 def pair_rows(split: Split, n_rows: int, seed: int = 1) -> Iterator[dict[str, str]]:
-    """Yield pairs of answers to distinct problems (`prompt`, `chosen`, `rejected`), of which the chosen one is right.
+    """Yield pairs of answers to distinct problems (`prompt`, `chosen`, `rejected`). The chosen one is right.
 
-    Both have their working, or neither has, each half of the time: nothing but the numbers tells them apart.
+    Half of the pairs have their working and half have not: only the numbers tell the two answers apart.
     """
     rng = random.Random(f"pairs-{split}-{seed}")
     distinct: dict[Problem, None] = {}
@@ -194,7 +194,7 @@ def write_arithmetic(
 
         train.jsonl, test.jsonl     problems with answers, for reinforcement learning and evaluation
         sft.jsonl                   demonstrations
-        sft_test.jsonl              demonstrations of held-out problems, like those of the second part of sft.jsonl
+        sft_test.jsonl              demonstrations of held-out problems, like the second part of sft.jsonl
         pairs_train.jsonl,          right answers, each with a wrong one, for training on preferences and its evaluation
         pairs_test.jsonl
 

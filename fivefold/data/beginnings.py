@@ -2,7 +2,7 @@
 
     <|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n ...
     ^ a part        ...  ^           ^ the beginning that ends here has the tokens of the parts before this one, and
-                                                             ^ those of `<|im_start|>assistant\n`
+                                                             ^ tokens of `<|im_start|>assistant\n`
 
 A tokenizer first looks for special tokens, and tokenizes what is between two of them by itself. So a text may be
 divided before any of them, and each part be tokenized once.
@@ -60,7 +60,7 @@ def _cuts(text: str, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) ->
 
 @lru_cache(maxsize=2)
 def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Return a pattern of the special tokens, and those of them that what is before them does not change.
+    """Return a pattern of the special tokens, and the special tokens that do not depend on the text before them.
 
     They are the tokens that are looked for in the text as it is, before it is normalized.
     """

@@ -22,8 +22,8 @@ N_TRIED = 3
 class ChosenSampler(EpochSampler[Prompt]):
     """Gives out the batches that a `PromptSampler` chooses.
 
-    An epoch is as many batches as the prompts fill, whichever they are. Batches that were given out and not told of are
-    part of the state, so that a run that reads ahead goes on with the same ones.
+    An epoch is as many batches as the prompts fill, whichever they are. Batches that were given out and whose
+    rewards are not reported yet are part of the state, so that a run that reads ahead continues with the same ones.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ChosenSampler(EpochSampler[Prompt]):
         self._waiting: deque[list[int]] = deque()
         """Batches of a checkpoint that are to be given out again."""
         self._given: deque[list[int]] = deque()
-        """Batches that were given out and not told of, the oldest first."""
+        """Batches that were given out and whose rewards are not reported yet, the oldest first."""
 
     @property
     def n_dropped(self) -> int:
@@ -132,7 +132,7 @@ class ChosenSampler(EpochSampler[Prompt]):
 
 
 def try_out(make: Callable[[], ChosenSampler]) -> None:
-    """Draw batches from a user's sampler, tell it rewards, and look whether it goes on from its state.
+    """Draw batches from a user's sampler, report rewards to it, and check that it continues from its state.
 
     Args:
         make: makes the sampler, which is at its beginning.

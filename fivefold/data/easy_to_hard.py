@@ -86,7 +86,7 @@ class EasyToHard:
         return {"passes": self._n_passes, "left": self._left, "pass_rates": rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the sampler of `state` was."""
+        """Continue where the sampler of `state` was."""
         self._n_passes, self._left = state["passes"], list(state["left"])
         self._pass_rates = {int(place): value for place, value in state["pass_rates"].items()}
 

@@ -1,4 +1,4 @@
-"""Tokenized examples of a data set, whatever is learnt from them."""
+"""Tokenized examples of a data set, whatever a model learns from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fivefold.data.sampler import EpochSampler
 
 
 class Example(Protocol):
-    """What is learnt from one row: one sequence of tokens, or several."""
+    """What a model learns from one row: one sequence of tokens, or several."""
 
     @property
     def n_tokens(self) -> int:

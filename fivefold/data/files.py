@@ -91,7 +91,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
     try:
         names = list(reader.fieldnames or ())
         if len(set(names)) < len(names) or "" in names:
-            raise ValueError(f"{file}, line 1: the columns are {names}: give each column a name of its own")
+            raise ValueError(f"{file}, line 1: the columns are {names}: give each column its own name")
         for row in reader:
             if None in row or None in row.values():
                 raise ValueError(

@@ -134,8 +134,8 @@ def _label(label: Any, key: str, where: str) -> bool:
 def score_columns(examples: Sequence[SFTExample]) -> Columns:
     """Lay examples end to end, each with one more token, which alone has the mask: the state before it gets the score.
 
-    A value belongs to the state before a token. The model's score is that of the state behind the last token, which is
-    the state before a token that is appended; whichever it is, nothing depends on it.
+    A value belongs to the state before a token. The model's score is the value of the state after the last
+    token, which is the state before an appended token; nothing depends on which token that is.
     """
     lengths_N = np.array([example.n_tokens + 1 for example in examples], dtype=np.int32)
     tokens = [token for each in examples for token in (*each.prompt_ids, *each.response_ids, each.response_ids[-1])]
@@ -170,7 +170,7 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
         if not prompt or not chosen or not rejected:
             raise ValueError(
                 f"{where}: the conversations {config.chosen_key!r} and {config.rejected_key!r} must begin with the "
-                "same messages, the prompt, and each must go on with another answer: change them, or drop the row"
+                "same messages, the prompt, and each must continue with another answer: change them, or drop the row"
             )
     elif prompt is None:
         lacks = (
@@ -185,12 +185,12 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
 
 
 def _is_conversation(messages: list[Any]) -> bool:
-    """Return whether messages begin with those of a prompt, and not with an answer."""
+    """Return whether messages begin with a prompt and not with an answer."""
     return bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") != "assistant"
 
 
 def _n_common(one: list[Any], other: list[Any]) -> int:
-    """Return the number of messages that both conversations begin with, of which an answer is none."""
+    """Return the number of messages that both conversations begin with, not counting an answer."""
     n = 0
     while n < min(len(one), len(other)) - 1 and one[n] == other[n]:
         n += 1

@@ -1,4 +1,4 @@
-"""Replay of prompts that were not answered rightly: they come again beside fresh ones."""
+"""Replay of prompts that were not answered rightly: they come again among fresh ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Replay:
         return {"read": self._n_read, "waiting": list(self._waiting), "failures": failures}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the sampler of `state` was."""
+        """Continue where the sampler of `state` was."""
         self._n_read, self._waiting = state["read"], dict.fromkeys(state["waiting"])
         self._failures = {int(place): times for place, times in state["failures"].items()}
 

@@ -17,7 +17,7 @@ from fivefold.data.files import READERS, Row, read_file
 
 SUFFIXES = tuple(READERS)
 _TABLES = (".jsonl", ".parquet")
-"""Suffixes that only data sets have. A JSON or CSV file beside them most often describes the data."""
+"""Suffixes that only data sets have. A JSON or CSV file next to them most often describes the data."""
 DEFAULT_SPLIT = "train"
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of splits by which files of a folder are recognised as one split each."""
@@ -34,7 +34,7 @@ def load_rows(config: RowsConfig) -> list[Row]:
         data/train.parquet, data/train.jsonl     a file; JSON (a list of objects) and CSV too
         data/train                               a folder of such files, read in the order of their names; JSON and
                                                  CSV files count if there are no others
-        data                                     a folder whose files are named after splits; those of `config.split`
+        data                                     a folder whose files are named after splits; `config.split` is read
         package:arithmetic/train                 a file that ships with Fivefold
         package:arithmetic                       a folder that ships with Fivefold; its file of `config.split`
         openai/gsm8k:main                        a `datasets` name (and configuration); its rows of `config.split`
@@ -58,7 +58,7 @@ def usage(n_used: int, n_rows: int, n_too_long: int) -> str:
 def held_out_usage(usage: str, held_out: Iterable[Hashable], trained: Iterable[Hashable]) -> str:
     """Return the use of held-out rows as a text, which tells those that are trained on too.
 
-    Without a `split`, the held-out rows of a folder or a hub name are those of `train`.
+    Without a `split`, the held-out rows of a folder or a hub name are the split `train`.
 
     Args:
         usage: the use of the rows.

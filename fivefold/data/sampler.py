@@ -102,7 +102,7 @@ class EpochSampler(Generic[Item]):
             self.epoch, self.position = self.epoch + 1, 0
 
     def told(self, outcomes: Sequence[Outcome]) -> None:
-        """Take note of what the prompts of a batch earned, the oldest first of those that are not told of.
+        """Take note of what the prompts of a batch earned, the oldest batch first whose rewards are not reported yet.
 
         The order of an epoch does not depend on it.
         """

@@ -4,8 +4,8 @@
 tokens   17 + 25 =  42 <eos>
 mask      0 0  0 0   1   1
 
-Of a conversation, all answers of the assistant are learnt. An example ends with one of them, and has all before it that
-its chat template writes there as it writes a last answer; the others end examples of their own (`conversation`).
+All answers of the assistant in a conversation are learned. An example ends with one of them, and has all before it that
+its chat template writes there as it writes a last answer; the others end separate examples (`conversation`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SFTExample:
     response_ids: tuple[int, ...]
     """Tokens of the response, and the end-of-sequence token."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each stretch of the prompt's tokens that is learnt too: earlier answers of a conversation."""
+    """Begin and end of each stretch of the prompt's tokens that is learned too: earlier answers of a conversation."""
 
     @property
     def n_tokens(self) -> int:
@@ -48,7 +48,7 @@ class SFTExample:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def parts(self) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of the prompt, divided where an earlier answer begins or ends, and those of the response."""
+        """Yield the tokens of the prompt, divided where an earlier answer begins or ends, and the response's."""
         ends = [place for stretch in self.earlier for place in stretch]
         for start, end in zip([0, *ends], [*ends, len(self.prompt_ids)], strict=True):
             if start < end:
@@ -56,7 +56,7 @@ class SFTExample:
         yield self.response_ids
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens are learnt."""
+        """Return which tokens are learned."""
         mask_T = np.arange(self.n_tokens) >= len(self.prompt_ids)
         for start, end in self.earlier:
             mask_T[start:end] = True
@@ -69,7 +69,7 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
     The prompt is rendered as in reinforcement learning, with its chat template. A response that is a text follows it
     unchanged, and chat messages as the template writes them.
 
-    Of a conversation, each answer is learnt unless `mask_history` is set; if one of its examples is too long, all are
+    Each answer of a conversation is learned unless `mask_history` is set; if one of its examples is too long, all are
     dropped.
 
     Raises:
@@ -100,7 +100,7 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
 
 
 def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> list[SFTExample]:
-    """Return the examples of a row: one, or those of a conversation."""
+    """Return the examples of a row: one, or a conversation's."""
     if config.messages_key is not None:
         messages = _messages(row[config.messages_key], config.messages_key, where)
         return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
@@ -201,8 +201,8 @@ class Answers:
     def _behind_prompt(self, text: str) -> list[int]:
         """Return the tokens of an answer as they are behind the prompt.
 
-        They may differ from those of the text alone, to which tokenizers such as Llama 2's add a space in front. If the
-        end of the prompt and the beginning of the answer would become one token, they are those of the text alone.
+        They may differ from the text's own tokens: tokenizers such as Llama 2's add a space in front of a text. If the
+        end of the prompt and the beginning of the answer would become one token, they are the text's own.
         """
         prompt = self._prompt
         whole = self._tokenized(prompt.text + text, add_special_tokens=not prompt.has_special_tokens)
@@ -235,7 +235,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """An answer of a conversation that goes on behind it."""
+    """An answer of a conversation that continues after it."""
 
     text: str
     """The conversation up to the end of the answer, with its end token if the chat template writes one."""
@@ -268,11 +268,11 @@ def conversation(
     """Return the examples of a conversation, in the order of the answers that end them.
 
     Chat templates may write an earlier answer in another way than a last one: Qwen3's drops its thoughts. A model that
-    answers sees the earlier ones so, and its own not. So an answer is learnt in the example of a later one only if that
-    has it unchanged, with all before it, and otherwise in an example that ends with it.
+    answers sees the earlier ones so, and its own not. So an answer is learned in a later one's example only if that has
+    it unchanged, with all before it, and otherwise in an example that ends with it.
 
     Args:
-        messages: the messages, of which the last is an answer.
+        messages: the messages. The last is an answer.
         config: how rows are read.
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
@@ -301,7 +301,7 @@ def conversation(
 
 
 def sft_columns(examples: Sequence[SFTExample]) -> Columns:
-    """Lay examples end to end as the columns `tokens` and `mask`, which is true on what is learnt."""
+    """Lay examples end to end as the columns `tokens` and `mask`, which is true on what is learned."""
     tokens = [token for example in examples for token in (*example.prompt_ids, *example.response_ids)]
     return Columns(
         np.array([example.n_tokens for example in examples], dtype=np.int32),

@@ -1,4 +1,4 @@
-"""Tokenizes the texts of a data set, of which a few may be very long."""
+"""Tokenizes the texts of a data set. A few of them may be very long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARGIN = 512
 def tokenize(
     text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool, at_most: int | None, where: str
 ) -> list[int]:
-    """Return the tokens of a text; of one that has far more than `at_most` tokens, only those of its beginning.
+    """Return the tokens of a text; of one that has far more than `at_most` tokens, only the first ones.
 
     A text of 10 MB takes a tokenizer a minute or more. Therefore a long text's beginning is tokenized first: if that
     alone has more than twice `at_most` tokens, the text has more than `at_most` too. If not, as in a text of spaces, a

@@ -73,11 +73,11 @@ class Turns:
         self._finished.add(prompt)
 
     def restore(self, prompts: Iterable[int]) -> None:
-        """Record that prompts, none of which has begun, are finished already, as a checkpoint has them."""
+        """Record that prompts are finished already, as a checkpoint has them. None may have begun."""
         self._finished.update(prompts)
 
     def take(self, turn: int) -> None:
-        """Record that the prompts of a turn, all of which are finished, are trained."""
+        """Record that the prompts of a turn are trained. All must be finished."""
         prompts = self.prompts_of(turn)
         self._finished.difference_update(prompts)
         self._next = max(self._next, prompts.stop)

@@ -12,8 +12,8 @@ from fivefold.data.sampler import EpochSampler, Item, SamplerState, shuffled
 class WeightedSampler(EpochSampler[Item]):
     """Gives out batches in which each data source has its share, without end.
 
-    Each next item is of the source that is the farthest behind its share. A source is read like a data set of its own:
-    all its items once, in an order of its own (`shuffle`), before any comes again. An epoch has as many batches as that
+    Each next item is of the source that is the farthest behind its share. A source is read like a data set: all
+    its items once, in its own order (`shuffle`), before any comes again. An epoch has as many batches as that
     of an `EpochSampler`, but a source may come round sooner or later than with it.
     """
 

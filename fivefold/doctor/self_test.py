@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.cluster.rendezvous import loopback
+from fivefold.cluster.role import loopback
 from fivefold.doctor.finding import Finding
 from fivefold.doctor.self_test_process import Seat
 

@@ -107,9 +107,9 @@ def _losses(layout_text: str) -> tuple[float, float]:
     engine = MegatronEngine(config, parse_backend(layout_text), seed=SEED, optimizer=optimizer)
     batch = _batch(engine.shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
-    before = engine.forward_backward(share, SFTLoss())["loss"]
+    before = float(engine.forward_backward(share, SFTLoss())["loss"].sum)
     engine.optim_step()
-    return before, engine.forward_backward(share, SFTLoss())["loss"]
+    return before, float(engine.forward_backward(share, SFTLoss())["loss"].sum)
 
 
 def _batch(vocab: int) -> Batch:

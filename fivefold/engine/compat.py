@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 @cache
 def share_gloo_devices() -> None:
-    """Let all process groups on gloo that this process makes from now on share one thread that waits for messages.
+    """Let all gloo process groups that this process makes from now on share one thread that waits for messages.
 
     Symptom: a process with 30 groups needs three hundredths of a core while it does nothing.
     Cause: each group has a gloo device, whose thread wakes up a hundred times a second.
@@ -31,7 +31,7 @@ def share_gloo_devices() -> None:
 
 @cache
 def _devices() -> list[Any]:
-    """Return the devices of this process: the interfaces in GLOO_SOCKET_IFNAME, or that of the host's name."""
+    """Return the devices of this process: the interfaces in GLOO_SOCKET_IFNAME, or the interface of the host's name."""
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if not names:
         return [ProcessGroupGloo.create_default_device()]

@@ -1,35 +1,68 @@
-"""What ranks that share sequences exchange: keys and values, or what they are made of, and predictions for the loss."""
+"""Sequences that several ranks share: how they are split, and what the ranks exchange.
+
+    padded        aaaaaaa. bbb.           each sequence to a multiple of 2 * cp
+    rank 0 of 2   aa b .. | a. ..         zig-zag: the first chunk of every sequence, then the last
+    rank 1 of 2   aa b .. | aa b          the second, then the last but one
+
+In this order, causal attention costs the same on every rank. Each rank's queries see the keys of the whole group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fivefold.engine.kernels.varlen import varlen_attention
-from fivefold.engine.sequences import PackedAttention
+from fivefold.config.schema.engine import FlashAttention
+from fivefold.engine.kernels.varlen import AttentionPlan, plan_attention
 
 
-def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packed: PackedAttention,
-    cp_group: dist.ProcessGroup,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Attend from query [T, heads, d] with key [T, kv_heads, d] and value [T, kv_heads, v], all of this rank's tokens.
+@dataclass(frozen=True)
+class PackedAttention:
+    """The packing as attention needs it: which queries see which keys."""
 
-    The queries see the keys of the whole context-parallel group. `scale` multiplies the scores; None: 1 / sqrt(d).
+    plan: AttentionPlan
+    first_keys_K: torch.Tensor | None = None
+    """int64 [K1], with context parallelism: the rows, among the keys gathered rank after rank, that the first chunks
+    attend to."""
+    second_keys_K: torch.Tensor | None = None
+    """int64 [K2]: the same for the second chunks."""
 
-    Returns:
-        [T, heads, v].
-    """
-    if cp_group.size() > 1:
-        widths = (key.shape[-1], value.shape[-1])
-        key, value = gathered_keys(torch.cat((key, value), dim=-1), packed, cp_group).split(widths, dim=-1)
-    return varlen_attention(query, key, value, packed.plan, scale)
+
+def zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
+    """Return the padded places of one rank's tokens, in the rank's order: all first chunks, then all second ones."""
+    pieces = []
+    for chunk_index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        start = 0
+        for span in spans:
+            chunk = span // (2 * cp_size)
+            pieces.append(torch.arange(start + chunk_index * chunk, start + (chunk_index + 1) * chunk))
+            start += span
+    return torch.cat(pieces)
+
+
+def zigzag_attention(
+    spans: Sequence[int], cp_rank: int, cp_size: int, flash: FlashAttention | None, device: torch.device
+) -> PackedAttention:
+    """Return the attention of one rank's chunks to the keys that are gathered rank after rank."""
+    gathered = torch.cat([zigzag(spans, rank, cp_size) for rank in range(cp_size)])
+    row_of_place = torch.empty_like(gathered)
+    row_of_place[gathered] = torch.arange(gathered.numel())
+    keys, entries = [], []
+    for chunk_index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        prefixes, start = [], 0
+        for span in spans:
+            chunk = span // (2 * cp_size)
+            prefix = (chunk_index + 1) * chunk
+            prefixes.append(row_of_place[start : start + prefix])
+            entries.append((chunk, prefix))
+            start += span
+        keys.append(torch.cat(prefixes).to(device, non_blocking=True))
+    plan = plan_attention(entries, flash=flash, device=device)
+    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1])
 
 
 def gathered_keys(local: torch.Tensor, packed: PackedAttention, cp_group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The contract of training engines, whatever library the model runs on.
 
 All processes of a model call each method together, each with the share of its data-parallel replica. Results are
-global and the same on every rank, except for log-probs and values, which are those of the replica's share.
+global and the same on every rank, except that a score returns the columns of the replica's own share.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from fivefold.algorithms.loss import Loss
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.algorithms.metrics import Metrics
+from fivefold.engine.heads import Score
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
     from fivefold.engine.ema import EMAWeights
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
@@ -32,7 +34,7 @@ class Snapshot(Protocol):
     def write(self) -> WrittenPart:
         """Write this rank's files, unless they are on the disk, and wait until they are.
 
-        It may run in any thread, beside anything that the rank does, and may be called again after an error.
+        It may run in any thread, in parallel with whatever the rank does, and may be called again after an error.
 
         Raises:
             OSError: a file cannot be written; the error names it.
@@ -48,42 +50,24 @@ class TrainingEngine(Protocol):
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on, as YAML can hold it."""
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
-        the split into micro-batches and the packing.
+        It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout, the
+        split into micro-batches and the packing.
         """
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
 
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the entropies of their distributions.
+    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
+        """Compute a score of the share's trained tokens in a forward pass without gradient.
 
         Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
+            Columns [T, ...] of the share's own sequences, by name, on the CPU; `what` defines what they hold.
 
-    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probs of the share's trained tokens, and the sums of squared probabilities over the vocabulary.
-
-        Returns:
-            float32 [T] each, on the CPU; 0 on tokens that are not trained.
-        """
-
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the most likely tokens before each of the share's trained tokens.
-
-        Returns:
-            The tokens, int64 [T, k], and their log-probs, float32 [T, k], on the CPU; 0 on tokens that are not trained.
-        """
-
-    def compute_values(self, share: Share) -> torch.Tensor:
-        """Compute the value of the state before each of the share's trained tokens, if the model has a value head.
-
-        Returns:
-            float32 [T], on the CPU; 0 on tokens that are not trained.
+        Raises:
+            ValueError: the model's head does not predict what the score needs.
         """
 
     def export_weights(self, readers: frozenset[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,8 +92,8 @@ class TrainingEngine(Protocol):
     def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
         """Copy this rank's part of the training state to host memory, to be written to `folder`.
 
-        Training may go on when this returns. The folder is whole when all ranks have written their part, and
-        `state_store.finish` has written the index.
+        Training may continue when this returns. The folder is whole when all ranks have written their part, and
+        `dcp_files.finish` has written the index.
 
         Args:
             folder: the folder of the state.
@@ -124,25 +108,24 @@ class TrainingEngine(Protocol):
         """Load the training state in `folder`, of this layout or any other; accumulated gradients are lost.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model; or the engine has no
-                optimizer.
+            ValueError: the folder holds no complete training state, or another model's; or the engine has no optimizer.
         """
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+        """Free the device memory of parameters, gradients or optimizer state, as `what` names.
 
         Parameters and optimizer state are copied to pinned host memory, gradients are lost. Call `onload` before the
         next method that needs what was moved.
 
         Returns:
-            The bytes that were freed on this rank's device.
+            The bytes freed on this rank's device.
         """
 
     def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Bring back what `offload` moved; gradients are zero then.
 
         Returns:
-            The bytes that were allocated on this rank's device.
+            The bytes allocated on this rank's device.
         """
 
     def held_weights(self) -> dict[str, torch.Tensor]:

@@ -9,16 +9,15 @@ The average stays in float32: its steps are too small for bfloat16. A checkpoint
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
-from fivefold.bridge.pieces import Piece
+from fivefold.bridge.parameters import Parameter, Parameters
+from fivefold.bridge.reading import TensorReader, fill_range
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.state.stored_state import StoredState
 
@@ -26,38 +25,18 @@ KIND = "param"
 """First part of the keys in a checkpoint."""
 
 
-@dataclass(frozen=True, eq=False)
-class HeldWeight:
-    """The elements of one parameter that this rank holds."""
-
-    mapping: WeightMapping
-    values_N: Tensor
-    """The elements, flat, as a view of the parameter."""
-    begin: int = 0
-    """Index of the first one in the flattened parameter."""
-    is_stored: bool = True
-    """Whether this rank writes them to checkpoints; among replicas, the first one does."""
-
-    def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yield what this rank holds of some pieces of the parameter."""
-        for piece in pieces:
-            yield from piece.within(self.begin, self.begin + self.values_N.numel())
-
-
 class EMAWeights:
     """This rank's weights of a frozen model, an EMA of another model's.
 
     Args:
-        weights: this rank's weights by name.
-        shapes: names and full shapes of the model's Hugging Face tensors.
-        groups: this rank's groups.
+        parameters: the frozen model's parameters.
         decay: the decay, in [0, 1); 0 copies.
     """
 
-    def __init__(
-        self, weights: Mapping[str, HeldWeight], shapes: Mapping[str, Shape], groups: ShardGroups, decay: float
-    ) -> None:
-        self._weights, self._shapes, self._groups = weights, shapes, groups
+    def __init__(self, parameters: Parameters[Any], decay: float) -> None:
+        weights = {parameter.name: parameter for parameter in parameters}
+        self._weights: dict[str, Parameter] = weights
+        self._shapes, self._groups = parameters.shapes, parameters.groups
         self._decay = decay
         self._average = {
             name: weight.values_N.float().cpu()
@@ -136,11 +115,9 @@ class EMAWeights:
         if average_N is not values_N:
             values_N.copy_(average_N)
 
-    def _fill(self, target_N: Tensor, weight: HeldWeight, source: TensorReader) -> None:
+    def _fill(self, target_N: Tensor, weight: Parameter, source: TensorReader) -> None:
         """Copy this rank's elements of a parameter from whole tensors; padding becomes zero."""
-        target_N.zero_()
-        for cut in weight.cuts(weight.mapping.pieces(self._groups)):
-            cut.view(target_N, weight.begin).copy_(source.read(cut.name, *cut.index))
+        fill_range(target_N, weight.begin, weight.mapping, source, self._groups)
 
     def _stored(self) -> Iterator[tuple[str, StoredRange]]:
         """Yield what this rank stores of each parameter."""

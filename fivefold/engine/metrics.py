@@ -1,55 +1,129 @@
-"""Metrics of one mini-batch: sums on the ranks that computed a loss become the same numbers on every rank."""
+"""Metrics of one mini-batch that an engine computes: from the parts that ranks hold, the same ones on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
+from fivefold.algorithms.metrics import Metric, Metrics, Number, merge_metrics
+from fivefold.families.shape import ModelShape
+
+UPDATE = "max"
+"""Phase of an update, whose peak of memory is usually the largest."""
+_RETRIES = "num_alloc_retries"
+"""PyTorch's name for how often its allocator found no room, and returned what it kept for later to the device."""
 
 
-_EXTREMES = ("max", "min")
-
-
-def reduce_metrics(kept: Sequence[dict[str, torch.Tensor]], *, counts: bool, n_trained: int) -> dict[str, float]:
-    """Reduce over micro-batches and data-parallel ranks; collective over all processes.
-
-    Names that end in /max, /min or /sum are reduced in that way; all others are sums that are divided by `n_trained`.
+def reduce_metrics(kept: Sequence[Metrics], *, counts: bool) -> Metrics:
+    """Merge metrics of micro-batches and data-parallel ranks; collective over all processes.
 
     Args:
         kept: the metrics of each micro-batch of this process.
         counts: whether this process contributes. Tensor- and context-parallel ranks compute the same loss, so only one
             of them does.
-        n_trained: trained tokens of the whole mini-batch.
     """
-    gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, _local(kept) if counts else {})
-    if n_trained == 0:
-        # Without trained tokens there is no largest and no smallest value.
-        gathered = [{name: value for name, value in rank.items() if _kind(name) not in _EXTREMES} for rank in gathered]
-    totals = {name: _reduce(name, [rank[name] for rank in gathered if name in rank]) for name in _names(gathered)}
-    return {name: value if _kind(name) in _REDUCTIONS else value / max(1, n_trained) for name, value in totals.items()}
+    gathered: list[Metrics] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, merge_metrics(_on_host(kept)) if counts else {})
+    return merge_metrics(gathered)
 
 
-def _local(kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Reduce over this rank's micro-batches, with one copy from the device, because a copy waits for all its work."""
-    if not kept:
+def _on_host(kept: Sequence[Metrics]) -> Iterable[Metrics]:
+    """Return the metrics in floats, with one copy from the device, because a copy waits for all its work."""
+    numbers: list[Number] = [
+        number for metrics in kept for each in metrics.values() for number in (each.sum, each.weight, each.square)
+    ]
+    tensors = [number.float() for number in numbers if isinstance(number, torch.Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else ())
+    floats = iter([next(copied) if isinstance(number, torch.Tensor) else number for number in numbers])
+    return [
+        {name: Metric(next(floats), next(floats), each.reduce, next(floats)) for name, each in metrics.items()}
+        for metrics in kept
+    ]
+
+
+def load_metrics(load_LE: torch.Tensor, moe_layers: Sequence[bool]) -> Metrics:
+    """Return how uneven the loads of experts are; nothing if no token was routed.
+
+    Over all layers they are `experts/imbalance` and the like, of layer n `experts/imbalance/layer_<n>`.
+
+    Args:
+        load_LE: tokens that each expert of each layer got, [layers, experts].
+        moe_layers: which layers have experts.
+    """
+    layers = [layer for layer, is_moe in enumerate(moe_layers) if is_moe]
+    loads_LE = load_LE[layers].double().cpu()
+    if not layers or not bool(loads_LE.sum(1).all()):
         return {}
-    values_MK = torch.stack([value.float() for metrics in kept for value in metrics.values()]).tolist()
-    names, width = list(kept[0]), len(kept[0])
-    rows = [values_MK[start : start + width] for start in range(0, len(values_MK), width)]
-    return {name: _reduce(name, list(column)) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    imbalance_L = (loads_LE.amax(1) / loads_LE.mean(1)).tolist()
+    width = len(str(len(moe_layers) - 1))
+    return {
+        "experts/imbalance": Metric(sum(imbalance_L) / len(layers)),
+        "experts/imbalance/max": Metric(max(imbalance_L), reduce="max"),
+        "experts/dead": Metric(float((loads_LE == 0).sum())),
+        **{
+            f"experts/imbalance/layer_{layer:0{width}}": Metric(value)
+            for layer, value in zip(layers, imbalance_L, strict=True)
+        },
+    }
 
 
-def _names(gathered: Sequence[dict[str, float]]) -> dict[str, None]:
-    return dict.fromkeys(name for rank in gathered for name in rank)
+def auxiliary_losses(
+    names: Sequence[str], losses_LK: torch.Tensor, load_LE: torch.Tensor, shape: ModelShape
+) -> Metrics:
+    """Return the mean over tokens and layers of each auxiliary loss that is trained, without its weight.
+
+    Args:
+        names: their names.
+        losses_LK: sums over the tokens of each layer, [layers, names].
+        load_LE: tokens that each expert of each layer got, [layers, experts].
+        shape: shape of the model.
+    """
+    layers = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
+    tokens_L = load_LE[layers].double().sum(1) / shape.top_k
+    if not layers or not bool(tokens_L.all()):
+        return {}
+    means_K = (losses_LK[layers].double() / tokens_L[:, None]).mean(0).tolist()
+    return {name: Metric(mean) for name, mean in zip(names, means_K, strict=True) if mean}
 
 
-def _kind(name: str) -> str:
-    return name.rpartition("/")[2]
+class PeakMemory:
+    """The most device memory of this process's tensors, by phase. Processes without a GPU have none."""
 
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+        self._retries_before = 0
 
-def _reduce(name: str, values: list[float]) -> float:
-    return _REDUCTIONS.get(_kind(name), sum)(values)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block, which belongs to phase `name`."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self._bytes[name] = max(self._bytes.get(name, 0), torch.cuda.max_memory_allocated())
+
+    def take(self, device: torch.device | str = "cuda") -> Metrics:
+        """Return metrics of what was measured since the last call, and forget it.
+
+        They are `peak_memory_gb/<phase>`, the largest peak of any rank in GB (1e9 bytes), and `allocator_retries/max`,
+        the most times that a rank's allocator had to make room. All ranks call it together, after the same phases.
+
+        Args:
+            device: device of the tensor that the ranks exchange.
+        """
+        if not self._bytes:
+            return {}
+        retries = torch.cuda.memory_stats().get(_RETRIES, 0)
+        most = torch.tensor([*self._bytes.values(), retries - self._retries_before], dtype=torch.float64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        *peaks, most_retries = most.tolist()
+        taken = {
+            f"peak_memory_gb/{phase}": Metric(peak / 1e9, reduce="max" if phase == UPDATE else "mean")
+            for phase, peak in zip(self._bytes, peaks, strict=True)
+        }
+        self._bytes, self._retries_before = {}, retries
+        return taken | {"allocator_retries/max": Metric(most_retries, reduce="max")}

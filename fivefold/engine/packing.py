@@ -1,26 +1,143 @@
-"""Decides which sequences share a micro-batch, and which rank trains it.
+"""Decides which sequences share a micro-batch, and which replica trains it, from lengths alone.
 
-    lengths 9 7 5 4 3 2 2        2 ranks, at most 10 tokens a micro-batch
-    rank 0   [9]       [5, 2]
-    rank 1   [4, 3, 2] [7]       every sequence once; costs even in each round and in total
+    lengths 9 7 5 4 3 2 2        2 replicas, at most 10 tokens a micro-batch
+    replica 0   [9]       [5, 2]
+    replica 1   [4, 3, 2] [7]       every sequence once; costs even in each round and in total
 
-Three demands meet here. Memory: a micro-batch holds at most `max_tokens`. Lock-step: all data-parallel ranks run
-the same number of micro-batches, a multiple of what the pipeline schedule needs. Speed: ranks wait for the slowest
-at the gradient reduction, and at every micro-batch where experts are spread over them, so costs are evened out over
-ranks both in total and micro-batch by micro-batch.
+Three demands meet here. Memory: a micro-batch holds at most `max_tokens`. Lock-step: all data-parallel replicas run the
+same number of micro-batches, a multiple of what the pipeline schedule needs. Speed: replicas wait for the slowest at
+the gradient reduction, and at every micro-batch where experts are spread over them, so costs are evened out both in
+total and micro-batch by micro-batch.
+
+    lengths of all sequences ──BatchPlanner.plan──> BatchPlan: [replica][micro-batch] -> sequences
+    the sequences of one replica, as a Batch ──────────┴──> Share ──> engine
+
+The driver plans without holding any token, and every replica gets only its own sequences.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
+from fivefold.families.shape import ModelShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.types import Batch, Totals
 
 Key = TypeVar("Key", int, float)
 
 Bin = list[int]
 """Indices of the sequences of one micro-batch."""
+
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Indices of the sequences of each micro-batch."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's part of a mini-batch, and the sizes of the whole. All ranks of a replica get the same share."""
+
+    batch: Batch
+    """The replica's own sequences."""
+    micro_batches: MicroBatches
+    """Indices into `batch`, each exactly once. Every replica has equally many micro-batches; some may be empty."""
+    longest: int
+    """Tokens of the longest micro-batch of any replica, filler included."""
+    totals: Totals
+    """Sizes of the whole mini-batch."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which sequences of a mini-batch each replica trains, and in which micro-batches."""
+
+    replicas: tuple[MicroBatches, ...]
+    """`[replica][micro-batch]` -> indices into the mini-batch, each exactly once."""
+    longest: int
+    """Tokens of the longest micro-batch, filler included."""
+
+    def sequences(self, replica: int) -> tuple[int, ...]:
+        """Return the mini-batch's indices of the sequences of `replica`, in the order in which it holds them."""
+        return tuple(index for micro_batch in self.replicas[replica] for index in micro_batch)
+
+    def micro_batches(self, replica: int) -> MicroBatches:
+        """Return the micro-batches of `replica`, as indices into its own sequences."""
+        split, start = [], 0
+        for micro_batch in self.replicas[replica]:
+            split.append(tuple(range(start, start + len(micro_batch))))
+            start += len(micro_batch)
+        return tuple(split)
+
+    def share(self, batch: Batch, replica: int) -> Share:
+        """Return the share of `replica` in the whole mini-batch `batch`."""
+        own = batch.select(self.sequences(replica))
+        return Share(own, self.micro_batches(replica), self.longest, batch.totals())
+
+
+@dataclass(frozen=True)
+class BatchPlanner:
+    """Plans mini-batches from the lengths of their sequences."""
+
+    config: MicroBatchConfig
+    layout: ParallelLayout
+    quadratic_at: float
+    """Length at which attention costs as much as the rest of the model."""
+
+    @staticmethod
+    def of(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
+        """Return the planner of an engine."""
+        return BatchPlanner(config.mb_spec, layout, attention_equals_rest_at(shape))
+
+    def plan(self, lengths: Sequence[int], *, with_gradient: bool = True) -> BatchPlan:
+        """Plan a mini-batch of sequences of these lengths, for passes with or without gradients. Deterministic.
+
+        The number of micro-batches is a multiple of the pipeline's stages where the schedule is interleaved.
+        """
+        layout, config = self.layout, self.config
+        assigned = plan_micro_batches(
+            [self._padded([length], tp=1) for length in lengths],
+            n_ranks=layout.dp,
+            max_tokens=config.max_tokens_per_mb if with_gradient else config.infer_tokens,
+            min_micro_batches=config.n_mbs,
+            multiple_of=layout.pp if layout.vpp > 1 else 1,
+            cost=SequenceCost(quadratic_at=self.quadratic_at),
+        )
+        replicas = tuple(tuple(map(tuple, bins)) for bins in assigned)
+        longest = max(self._padded((lengths[i] for i in bin_), tp=layout.tp) for bins in replicas for bin_ in bins)
+        return BatchPlan(replicas, longest)
+
+    def _padded(self, lengths: Iterable[int], tp: int) -> int:
+        return padded_tokens(lengths, cp_size=self.layout.cp, tp_size=tp)
+
+
+def attention_equals_rest_at(shape: ModelShape) -> float:
+    """Return the sequence length at which causal attention costs as many FLOPs per token as the layers' matmuls."""
+    mlp = shape.top_k * shape.expert_parameters if shape.is_moe else 3 * shape.hidden * shape.ffn_hidden
+    matmul_flops = 2 * (shape.attention_parameters + mlp)
+    # Two for each product of scores and of weighted values, halved by causality.
+    attention_flops_per_key = shape.query_width + shape.output_width
+    return matmul_flops / attention_flops_per_key
+
+
+def padded_tokens(lengths: Iterable[int], *, cp_size: int, tp_size: int) -> int:
+    """Return the number of tokens of a micro-batch over its context-parallel group, filler included; at least 1."""
+    unit = chunk_unit(cp_size)
+    total = sum(round_up(length, unit) for length in lengths)
+    return round_up(max(total, 1), math.lcm(unit, cp_size * tp_size))
+
+
+def chunk_unit(cp_size: int) -> int:
+    """Return what the padded length of a sequence is a multiple of: context-parallel ranks hold two chunks each."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def round_up(value: int, unit: int) -> int:
+    """Return the least multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -43,12 +160,12 @@ def plan_micro_batches(
     multiple_of: int,
     cost: Callable[[int], float],
 ) -> list[list[Bin]]:
-    """Split sequences into micro-batches and deal those to the data-parallel ranks. Deterministic.
+    """Split sequences into micro-batches and deal them to the data-parallel ranks. Deterministic.
 
     Args:
         lengths: tokens of each sequence, as they will lie in memory (alignment padding included).
         n_ranks: data-parallel ranks.
-        max_tokens: most tokens in a micro-batch. A sequence that is longer gets a micro-batch of its own.
+        max_tokens: most tokens in a micro-batch. A longer sequence gets a micro-batch to itself.
         min_micro_batches: fewest micro-batches on a rank.
         multiple_of: the number of micro-batches on a rank is a multiple of this.
         cost: relative time that a sequence of a given length takes; grows with the length.
@@ -58,7 +175,7 @@ def plan_micro_batches(
         the same number of micro-batches, and costly micro-batches come first. If there are fewer sequences than
         micro-batches, the last ones are empty.
 
-        The number of micro-batches over all ranks is at most that of first-fit-decreasing bin packing, which is
+        There are at most as many micro-batches over all ranks as bins in first-fit-decreasing bin packing, which is
         within 11/9 of the optimum + 2/3 (Dósa 2007), rounded up for the other two demands.
 
     Raises:
@@ -80,7 +197,7 @@ def plan_micro_batches(
 
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     first_fit: list[Bin] | None = None
-    n_per_rank = _round_up(max(min_micro_batches, -(-_fewest_bins(lengths, max_tokens) // n_ranks)), multiple_of)
+    n_per_rank = round_up(max(min_micro_batches, -(-_fewest_bins(lengths, max_tokens) // n_ranks)), multiple_of)
     while (bins := _balance(longest_first, lengths, n_ranks * n_per_rank, max_tokens, cost)) is None:
         # First-fit is rarely needed, because most lengths can be balanced.
         first_fit = first_fit or _first_fit(longest_first, lengths, max_tokens)
@@ -90,10 +207,6 @@ def plan_micro_batches(
             break
         n_per_rank += multiple_of
     return _deal(bins, [sum(cost(lengths[i]) for i in bin_) for bin_ in bins], n_ranks)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings on packed tokens, as Hugging Face computes them (cos/sin in fp32)."""
+"""The frequencies of rotary position embeddings, as Hugging Face computes them."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ def _yarn(periods: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.Te
     # A range of one pair would divide by 0; transformers widens it by the same amount.
     kept = 1 - ((indices - first) / ((last - first) or 0.001)).clamp(0, 1)
     return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
-
-
-def cos_sin(
-    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, scaling: RopeScaling | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T]."""
-    angles = positions_T.float()[:, None] * frequencies[None, :]
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-    magnitude = 1.0 if scaling is None else scaling.magnitude
-    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)

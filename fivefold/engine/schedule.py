@@ -1,4 +1,4 @@
-"""What every engine's optimizer does with the numbers of a step: its learning rate, and the clipping of gradients."""
+"""The learning rate of a step and the clipping of its gradients, the same for every engine's optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def learning_rate(
     end = config.lr * config.min_lr_ratio if end is None else end
     warmup = config.warmup_steps
     if warmup is None:
-        # Rounded first: 7 % of 100 steps are 7, but 0.07 * 100 is a little more.
+        # Rounded first, because 0.07 * 100 is a little more than 7.
         warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -40,8 +40,8 @@ def learning_rate(
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor of gradients of this global norm, whose limit is `limit`; 0: they are not clipped.
+    """Return the factor that clips gradients of this global norm to `limit`; a limit of 0 clips nothing.
 
-    Megatron-Core and torch, too, add 1e-6 to the norm.
+    Like Megatron-Core and torch, it adds 1e-6 to the norm.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0

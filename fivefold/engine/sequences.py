@@ -1,42 +1,31 @@
-"""One micro-batch of whole sequences, as one rank of a context-parallel group holds it.
+"""The micro-batches that a rank puts through the model: whole sequences, packed end to end, and this rank's part.
 
-    ragged        aaaaaaa bbb             sequences end to end
-    padded        aaaaaaa. bbb. ........  each to a multiple of 2 * cp; a filler sequence makes the total even
-    rank 0 of 2   aa b .. | a. . ..       zig-zag: the first chunk of every sequence, then the last
-    rank 1 of 2   aa b .. | aa b ..       the second, then the last but one
+    ragged   aaaaaaa bbb             sequences end to end
+    padded   aaaaaaa. bbb. ........  each to a multiple of 2 * cp; a filler sequence makes the total even
 
-In this order, causal attention costs the same on every rank. The loss gets whole sequences again: log-probs return to
-their places in the ragged batch (`LocalSequences.places_N`) and are summed over the group.
+Context-parallel ranks split the padded sequences (`context_parallel.py`). The loss gets whole sequences again:
+predictions return to their places in the ragged batch (`LocalSequences.places_N`) and are summed over the group.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from fivefold.config.schema.engine import FlashAttention
-from fivefold.engine.kernels.varlen import AttentionPlan, plan_attention
+from fivefold.engine.context_parallel import PackedAttention, gathered_keys, zigzag, zigzag_attention
+from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
+from fivefold.engine.packing import Share, chunk_unit, padded_tokens, round_up
+from fivefold.layout.parallel import ParallelLayout
 from fivefold.types import Batch
 
 
 @dataclass(frozen=True)
-class PackedAttention:
-    """The packing as attention needs it: which queries see which keys."""
-
-    plan: AttentionPlan
-    first_keys_K: torch.Tensor | None = None
-    """int64 [K1], with context parallelism: the rows, among the keys gathered rank after rank, that the first chunks
-    attend to."""
-    second_keys_K: torch.Tensor | None = None
-    """int64 [K2]: the same for the second chunks."""
-
-
-@dataclass(frozen=True)
 class LocalSequences:
-    """This rank's share of one micro-batch. T: its tokens. N: the tokens that it predicts."""
+    """This rank's part of one micro-batch. T: its tokens. N: the tokens that it predicts."""
 
     tokens_T: torch.Tensor
     """int64 [T]: token ids."""
@@ -45,9 +34,9 @@ class LocalSequences:
     padding_T: torch.Tensor
     """bool [T]: true on filler."""
     sequences_T: torch.Tensor
-    """int64 [T]: index of each token's sequence; filler at the end of a sequence is of it."""
+    """int64 [T]: index of each token's sequence, to which the filler at its end belongs."""
     n_sequences: int
-    """Sequences of the micro-batch, one of filler included."""
+    """Sequences of the micro-batch, a filler sequence included."""
     attention: PackedAttention
     rows_N: torch.Tensor
     """int64 [N]: rows of the hidden states that predict a trained token."""
@@ -57,29 +46,56 @@ class LocalSequences:
     """int64 [N]: indices of these tokens in the ragged batch."""
 
 
-def padded_tokens(lengths: Iterable[int], *, cp_size: int, tp_size: int) -> int:
-    """Return the number of tokens of a micro-batch over its context-parallel group, filler included; at least 1."""
-    unit = _chunk_unit(cp_size)
-    total = sum(_round_up(length, unit) for length in lengths)
-    return _round_up(max(total, 1), math.lcm(unit, cp_size * tp_size))
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences that go through the model together."""
+
+    rows_T: torch.Tensor
+    """int64 [T], CPU: index of each token in the share's batch."""
+    batch: Batch
+    """The sequences, on the device; empty if there are fewer sequences than micro-batches."""
+    local: LocalSequences
+    """This context-parallel rank's tokens of them."""
+    padded: int
+    """Number of tokens over the context-parallel group, filler included."""
 
 
-def _chunk_unit(cp_size: int) -> int:
-    return 2 * cp_size if cp_size > 1 else 1
+@dataclass(frozen=True)
+class MicroBatchBuilder:
+    """Builds one rank's micro-batches from its shares."""
 
+    layout: ParallelLayout
+    cp_rank: int
+    """Index of this process in its context-parallel group."""
+    same_length: bool
+    """Whether every micro-batch of every rank must be padded to the longest one."""
+    flash: FlashAttention | None
+    """Flash attention's kernels, which need their own plan; None: PyTorch's scaled dot-product attention."""
+    device: torch.device
 
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    def build(self, share: Share) -> list[MicroBatch]:
+        """Return the micro-batches of a share, in the order in which they are trained."""
+        return [self._build_one(share, indices) for indices in share.micro_batches]
+
+    def _build_one(self, share: Share, indices: tuple[int, ...]) -> MicroBatch:
+        chosen = share.batch.select(indices)
+        tp, cp = self.layout.tp, self.layout.cp
+        total = share.longest if self.same_length else padded_tokens(chosen.lengths, cp_size=cp, tp_size=tp)
+        local = localize(chosen, cp_rank=self.cp_rank, cp_size=cp, total=total, flash=self.flash, device=self.device)
+        offsets = share.batch.offsets()
+        rows = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
+        rows_T = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        return MicroBatch(rows_T, chosen.to(self.device), local, total)
 
 
 def localize(
     batch: Batch, *, cp_rank: int, cp_size: int, total: int, flash: FlashAttention | None, device: torch.device
 ) -> LocalSequences:
-    """Pad `batch` to `total` tokens (see `padded_tokens`) and take the share of context-parallel rank `cp_rank`.
+    """Pad `batch` to `total` tokens (see `padded_tokens`) and take the part of context-parallel rank `cp_rank`.
 
     Only tokens whose mask is not 0 are predicted.
     """
-    spans = [_round_up(length, _chunk_unit(cp_size)) for length in batch.lengths]
+    spans = [round_up(length, chunk_unit(cp_size)) for length in batch.lengths]
     lengths = list(batch.lengths)
     if total > sum(spans):
         spans.append(total - sum(spans))
@@ -87,8 +103,12 @@ def localize(
     place = _places(spans, lengths)
     successor = torch.cat([place[1:], place.new_full((1,), -1)])
     successor[torch.tensor(spans).cumsum(0) - 1] = -1
-
-    local = _zigzag(spans, cp_rank, cp_size)
+    if cp_size > 1:
+        local = zigzag(spans, cp_rank, cp_size)
+        attention = zigzag_attention(spans, cp_rank, cp_size, flash, device)
+    else:
+        local = torch.arange(sum(spans))
+        attention = PackedAttention(plan_attention([(span, span) for span in spans], flash=flash, device=device))
     # Index -1, filler, reads the extra element at the end: token 0, not trained.
     tokens = torch.cat([batch.tokens_T, batch.tokens_T.new_zeros(1)])
     trained = torch.cat([batch.mask_T > 0, torch.zeros(1, dtype=torch.bool)])
@@ -104,7 +124,7 @@ def localize(
         padding_T=move(place[local] < 0),
         sequences_T=move(torch.arange(len(spans)).repeat_interleave(torch.tensor(spans))[local]),
         n_sequences=len(spans),
-        attention=_pack(spans, cp_rank, cp_size, flash, device),
+        attention=attention,
         rows_N=move(rows),
         targets_N=move(batch.tokens_T[places]),
         places_N=move(places),
@@ -121,38 +141,22 @@ def _places(spans: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     return place
 
 
-def _zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
-    """Return the padded places of one rank's tokens, in the rank's order: all first chunks, then all second ones."""
-    if cp_size == 1:
-        return torch.arange(sum(spans))
-    pieces = []
-    for chunk_index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        start = 0
-        for span in spans:
-            chunk = span // (2 * cp_size)
-            pieces.append(torch.arange(start + chunk_index * chunk, start + (chunk_index + 1) * chunk))
-            start += span
-    return torch.cat(pieces)
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedAttention,
+    cp_group: dist.ProcessGroup,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attend from query [T, heads, d] with key [T, kv_heads, d] and value [T, kv_heads, v], all of this rank's tokens.
 
+    The queries see the keys of the whole context-parallel group. `scale` multiplies the scores; None: 1 / sqrt(d).
 
-def _pack(
-    spans: Sequence[int], cp_rank: int, cp_size: int, flash: FlashAttention | None, device: torch.device
-) -> PackedAttention:
-    if cp_size == 1:
-        plan = plan_attention([(span, span) for span in spans], flash=flash, device=device)
-        return PackedAttention(plan)
-    gathered = torch.cat([_zigzag(spans, rank, cp_size) for rank in range(cp_size)])
-    row_of_place = torch.empty_like(gathered)
-    row_of_place[gathered] = torch.arange(gathered.numel())
-    keys, entries = [], []
-    for chunk_index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        prefixes, start = [], 0
-        for span in spans:
-            chunk = span // (2 * cp_size)
-            prefix = (chunk_index + 1) * chunk
-            prefixes.append(row_of_place[start : start + prefix])
-            entries.append((chunk, prefix))
-            start += span
-        keys.append(torch.cat(prefixes).to(device, non_blocking=True))
-    plan = plan_attention(entries, flash=flash, device=device)
-    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1])
+    Returns:
+        [T, heads, v].
+    """
+    if cp_group.size() > 1:
+        widths = (key.shape[-1], value.shape[-1])
+        key, value = gathered_keys(torch.cat((key, value), dim=-1), packed, cp_group).split(widths, dim=-1)
+    return varlen_attention(query, key, value, packed.plan, scale)

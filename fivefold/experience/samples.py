@@ -12,6 +12,8 @@ import numpy as np
 
 from fivefold.data.sampler import Outcome
 from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Sample
 
 PERCENTILES = (10, 50, 90)
@@ -25,6 +27,14 @@ def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, floa
         ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`.
     """
     return rewards.judge([sample.prompt for sample in samples], [sample.response_text for sample in samples])
+
+
+def model_scores(
+    samples: Sequence[Sample], batch: RemoteBatch, rewards: RewardSet, model: RewardModel
+) -> dict[int, float]:
+    """Return the reward model's scores of the samples of `batch` that it is for, by the index of the sample."""
+    scored = rewards.scored_by_model([sample.prompt for sample in samples])
+    return dict(zip(scored, model.scores(batch.select(scored)).tolist(), strict=True)) if scored else {}
 
 
 def rewarded(

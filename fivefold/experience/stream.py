@@ -20,7 +20,7 @@ from typing import Self
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.group import Group
-from fivefold.experience.samples import judged, rewarded
+from fivefold.experience.samples import judged, model_scores, rewarded
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.progress import counting
 from fivefold.observe.timers import SETUP, PhaseTimers
@@ -317,10 +317,8 @@ class Stream:
         values = [each for group in groups for each in group.values or ()]
         scores: dict[int, float] = {}
         if self._reward_model is not None:
-            scored = self._rewards.scored_by_model([sample.prompt for sample in samples])
             batch = RemoteBatch.joined([group.batch for group in groups])
-            if scored:
-                scores = dict(zip(scored, self._reward_model.scores(batch.select(scored)).tolist(), strict=True))
+            scores = model_scores(samples, batch, self._rewards, self._reward_model)
         done = iter(rewarded(samples, values, self._rewards, scores))
         with self.changed:
             self._progress = time.perf_counter()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoints.changes import is_below
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import EXPERIENCE
 from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
@@ -32,7 +32,7 @@ from fivefold.rollout.protocol import Begun, GenerationRequest
 from fivefold.types import Columns, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 SAMPLED_WITH = (
     "gconfig.greedy",
@@ -190,7 +190,7 @@ class _Moment:
     running: Mapping[int, Sequence[GenerationRequest]]
 
 
-def taken_over(start: Anew | Resume) -> tuple[Saved, str | None]:
+def taken_over(start: FromScratch | Resume) -> tuple[Saved, str | None]:
     """Return what a run takes over from the checkpoint from which it goes on, and a text for the user if that changed.
 
     What was sampled in another way is not taken over: the trainer would take its log-probs, of a truncated distribution

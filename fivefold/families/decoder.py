@@ -142,7 +142,7 @@ def check_groups(config: HFConfig, shape: ModelShape) -> None:
     """Check the groups of experts of a shape.
 
     Raises:
-        ValueError: the groups are not equal, or those of a token have too few experts.
+        ValueError: the groups are not equal, or the groups of a token have too few experts.
     """
     groups, chosen = shape.expert_groups, shape.groups_per_token
     size, rest = divmod(shape.n_experts, groups)

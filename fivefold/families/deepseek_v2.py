@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and softmax routing to experts beside shared experts.
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention, and softmax routing to experts next to shared experts.
 
 V2's routers choose among the groups of experts whose best expert has the largest score; V2-Lite's have no groups.
 """

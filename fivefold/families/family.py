@@ -4,7 +4,7 @@
     tensor names of Hugging Face files                bridge, rollout
     names of the GGUF architecture                    convert
 
-A new family is a file beside this one that makes a `Family`, and a line in `registry.py`.
+A new family is a file in this folder that makes a `Family`, and a line in `registry.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GGUFArchitecture:
     rotates_neighbours: bool = False
     """Whether the rows of Q and K are stored for rotating neighbouring rows, instead of rows half a head apart."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Metadata keys without their prefix, besides those of all architectures -> the keys of config.json they fill."""
+    """Metadata keys without their prefix, in addition to all architectures' -> the keys of config.json they fill."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that GGUF has no word for."""
 
@@ -67,7 +67,7 @@ class Family:
     read: Callable[[HFConfig], ModelShape]
     """Reads the shape; raises ValueError for a feature that Fivefold does not implement."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of config.json keys that may be left out, where they are not those of most families."""
+    """Values of config.json keys that may be left out, where they differ from most families' values."""
     mlp: MLPNames = MLPNames()
     moe: MoENames | None = None
     """None where no layer has experts."""

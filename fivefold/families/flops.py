@@ -45,7 +45,7 @@ class PartFlops:
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of a model's forward pass, in units from which those of any sequences follow."""
+    """FLOPs of a model's forward pass, in units from which the FLOPs of any sequences follow."""
 
     projections: int
     """For each token, as are MLPs, experts and router."""

@@ -2,7 +2,7 @@
 
     value of a key  =  what the file says, else the family's default, else `DEFAULTS`, else an error
 
-Defaults are those of transformers for keys that real files leave out. Sizes have none: a file without them is broken.
+Keys that real files leave out have the defaults of transformers. Sizes have none: a file without them is broken.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HFConfig:
         """Return `value`, which the file gives `key` somewhere inside, if it is a whole number of at least `least`.
 
         Raises:
-            ValueError: it is anything else, or larger than that of any model.
+            ValueError: it is anything else, or larger than any model has.
         """
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(f"config.json has {key}={value!r}; it must be a whole number of at least {least}")

@@ -10,7 +10,7 @@ from fivefold.families.rope import score_factor
 from fivefold.families.shape import LatentAttention, ModelShape
 
 _FUSED = re.compile(r"(.+\.self_attn)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
-"""Projections down of one layer, of which servers make one matrix."""
+"""Projections down of one layer, which servers make one matrix."""
 
 
 def loaded_together(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: experts beside a shared expert, which a sigmoid gate scales."""
+"""Qwen1.5-MoE and Qwen2-MoE: experts next to a shared expert, which a sigmoid gate scales."""
 
 from __future__ import annotations
 

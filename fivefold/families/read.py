@@ -28,7 +28,7 @@ _POSITIONS = {
     r"qwen3-.+-2507": 262_144,
     r"kimi-k2-.+-0905": 262_144,
 }
-"""Positions of such models by their name, where they are not those of the model with the shorter name."""
+"""Positions of such models by their name, where they differ from the model with the shorter name."""
 
 
 def read_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:

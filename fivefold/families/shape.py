@@ -69,7 +69,7 @@ class LatentAttention:
 
     @property
     def latent_dim(self) -> int:
-        """Width of the latents of a token, those of its queries included."""
+        """Width of the latents of a token, including its queries' latents."""
         return (self.query_rank or 0) + self.kv_rank
 
     @property
@@ -214,7 +214,7 @@ class ModelShape:
 
     @property
     def head_widths(self) -> tuple[int, int]:
-        """Channels of a query or key head, and those of a value head."""
+        """Channels of a query or key head, and channels of a value head."""
         return self._qk_dim, self._value_dim
 
     @property

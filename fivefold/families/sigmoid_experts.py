@@ -1,4 +1,4 @@
-"""Experts that sigmoid scores choose, in groups and with an offset for each expert, beside shared experts.
+"""Experts that sigmoid scores choose, in groups and with an offset for each expert, next to shared experts.
 
 DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2) has such layers, and GLM-4.5 took them over.
 """

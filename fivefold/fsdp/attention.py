@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fivefold.engine.context_parallel import gathered_keys, packed_attention
+from fivefold.engine.context_parallel import PackedAttention, gathered_keys
 from fivefold.engine.kernels.varlen import varlen_attention
-from fivefold.engine.sequences import PackedAttention
+from fivefold.engine.sequences import packed_attention
 
 ATTENTION_NAME = "fivefold_packed"
 

@@ -17,9 +17,9 @@ def sharing_between_passes(mesh: DeviceMesh | None) -> Iterator[None]:
     """Inside the block, `fully_shard(reshard_after_forward=n)` keeps weights on `mesh`, [ranks / n, n].
 
     Symptom: with `reshard_after_forward=n` and tensor parallelism, all ranks wait for each other while the model is
-    built. Without it, each layer has process groups of its own, each with a communicator's memory on GPUs.
+    built. Without it, each layer has its own process groups, each with a communicator's memory on GPUs.
     Cause: `fully_shard` makes a mesh of n neighbours, and with it process groups, each time it is called, and only for
-    the ranks of its own mesh, though all processes must make process groups together.
+    the ranks of its mesh, though all processes must make process groups together.
     Remove when: `fully_shard` takes the mesh on which weights are kept.
     """
     original = vars(_fully_shard)[_SHARES]

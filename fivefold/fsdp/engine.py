@@ -12,34 +12,37 @@ from typing import Any
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
+from fivefold.bridge.parameters import trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights, HeldWeight
-from fivefold.engine.expert_load import load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
-from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.passes import (
+from fivefold.engine.base import (
     COMPUTING,
+    EngineBase,
     Kept,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.ema import EMAWeights
+from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.metrics import load_metrics, reduce_metrics
+from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
+from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import ALL, NONE, Trained
 from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
@@ -51,7 +54,7 @@ from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 
 
-class FSDPEngine(SharedVerbs[Optimizer]):
+class FSDPEngine(EngineBase[Optimizer]):
     """A model on FSDP2. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -68,6 +71,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -80,6 +84,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
+            trained: the tensors that the optimizer changes; the others stay as they are, in the config's dtype.
 
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
@@ -97,14 +102,14 @@ class FSDPEngine(SharedVerbs[Optimizer]):
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self.head: Head = model_head(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
+        self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
-        trains = optimizer is not None
+        learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
         self.model = build_model(
-            self._folder, config, self.shape, known, self.head, self.groups, self._device, trains=trains
+            self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
         )
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
-        self.shards = Shards(self.model, self.shape, known, self.groups)
+        self.shards = Shards(self.model, self.shape, known, learning, self.groups)
         self._load(seed, stored)
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
@@ -112,9 +117,7 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             self.optimizer = Optimizer(
                 optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, total_steps
             )
-            self._state = TrainingState(
-                self.optimizer, known, expected_tensors(self.shape), self.groups.weights, layout, TorchGenerators()
-            )
+            self._state = TrainingState(self.optimizer, self.shards.parameters, layout, TorchGenerators())
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
@@ -147,42 +150,42 @@ class FSDPEngine(SharedVerbs[Optimizer]):
             },
         }
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
+        It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing.
         """
         self._trained("train")
         self._require("params", "grads")
-        normalizer = loss.normalizer(share.totals)
+        normalizer, asked = loss.normalizer(share.totals), asked_by(loss, self.head)
         kept = []
         self._loads.start_mini_batch()
         micro_batches = self._builder.build(share)
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
                 with self._loads.counting(micro_batch.local.padding_T):
-                    predictions = self._predict(micro_batch, loss)
+                    predictions = self._predict(micro_batch, asked)
                 total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
                 total.backward()
                 kept.append(metrics)
                 count(1)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        reduced = reduce_metrics(kept, counts=counts, n_trained=share.totals.n_trained_tokens)
-        reduced["loss"] = reduced.pop("loss/sum") / normalizer
+        reduced = reduce_metrics(kept, counts=counts)
+        reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
         if self.shape.is_moe:
             reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
         return reduced
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         micro_batches = self._builder.build(share)
         kept: list[Kept] = []
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
-                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, options))[1])
+                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
                 count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
@@ -190,11 +193,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
                 # What a layer keeps in shares is freed only where it is gathered again.
                 unit.unshard()
             unit.reshard()
-        return assemble_predictions(kept, n_names, share.batch.n_tokens, self._device).cpu()
+        return assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device).cpu()
 
-    def _predict(self, micro_batch: MicroBatch, options: HeadOptions) -> dict[str, torch.Tensor]:
+    def _predict(self, micro_batch: MicroBatch, asked: Asked) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
-        return whole_sequences(micro_batch, self.model(micro_batch, options), self.groups.cp)
+        return whole_sequences(micro_batch, self.model(micro_batch, asked), self.groups.cp)
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
@@ -203,19 +206,11 @@ class FSDPEngine(SharedVerbs[Optimizer]):
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""
-        weights = {
-            shard.mapping.parameter: HeldWeight(shard.mapping, shard.values_N, shard.begin) for shard in self.shards
-        }
-        weights |= {
-            each.mapping.parameter: HeldWeight(each.mapping, each.values_E, is_stored=each.is_stored)
-            for each in self.shards.offsets
-        }
-        return EMAWeights(weights, expected_tensors(self.shape), self.groups.weights, decay)
+        return EMAWeights(self.shards.parameters, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        sharded = {shard.mapping.parameter: shard.values_N for shard in self.shards}
-        return sharded | {each.mapping.parameter: each.values_E for each in self.shards.offsets}
+        return {parameter.name: parameter.values_N for parameter in self.shards.parameters}
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)
@@ -257,5 +252,5 @@ class FSDPEngine(SharedVerbs[Optimizer]):
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of the accumulated gradients."""
-        grads = [shard.parameter.grad for shard in self.shards]
+        grads = [shard.tensor.grad for shard in self.shards]
         return sum(local_elements(grad).nbytes for grad in grads if grad is not None)

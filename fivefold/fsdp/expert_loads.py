@@ -16,8 +16,8 @@ class ExpertLoads:
     """The loads of all experts of a decoder of transformers on this rank.
 
     Args:
-        layers: the decoder's layers, some of which may have experts.
-        n_experts: experts of a layer; 0 for a dense model, of which nothing is counted.
+        layers: the decoder's layers; some may have experts.
+        n_experts: experts of a layer; 0 for a dense model, where nothing is counted.
         device: the device of the model.
     """
 
@@ -29,7 +29,7 @@ class ExpertLoads:
                 experts.register_forward_pre_hook(partial(self._count, number))
 
     def start_mini_batch(self) -> None:
-        """Begin to count anew."""
+        """Restart the count."""
         self._load_LE.zero_()
 
     @contextmanager
@@ -43,7 +43,7 @@ class ExpertLoads:
         self._real_T = None
 
     def total(self, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the loads over all ranks that have tokens of their own, [layers, experts]."""
+        """Return the loads over all ranks that have different tokens, [layers, experts]."""
         total_LE = self._load_LE.clone()
         dist.all_reduce(total_LE, group=group)
         return total_LE

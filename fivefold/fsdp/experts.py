@@ -1,7 +1,7 @@
 """Fused experts, whose matrices FSDP shards by rows.
 
     transformers    gate_up_proj        [E, 2F, H]
-    here            gate_up_proj_rows   [E * 2F, H], of which the module sees [E, 2F, H]
+    here            gate_up_proj_rows   [E * 2F, H]; the module sees [E, 2F, H]
 
 FSDP shards along the first dimension. By experts, more ranks than experts would hold nothing, and each layer would be
 padded to as many experts as ranks when it is gathered.
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fivefold.bridge.mapping import Shape
+from fivefold.families.tensors import Shape
 
 _SUFFIX = "_rows"
 
@@ -24,7 +24,9 @@ def shard_by_rows(experts: nn.Module) -> None:
     for name, matrices in list(experts.named_parameters(recurse=False)):
         if matrices.dim() == 3:
             delattr(experts, name)
-            experts.register_parameter(f"{name}{_SUFFIX}", nn.Parameter(matrices.detach().flatten(0, 1)))
+            experts.register_parameter(
+                f"{name}{_SUFFIX}", nn.Parameter(matrices.detach().flatten(0, 1), matrices.requires_grad)
+            )
             views[name] = property(_View(name, matrices.shape[0]))
     experts.__class__ = type(type(experts).__name__, (type(experts),), views)
 

@@ -27,7 +27,7 @@ class Groups:
     shard: dist.ProcessGroup
     """Ranks that differ in `cp` or `dp`: they hold the same weights, which FSDP shards over them."""
     shares: DeviceMesh | None
-    """The ranks of `shard`, [ranks / n, n], of which n neighbours keep gathered weights between the passes; None: each
+    """The ranks of `shard`, [ranks / n, n]; n neighbours keep gathered weights between the passes; None: each
     rank keeps all of them, or none."""
 
     @property

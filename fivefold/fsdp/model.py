@@ -25,9 +25,8 @@ from transformers.initialization import no_init_weights
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
-from fivefold.engine.heads import Head, HeadOptions, OutputLayer, Predictions
-from fivefold.engine.micro_batches import MicroBatch
-from fivefold.engine.passes import predict
+from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
+from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
@@ -59,7 +58,7 @@ class Output(nn.Module):
 
 
 class PackedModel(nn.Module):
-    """A decoder of transformers, and the head behind it. The parameters have transformers' names."""
+    """A decoder of transformers, and the head after it. The parameters have transformers' names."""
 
     def __init__(self, decoder: nn.Module, shape: ModelShape, head: Head, groups: Groups) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class PackedModel(nn.Module):
         self._head = head
         self._groups = groups
 
-    def forward(self, micro_batch: MicroBatch, options: HeadOptions) -> Predictions:
+    def forward(self, micro_batch: MicroBatch, asked: Asked) -> Predictions:
         """Return the head's predictions of this rank's tokens."""
         local = micro_batch.local
         hidden_TH = self.model(
@@ -82,7 +81,7 @@ class PackedModel(nn.Module):
             cp_group=self._groups.cp,
         ).last_hidden_state[0]
         hidden_NH = copy_to_group(hidden_TH[local.rows_N], self._groups.tp)
-        return dict(predict(self._head, hidden_NH, self._output(), micro_batch, options))
+        return dict(asked.predict(self._head, hidden_NH, self._output(), micro_batch))
 
     def _output(self) -> OutputLayer:
         """Return this rank's part of the output layer. It is whole only inside `forward`."""
@@ -98,13 +97,23 @@ def build_model(
     config: EngineConfig,
     shape: ModelShape,
     mappings: Mapping[str, WeightMapping],
+    trained: frozenset[str],
     head: Head,
     groups: Groups,
     device: torch.device,
-    *,
-    trains: bool,
 ) -> PackedModel:
-    """Build the model, sharded and with uninitialised weights: float32 if it is trained, else in the config's dtype."""
+    """Build the model, sharded and with uninitialised weights: float32 where trained, else in the config's dtype.
+
+    Args:
+        folder: folder of the model's config.
+        config: options.
+        shape: shape of the model.
+        mappings: the mapping of each parameter, by its name in memory.
+        trained: names of the parameters that are trained.
+        head: the model's head.
+        groups: the groups of this process.
+        device: the device that it will be on.
+    """
     register_attention()
     hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES)
     dtype = getattr(torch, config.dtype)
@@ -115,7 +124,7 @@ def build_model(
         if groups.tp.size() > 1:
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
         model = PackedModel(decoder, shape, head, groups)
-        _take_local_shapes(model, mappings, groups, torch.float32 if trains else dtype)
+        _take_local_shapes(model, mappings, trained, groups, dtype)
     if shape.is_moe:
         fits = _fits_grouped_matmul(model, dtype, device)
         decoder.set_experts_implementation("grouped_mm" if fits else "eager")
@@ -126,10 +135,10 @@ def build_model(
             gather_latents(layer.self_attn, groups.cp)
         if (experts := getattr(layer.mlp, "experts", None)) is not None:
             shard_by_rows(experts)
-        if trains and config.fsdp.recompute == "full":
+        if trained and config.fsdp.recompute == "full":
             # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    _shard(model, config, groups, device, dtype if trains else None)
+    _shard(model, config, groups, device, dtype if trained else None)
     model.to_empty(device=device)
     with torch.device(device):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=hf_config)
@@ -138,14 +147,20 @@ def build_model(
 
 
 def _take_local_shapes(
-    model: PackedModel, mappings: Mapping[str, WeightMapping], groups: Groups, dtype: torch.dtype
+    model: PackedModel,
+    mappings: Mapping[str, WeightMapping],
+    trained: frozenset[str],
+    groups: Groups,
+    dtype: torch.dtype,
 ) -> None:
-    """Give every parameter the shape that this tensor-parallel rank has of it, and the offsets of routers float32."""
+    """Give every parameter the shape that this tensor-parallel rank has of it, and what is trained float32."""
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            mapping = mappings.get(f"{module_name}.{name}")
+            full_name = f"{module_name}.{name}"
+            mapping, is_trained = mappings.get(full_name), full_name in trained
             shape = parameter.shape if mapping is None else mapping.local_shape(groups.weights)
-            setattr(module, name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            empty = torch.empty(shape, dtype=torch.float32 if is_trained else dtype, device="meta")
+            setattr(module, name, nn.Parameter(empty, requires_grad=is_trained))
         for name, buffer in list(module.named_buffers(recurse=False)):
             # transformers makes some in the dtype of the file's config.
             if f"{module_name}.{name}" in mappings:
@@ -169,7 +184,7 @@ def _shard(
         config: options.
         groups: the groups of this process.
         device: the device that it will be on.
-        dtype: dtype of the passes, for which float32 weights are gathered; None: that of the weights.
+        dtype: dtype of the passes, for which float32 weights are gathered; None: as the weights are.
     """
     mesh = DeviceMesh.from_group(groups.shard, device.type)
     reduced = getattr(torch, config.fsdp.mp_policy.reduce_dtype) if dtype is not None else None

@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
 from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import (
-    AdamStep,
-    FixedSlice,
-    OptimizerState,
-    StateFormat,
-    StateKind,
-    StateSlice,
-)
+from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind
 from fivefold.engine.state.optimizer_state import Shard as StateShard
+from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_shared_by_heads
@@ -48,7 +42,7 @@ class Optimizer:
         Args:
             config: hyper-parameters.
             fields: variant of Adam, number formats of the moments, and where they are kept.
-            shards: this rank's shards, float32.
+            shards: this rank's shards; those that are trained are float32.
             groups: the groups of this process.
             device: the device that the shards are on.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -56,13 +50,14 @@ class Optimizer:
         self._config = config
         self._decoupled = fields.decoupled_weight_decay
         self._groups = groups
+        self._device = device
         self._total_steps = total_steps
         self.steps = 0
         """Steps made, skipped ones included: the place in the schedule."""
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
-        self._shards = list(shards)
-        self._fixed = [FixedSlice(each.mapping.parameter, each.values_E, each.is_stored) for each in shards.offsets]
+        self._shards = [shard for shard in shards if shard.has_gradient]
+        self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in shards.parameters.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
         self._parts = [self._part(shard) for shard in self._shards]
         self.state = OptimizerState(self._parts, state_format(fields, device))
@@ -70,7 +65,7 @@ class Optimizer:
     def _part(self, shard: Shard) -> StateShard:
         # Norms and biases are the parameters of one dimension, and exempt from weight decay.
         options = self._options[len(shard.shape) > 1]
-        return StateShard(shard.mapping.parameter, shard.parameter, shard.begin, shard.values_N, options)
+        return StateShard(shard.name, shard.tensor, shard.begin, shard.values_N, options)
 
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
@@ -93,7 +88,7 @@ class Optimizer:
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter with optimizer state, and what no gradient changes."""
-        yield from self.state.slices()
+        yield from state_slices(self.state)
         yield from self._fixed
 
     def finish_loading(self) -> None:
@@ -102,13 +97,13 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clear all accumulated gradients."""
         for shard, part in zip(self._shards, self._parts, strict=True):
-            shard.parameter.grad = None
+            shard.tensor.grad = None
             vars(part.weight_N).pop("decoupled_grad", None)
 
     def _gradient(self, shard: Shard) -> Tensor:
         """Return the gradient of a shard, summed over all ranks, float32 [N]."""
-        grad_N = gradient(shard.parameter)
-        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.mapping.parameter):
+        grad_N = gradient(shard.tensor)
+        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.name):
             dist.all_reduce(grad_N, group=self._groups.tp)
         return grad_N
 
@@ -121,19 +116,14 @@ class Optimizer:
             for shard, grad_N in zip(self._shards, grads, strict=True)
             if leads or shard.mapping.domain != "replicated"
         ]
-        square = (
-            torch.stack([torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]).square().sum()
-        )
+        norms = [torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(square)
         return math.sqrt(float(square))
 
     def _non_finite(self, grads: list[Tensor]) -> tuple[str, ...]:
         """Return the first few parameters whose gradient is not finite on some rank."""
-        local = [
-            shard.mapping.parameter
-            for shard, grad_N in zip(self._shards, grads, strict=True)
-            if not grad_N.isfinite().all()
-        ]
+        local = [shard.name for shard, grad_N in zip(self._shards, grads, strict=True) if not grad_N.isfinite().all()]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:_LISTED])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:_LISTED]
@@ -149,7 +139,7 @@ def state_format(fields: FSDPOptimizerFields, device: torch.device) -> StateForm
     return StateFormat(kinds, on_host=fields.state_on == "host" and device.type == "cuda")
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter's accumulated gradient, flat; zeros if there is none."""
     return torch.zeros_like(local_elements(parameter)) if parameter.grad is None else local_elements(parameter.grad)
 

@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import LOADING, checked_source, not_finite_weights
+from fivefold.bridge.export import all_gather
 from fivefold.bridge.finite import is_finite
-from fivefold.bridge.gather import all_gather
 from fivefold.bridge.hf_saver import Block, blocks
-from fivefold.bridge.mapping import Shape, TensorReader, WeightMapping
-from fivefold.bridge.pieces import Piece
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.bridge.parameters import Parameter, Parameters
+from fivefold.bridge.reading import TensorReader, fill_range
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import Shape
 from fivefold.fsdp.experts import name_in_transformers, shape_in_transformers
 from fivefold.fsdp.groups import Groups
 from fivefold.observe.progress import counting
@@ -32,29 +34,18 @@ from fivefold.weights.transport import GATHER_BYTES
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
-    """This rank's rows of one parameter."""
+class Shard(Parameter):
+    """This rank's rows of one parameter, which is a DTensor, whole over the ranks that FSDP shards it over."""
 
-    mapping: WeightMapping
-    parameter: nn.Parameter
-    """A DTensor, whose whole has the elements of the parameter of this tensor-parallel rank."""
-    shape: Shape
-    """Shape of the whole parameter of this tensor-parallel rank, in which experts have a dimension of their own."""
-    begin: int
-    """First element of the shard, in the flattened parameter."""
-    padded: int
+    shape: Shape = ()
+    """Shape of the whole parameter of this tensor-parallel rank, in which experts have their own dimension."""
+    padded: int = 0
     """Elements of the largest shard of any rank."""
 
     @property
     def values_N(self) -> Tensor:
-        """The shard's elements, as a view."""
-        return local_elements(self.parameter)
-
-    def cuts(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yield the parts of pieces of the parameter that lie in the shard."""
-        end = self.begin + self.values_N.numel()
-        for piece in pieces:
-            yield from piece.within(self.begin, end)
+        """The shard's elements, flat, as a view."""
+        return local_elements(self.tensor)
 
 
 def local_elements(tensor: Tensor) -> Tensor:
@@ -63,53 +54,59 @@ def local_elements(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach().view(-1)
 
 
-@dataclass(frozen=True, eq=False)
-class Offsets:
-    """The offsets of a router's scores, which every rank has whole and FSDP does not know of."""
-
-    mapping: WeightMapping
-    values_E: Tensor
-    """float32."""
-    is_stored: bool
-    """Whether this rank stores them; of replicas, the first one does."""
-
-
 class Shards:
     """All shards of this rank, in the model's order. All ranks of the model call each method together."""
 
     def __init__(
-        self, model: nn.Module, shape: ModelShape, mappings: Mapping[str, WeightMapping], groups: Groups
+        self,
+        model: nn.Module,
+        shape: ModelShape,
+        mappings: Mapping[str, WeightMapping],
+        trained: frozenset[str],
+        groups: Groups,
     ) -> None:
         """Take the parameters of a model that is sharded, and the offsets of its routers.
 
+        Args:
+            model: the model.
+            shape: its shape.
+            mappings: the mapping of each parameter by its name in memory, in the model's order.
+            trained: names of the parameters that are trained.
+            groups: the groups of this process.
+
         Raises:
-            WeightMismatchError: the model's parameters are not those of the mappings.
+            WeightMismatchError: the mappings do not fit the model's parameters.
         """
         self._shape = shape
         self._groups = groups
-        parameters = {name_in_transformers(name): parameter for name, parameter in model.named_parameters()}
+        tensors = {name_in_transformers(name): parameter for name, parameter in model.named_parameters()}
         shapes = {
             name_in_transformers(name): shape_in_transformers(name, tuple(parameter.shape), shape.n_experts)
             for name, parameter in model.named_parameters()
         }
-        trained = {name: mapping for name, mapping in mappings.items() if not mapping.keeps_float32}
-        check_model(trained, [shapes], groups.weights)
-        self._shards = {name: self._shard(mapping, parameters[name], shapes[name]) for name, mapping in trained.items()}
+        sharded = {name: mapping for name, mapping in mappings.items() if not mapping.keeps_float32}
+        check_model(sharded, [shapes], groups.weights)
         buffers = dict(model.named_buffers())
         is_first = groups.shard.rank() == 0
-        self.offsets = [
-            Offsets(mapping, buffers[name], is_first) for name, mapping in mappings.items() if mapping.keeps_float32
+        self._shards = [
+            self._shard(mapping, tensors[name], shapes[name], name in trained) for name, mapping in sharded.items()
         ]
-        """Those of all layers."""
+        self._offsets = [
+            # Every rank has them whole, and FSDP does not know of them.
+            Parameter(mapping, buffers[name], is_trained=name in trained, is_stored=is_first)
+            for name, mapping in mappings.items()
+            if mapping.keeps_float32
+        ]
+        self.parameters = Parameters[Parameter]([*self._shards, *self._offsets], mappings, trained, groups.weights)
 
-    def _shard(self, mapping: WeightMapping, parameter: nn.Parameter, shape: Shape) -> Shard:
-        rows = -(-parameter.shape[0] // self._groups.shard.size())
-        first = min(rows * self._groups.shard.rank(), parameter.shape[0])
-        width = prod(parameter.shape[1:])
-        return Shard(mapping, parameter, shape, first * width, rows * width)
+    def _shard(self, mapping: WeightMapping, tensor: Tensor, shape: Shape, is_trained: bool) -> Shard:
+        rows = -(-tensor.shape[0] // self._groups.shard.size())
+        first = min(rows * self._groups.shard.rank(), tensor.shape[0])
+        width = prod(tensor.shape[1:])
+        return Shard(mapping, tensor, is_trained, is_stored=True, begin=first * width, shape=shape, padded=rows * width)
 
     def __iter__(self) -> Iterator[Shard]:
-        return iter(self._shards.values())
+        return iter(self._shards)
 
     @torch.no_grad()
     def load(self, source: TensorReader) -> None:
@@ -123,17 +120,13 @@ class Shards:
         """
         source = checked_source(self._shape, source)
         suspects: dict[str, torch.dtype] = {}
-        with counting(LOADING, sum(shard.values_N.nbytes for shard in self)) as count:
-            for shard in self:
-                values_N = shard.values_N
-                shard.mapping.fill_range(values_N, shard.begin, source, self._groups.weights)
+        with counting(LOADING, sum(parameter.values_N.nbytes for parameter in self.parameters)) as count:
+            for parameter in self.parameters:
+                mapping, values_N = parameter.mapping, parameter.values_N
+                fill_range(values_N, parameter.begin, mapping, source, self._groups.weights)
                 if values_N.numel() > 0 and not is_finite(values_N):
-                    suspects |= dict.fromkeys(shard.mapping.sources(), values_N.dtype)
+                    suspects |= dict.fromkeys(mapping.sources(), values_N.dtype)
                 count(values_N.nbytes)
-        for offsets in self.offsets:
-            offsets.mapping.fill(offsets.values_E, source, self._groups.weights)
-            if not is_finite(offsets.values_E):
-                suspects |= dict.fromkeys(offsets.mapping.sources(), offsets.values_E.dtype)
         if suspects:
             raise not_finite_weights(suspects, source)
 
@@ -143,10 +136,10 @@ class Shards:
             for cut in shard.cuts(shard.mapping.stored_pieces(self._groups.weights)):
                 for block in blocks(cut, dtype.itemsize):
                     yield block, block.view(shard.values_N, shard.begin).to(dtype)
-        for offsets in self.offsets:
+        for offsets in self._offsets:
             if offsets.is_stored:
                 for piece in offsets.mapping.stored_pieces(self._groups.weights):
-                    yield piece, piece.view(offsets.values_E)
+                    yield piece, piece.view(offsets.values_N)
 
     def export(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[Stack]:
         """Yield every Hugging Face tensor, whole, on the ranks that read them; on the others, outlines on `meta`.
@@ -164,8 +157,8 @@ class Shards:
                 else:
                     for name, shape in shard.mapping.hf_shapes().items():
                         yield alone(name, torch.empty(shape, dtype=dtype, device="meta"))
-        for offsets in self.offsets:
-            for stack in offsets.mapping.merge(offsets.values_E.unsqueeze(0)):
+        for offsets in self._offsets:
+            for stack in offsets.mapping.merge(offsets.values_N.unsqueeze(0)):
                 yield stack if reads else Stack(stack.names, stack.tensors.to("meta"))
 
     def _buckets(self, dtype: torch.dtype) -> Iterator[list[Shard]]:

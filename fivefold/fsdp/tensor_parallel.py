@@ -43,7 +43,7 @@ def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 class VocabEmbedding(nn.Module):
-    """An embedding of which each rank has the rows of some tokens."""
+    """An embedding whose rows are spread over the ranks."""
 
     def __init__(self, vocab: int, hidden: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class VocabEmbedding(nn.Module):
 
 
 def split_layer(layer: Any, group: dist.ProcessGroup) -> None:
-    """Make a decoder layer, whose parameters are those of this rank, exchange what it must with the group."""
+    """Make a decoder layer, which has this rank's part of the parameters, exchange what it must with the group."""
 
     def copy(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         def copied(value: Any) -> Any:

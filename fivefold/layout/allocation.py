@@ -166,7 +166,7 @@ class RoleAllocation:
 
 
 def _letters(**degrees: int | str) -> str:
-    """Return `d2t4` for d=2, t=4; degrees of 1 are left out, except that of d."""
+    """Return `d2t4` for d=2, t=4; degrees of 1 are left out, except d."""
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if letter == "d" or degree != 1)
 
 
@@ -178,7 +178,7 @@ def refused_letter(backend: str, letter: str) -> RuleError:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Groups of roles: each group has devices of its own, and the roles of one group take turns on the same devices."""
+    """Groups of roles: each group has its own devices, and the roles of one group take turns on the same devices."""
 
     groups: tuple[tuple[RoleAllocation, ...], ...]
 

@@ -23,13 +23,13 @@ class Backend:
     """Its name in messages."""
     kind: Kind
     """`trainer` trains. `embedded` generates inside the rollout's own processes, one GPU each. `server` generates in a
-    process of its own, which may span several GPUs, and with a process on each several nodes."""
+    separate process, which may span several GPUs, and with a process on each several nodes."""
     letters: str
     """Degrees that it takes, as the letters of allocation strings."""
     instead: str = "drop it"
     """The fix in the error for a letter that it does not take."""
     folds_experts: bool = False
-    """Whether experts may have a layout other than that of attention (MoE parallel folding)."""
+    """Whether experts may have another layout than attention (MoE parallel folding)."""
     memory_share: float = 1.0
     """Usual share of a GPU's memory that it may fill, together with roles that wait on the same GPU."""
     workspace_bytes: int = 0
@@ -58,7 +58,7 @@ class Backend:
 
     @property
     def is_server(self) -> bool:
-        """Whether it runs in a server process of its own."""
+        """Whether it runs in a separate server process."""
         return self.kind == "server"
 
 

@@ -83,7 +83,7 @@ class ParallelLayout:
 
     @property
     def is_server(self) -> bool:
-        """Whether the backend runs in a server process of its own."""
+        """Whether the backend runs in a separate server process."""
         return BACKENDS[self.backend].is_server
 
 

@@ -67,7 +67,7 @@ class Placement:
         """Return the placement of `role`.
 
         Raises:
-            KeyError: no such role. A reference model without a backend of its own is in the actor's processes.
+            KeyError: no such role. A reference model without its own backend is in the actor's processes.
         """
         found = {placed.role: placed for placed in self.roles}
         if role not in found:
@@ -120,7 +120,7 @@ def _runs(devices: Sequence[Device]) -> str:
 
 
 def place(recipe: Recipe) -> Placement:
-    """Place the roles of a recipe: `rollout`, `actor`, and `ref` if it has a backend of its own.
+    """Place the roles of a recipe: `rollout`, `actor`, and `ref` if it has its own backend.
 
     With `cluster.n_gpus_per_node: 0` the roles are CPU processes, as many as their layouts ask for.
 

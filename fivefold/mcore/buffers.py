@@ -1,68 +1,65 @@
-"""The buffers in which Megatron-Core's DDP lays out the weights and gradients of a model's chunks.
+"""The buffers in which Megatron-Core's DDP lays out trained weights and their gradients.
 
-Without DDP, in a model that is not trained, each parameter has memory of its own.
+A parameter that is not trained has its own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
+from fivefold.bridge.parameters import Parameter
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.state.host_copy import Parkable
+from fivefold.engine.state.parkable import Parkable
 
 
-def free_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give the memory of weights that have no values yet back, because Megatron's DDP allocates all of them again."""
+def free_weights(parameters: Iterable[Parameter]) -> None:
+    """Give the memory of weights without values back where Megatron's DDP allocates it again: of those it trains."""
     for parameter in parameters:
         # One element that looks like a whole tensor, from which DDP can copy.
-        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+        parameter.tensor.data = parameter.tensor.data.new_zeros(()).expand(parameter.tensor.shape)
 
 
 class ChunkBuffers:
     """The memory of the weights and gradients of a model's chunks on this rank."""
 
-    def __init__(self, chunks: Sequence[Any], parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, chunks: Sequence[Any], parameters: Iterable[Parameter]) -> None:
         """Find the memory.
 
         Args:
             chunks: the model's chunks, each inside Megatron's DDP if the model is trained.
-            parameters: the parameters of all chunks.
+            parameters: the parameters of all chunks. DDP has those that gradients change.
         """
         self._chunks = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         self.buffers: list[Any] = [
             buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         """DDP's buffers, each with the data of several parameters and of their gradients."""
+        apart = [each.tensor.data for each in parameters if not each.has_gradient and not each.mapping.keeps_float32]
         self._parkable: dict[Offloadable, list[Parkable]] = {
-            "params": [Parkable(parameter.data) for parameter in parameters]
+            "params": [Parkable(data) for data in (*(buffer.param_data for buffer in self.buffers), *apart)],
+            "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
         }
-        if self.buffers:
-            self._parkable = {
-                "params": [Parkable(buffer.param_data) for buffer in self.buffers],
-                "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
-            }
         self.has_gradients = False
         """Whether the buffers have the gradient of an earlier mini-batch, reduced over the ranks."""
 
-    @contextmanager
-    def earlier_gradients(self) -> Iterator[None]:
-        """Set the gradient of earlier mini-batches aside, and add it again at the end.
+    def set_gradients_aside(self) -> list[Tensor]:
+        """Clear the gradient of earlier mini-batches, and return it.
 
-        It is already reduced over the ranks, and would be reduced a second time if it stayed in the buffers.
+        It is already summed over the ranks, and would be summed a second time if it stayed in the buffers.
         """
-        earlier = [buffer.grad_data.clone() for buffer in self.buffers] if self.has_gradients else []
-        if earlier:
-            for chunk in self._chunks:
-                chunk.zero_grad_buffer()
-        yield
-        for buffer, gradients in zip(self.buffers, earlier, strict=False):
+        earlier = [buffer.grad_data.clone() for buffer in self.buffers]
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        return earlier
+
+    def add_gradients(self, earlier: Sequence[Tensor]) -> None:
+        """Add what `set_gradients_aside` has returned."""
+        for buffer, gradients in zip(self.buffers, earlier, strict=True):
             buffer.grad_data += gradients
-        self.has_gradients = True
 
     def park(self, what: Collection[Offloadable]) -> int:
         """Give device memory back: parameters are copied to the host, gradients are lost. Returns the freed bytes."""

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput, layers
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from fivefold.engine.main_grad import add_matmul
+from fivefold.engine.kernels.matmul import add_matmul
 
 
 @cache
@@ -97,7 +97,7 @@ def _keep_what_is_being_sent() -> None:
     losses and gradients are wrong, and differ from run to run.
 
     Cause: the interleaved schedule frees an output's memory by exchanging the data of its tensor, while a send of this
-    tensor is still under way. The send keeps a tensor of its own for as long as it needs the memory, if it is another
+    tensor is still under way. The send keeps its own tensor for as long as it needs the memory, if it is another
     one. Remove when: the schedule waits for the send before it frees the output.
     """
     operations = p2p_communication._p2p_ops

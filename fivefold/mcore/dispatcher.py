@@ -16,59 +16,31 @@ device sorts them.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
-from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.kernels.elementwise import sum_rows
-from fivefold.engine.state.host_copy import HostCopy
-
-
-def check_deepep(config: MegatronConfig) -> None:
-    """Refuse DeepEP's dispatcher where it is not installed.
-
-    Raises:
-        ValueError: `token_dispatcher` is `flex`, and there is no package `deep_ep`.
-    """
-    if config.token_dispatcher == "flex" and find_spec("deep_ep") is None:
-        raise ValueError(
-            "token_dispatcher=flex exchanges tokens by DeepEP, and the package deep_ep is not installed here: build it "
-            "(https://github.com/deepseek-ai/DeepEP), or set token_dispatcher to alltoall"
-        )
-
-
-def install(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Give every MoE layer a `SortingDispatcher`, unless the recipe chooses another dispatcher."""
-    if config.moe_token_dispatcher_type != "alltoall":
-        return
-    for module in decoder.modules():
-        if isinstance(module, MoELayer):
-            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, groups)
-            if config.moe_shared_expert_overlap and module.use_shared_expert:
-                module.token_dispatcher.set_shared_experts(module.shared_experts)
 
 
 class SortingDispatcher(MoETokenDispatcher):
     """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state.
 
-    With `moe_shared_expert_overlap`, it is the dispatcher that computes the shared experts: Megatron-Core puts them on
-    a stream of their own, where they run while tokens travel, the first half on the way there, the second on the way
+    With `moe_shared_expert_overlap`, the dispatcher computes the shared experts: Megatron-Core puts them on a separate
+    stream, where they run while tokens travel, the first half on the way there, the second on the way
     back.
     """
 
     def __init__(self, n_local_experts: int, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config, groups)
         self.n_local_experts = n_local_experts
-        # Where one of the two groups is all there is, their product would be another communicator of the same ranks.
+        # Where one of the two groups is everything, their product would be another communicator of the same ranks.
         if self.tp_size == 1:
             self.counting_group = self.ep_group
         else:
@@ -97,7 +69,7 @@ class SortingDispatcher(MoETokenDispatcher):
         return _CopyRows.apply(token_GH, self.token_N, self.row_GK), prob_GK.flatten()[order_N]
 
     def _count(self, routing_map: torch.Tensor) -> None:
-        """Find how many rows each expert-parallel rank has for each expert, and begin to tell the host."""
+        """Find how many rows each expert-parallel rank has for each expert, and send the numbers to the host."""
         counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.counting_group)
         # Expert-tensor ranks are side by side, and each of them has the rows of all.
         counts_SE = counts.view(self.ep_size, self.tp_size, -1).sum(1)
@@ -105,7 +77,7 @@ class SortingDispatcher(MoETokenDispatcher):
         self.received_SE = counts_SE[:, first : first + self.n_local_experts].contiguous()
         if self.ep_size > 1:
             sent = counts_SE[self.ep_group.rank()].view(self.ep_size, self.n_local_experts).sum(1)
-            self.splits = HostCopy(torch.stack((sent, self.received_SE.sum(1))))
+            self.splits = _HostCopy(torch.stack((sent, self.received_SE.sum(1))))
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the rows of all expert-tensor ranks. Each of them uses all rows, so their gradients are summed."""
@@ -164,6 +136,33 @@ class SortingDispatcher(MoETokenDispatcher):
         if self.ep_size > 1:
             del self.splits, self.order_N, self.inverse_N
         return tokens if self.shared_experts is None else tokens + self.shared_experts.get_output()
+
+
+class _HostCopy:
+    """The values of a small tensor on their way to the host, while the device works on what was queued after them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = values
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            stream = _copy_stream(values.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            with torch.cuda.stream(stream):
+                self._host.copy_(values, non_blocking=True)
+                self._copied = stream.record_event()
+            values.record_stream(stream)
+
+    def tolist(self) -> list[Any]:
+        """Return the values; the host waits until they have arrived, and for nothing else."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def invert(order_N: torch.Tensor) -> torch.Tensor:

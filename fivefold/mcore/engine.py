@@ -6,7 +6,7 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,55 +19,44 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
-from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.hf_saver import Block, shared_blocks
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.deterministic import make_deterministic
-from fivefold.engine.ema import EMAWeights, HeldWeight
-from fivefold.engine.expert_load import auxiliary_losses, load_metrics
-from fivefold.engine.heads import Head, HeadOptions, model_head
-from fivefold.engine.kernels.flash import flash_kernels
-from fivefold.engine.metrics import reduce_metrics
-from fivefold.engine.micro_batches import MicroBatch, MicroBatchBuilder
-from fivefold.engine.passes import (
+from fivefold.engine.base import (
     COMPUTING,
+    EngineBase,
     LossStep,
     apply_loss,
+    asked_by,
     assemble_predictions,
     keep_predictions,
-    predict,
     whole_sequences,
 )
-from fivefold.engine.rope import cos_sin, inverse_frequencies
-from fivefold.engine.sequences import LocalSequences
-from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import BatchPlanner, Share
-from fivefold.engine.state.optimizer_state import FixedSlice, StateFormat
-from fivefold.engine.state.training_state import TrainingState
-from fivefold.families.read import load_shape
-from fivefold.layout.grid import rank_grid
+from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.ema import EMAWeights
+from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.kernels.elementwise import cos_sin
+from fivefold.engine.kernels.flash import flash_kernels
+from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
+from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.rope import inverse_frequencies
+from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
+from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
-from fivefold.mcore import compat, settings
-from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.bridges import build_bridge
-from fivefold.mcore.buffers import ChunkBuffers, free_weights
-from fivefold.mcore.dispatcher import check_deepep
-from fivefold.mcore.generators import MegatronGenerators
-from fivefold.mcore.model import Decoder, build_chunks, named_offsets, named_parameters
+from fivefold.mcore.buffers import ChunkBuffers
+from fivefold.mcore.build import Training, build
+from fivefold.mcore.layers import PackedSequences
+from fivefold.mcore.model import Decoder
 from fivefold.mcore.optimizer import Optimizer
-from fivefold.mcore.parallel import initialize_parallel, shard_groups
 from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
-from fivefold.mcore.specs import check_transformer_engine, spec_provider
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
-from fivefold.mcore.weight_source import WeightSource
 from fivefold.observe.progress import counting
 from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 
-class MegatronEngine(SharedVerbs[Optimizer]):
+class MegatronEngine(EngineBase[Optimizer]):
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
@@ -84,6 +73,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -96,81 +86,37 @@ class MegatronEngine(SharedVerbs[Optimizer]):
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
+            trained: the tensors that the optimizer changes.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
-        compat.prepare()
-        if config.megatron.use_deterministic_algorithms:
-            make_deterministic()
         layout = with_stages(layout, config.megatron)
-        self.config, self.layout = config, layout
-        self._folder = resolve_model_folder(config.path)
-        shape = load_shape(self._folder)
-        self.shape = shape
-        if value_head:
-            self.shape = shape.as_critic() if value_bias else shape.as_reward_model()
-        check_deepep(config.megatron)
-        check_transformer_engine(config.megatron.kernels)
-        self.groups = initialize_parallel(layout, seed, timeout_s)
-        self._shards = shard_groups(self.groups)
-        self._device = torch.device(torch.cuda.current_device())
-        flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self._megatron_config = settings.transformer_config(config, layout, self.shape)
-        self._group_size: int = self._megatron_config.microbatch_group_size_per_vp_stage
-        self._bridge = build_bridge(config, self.shape, self._folder, self._megatron_config)
-        self._decoders = build_chunks(self._megatron_config, layout, self.shape, spec_provider(config.megatron.kernels))
-        self._routers = routers_of(self._decoders)
-        self._chunks: list[Any] = list(self._decoders)
-        self.parameters = dict(named_parameters(self._decoders))
-        offsets = dict(named_offsets(self._decoders))
-        if optimizer is not None:
-            ddp = settings.ddp_config(config.megatron, layout)
-            free_weights(self.parameters.values())
-            self._chunks = [
-                DistributedDataParallel(self._megatron_config, ddp, chunk, disable_bucketing=index > 0)
-                for index, chunk in enumerate(self._decoders)
-            ]
-        self.weights: dict[str, torch.Tensor] = {**self.parameters, **offsets}
-        """Everything that the model's files hold of this rank: parameters, and offsets of routers."""
-        source = WeightSource(config, self._folder, shape)
-        source.load(self._bridge, self.weights, self._shards, seed, self._device)
+        training = None if optimizer is None else Training(optimizer, total_steps, trained)
+        built = build(config, layout, seed, training, timeout_s, value_head=value_head, value_bias=value_bias)
+        self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
+        self.groups, self._shards = built.groups, built.shards
+        self._megatron_config, self._effective = built.megatron, built.effective
+        self._group_size: int = built.megatron.microbatch_group_size_per_vp_stage
+        self._bridge, self._decoders, self._chunks = built.bridge, built.decoders, built.chunks
+        self._routers = routers_of(built.decoders)
+        self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
+        self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
-        self._effective = {"TransformerConfig": settings.effective_values(self._megatron_config)}
-        self.optimizer: Optimizer | None = None
-        self._state: TrainingState | None = None
-        if optimizer is not None:
-            megatron_optimizer = settings.optimizer_config(config, optimizer)
-            self._effective |= {
-                "DistributedDataParallelConfig": settings.effective_values(ddp),
-                "OptimizerConfig": settings.effective_values(megatron_optimizer),
-            }
-            form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-            position = rank_grid(layout)[dist.get_rank()]
-            fixed = [
-                FixedSlice(name, offset_E, is_stored=position.dp == position.cp == 0)
-                for name, offset_E in offsets.items()
-            ]
-            self.optimizer = Optimizer(
-                optimizer, megatron_optimizer, form, self._chunks, self.parameters, total_steps, fixed
-            )
-            mappings = {mapping.parameter: mapping for mapping, _ in self._bridge.mapped(self.weights)}
-            source.refine(self.optimizer, mappings, self.shape, self._shards)
-            self._state = TrainingState(
-                self.optimizer, mappings, self._bridge.expected_names(), self._shards, layout, MegatronGenerators()
-            )
+        self._exports: dict[frozenset[int] | None, Iterable[Stack]] = {}
+        """What has been exported to which readers."""
         self._away: set[Offloadable] = set()
         """What is offloaded."""
-        self._buffers = ChunkBuffers(self._chunks, self.parameters.values())
+        self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self.planner = BatchPlanner.of(config, layout, self.shape)
-        self.head: Head = model_head(shape.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
             same_length=config.megatron.token_dispatcher == "allgather" or layout.gathers_replicas,
-            flash=flash,
+            flash=flash_kernels(config.attn_impl, config.dtype, self._device),
             device=self._device,
         )
 
@@ -178,10 +124,10 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Return the values of all fields of Megatron-Core's configuration, by class."""
         return self._effective
 
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over one mini-batch. Returns its metrics, `loss` among them.
 
-        The gradient is that of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
+        It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing. Only two of the router's auxiliary losses depend on the split,
         because their formulas are over one micro-batch.
         """
@@ -197,13 +143,16 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
-        with self._buffers.earlier_gradients():
-            kept = self._run(share, step, loss, backward=True, timers=timers)
+        earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
+        kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
+        if earlier is not None:
+            self._buffers.add_gradients(earlier)
+        self._buffers.has_gradients = True
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
-        metrics = reduce_metrics(kept, counts=counts, n_trained=totals.n_trained_tokens)
-        metrics["loss"] = metrics.pop("loss/sum") / loss.normalizer(totals)
+        metrics = reduce_metrics(kept, counts=counts)
+        metrics["loss"] = Metric(metrics["loss"].sum / loss.normalizer(totals))
         if timers is not None:
-            metrics[BUBBLE] = timers.bubble(self.groups.pp)
+            metrics[BUBBLE] = Metric(timers.bubble(self.groups.pp))
         if self.shape.is_moe:
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
@@ -212,62 +161,56 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return metrics
 
     def optim_step(self) -> StepResult:
-        """Make an optimizer step; see `SharedVerbs.optim_step`."""
+        """Make an optimizer step; see `EngineBase.optim_step`."""
         self._buffers.has_gradients = False
         result = super().optim_step()
         if self._load_LE is not None and self.shape.router_bias and not result.skipped:
+            moving = {parameter.tensor for parameter in self.parameters.offsets}
             for router in self._routers:
-                router.balance(self._load_LE[router.layer_number - 1])
+                if router.expert_bias in moving:
+                    router.balance(self._load_LE[router.layer_number - 1])
         self._load_LE = None
         return result
 
     @torch.no_grad()
-    def _score(self, share: Share, options: HeadOptions, n_names: int) -> torch.Tensor:
-        """Return so many predictions without gradient, float32 [n_names, T], on the CPU."""
+    def _score(self, share: Share, what: Score) -> torch.Tensor:
+        """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        kept = self._run(share, keep_predictions, options, backward=False)
-        total_PT = assemble_predictions(kept, n_names, share.batch.n_tokens, self._device)
+        kept = self._run(share, keep_predictions, what, backward=False)
+        total_PT = assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
-        return self._bridge.export(self.weights, self._shards, readers=readers)
+        if readers not in self._exports:
+            self._exports[readers] = self._bridge.exporter(self.parameters.tensors, self._shards, readers=readers)
+        return iter(self._exports[readers])
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""
-        position, held = rank_grid(self.layout)[dist.get_rank()], self.held_weights()
-        weights = {}
-        for mapping, _ in self._bridge.mapped(self.weights):
-            is_first = position.edp == 0 if mapping.domain == "expert" else position.dp == position.cp == 0
-            weights[mapping.parameter] = HeldWeight(mapping, held[mapping.parameter], is_stored=is_first)
-        return EMAWeights(weights, self._bridge.expected_names(), self._shards, decay)
+        return EMAWeights(self.parameters, decay)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        return {name: weight.detach().view(-1) for name, weight in self.weights.items()}
+        return {parameter.name: parameter.values_N for parameter in self.parameters}
 
     def _blocks(self) -> Iterator[Block]:
-        return shared_blocks(self._bridge.mapped(self.weights), self._shards)
+        return shared_blocks(self.parameters, self._shards)
 
     def load(self, folder: Path) -> None:
-        """Load the training state; see `SharedVerbs.load`."""
+        """Load the training state; see `SavingVerbs.load`."""
         super().load(folder)
         self._buffers.has_gradients = False
         self._load_LE = None
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Give the device memory of parameters, gradients or optimizer state back, as `what` names.
+        """Give device memory back; see `TrainingEngine.offload`.
 
-        Parameters and optimizer state are copied to pinned host memory, gradients are lost. Call `onload` before the
-        next method that needs what was moved. A model without an optimizer has parameters only, and optimizer state
-        that is always on the host stays there.
-
-        Returns:
-            The bytes that were freed on this rank's device.
+        A model without an optimizer has parameters only, and optimizer state that is always on the host stays there.
         """
         freed = self._buffers.park(what)
         if "grads" in what:
@@ -279,11 +222,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return freed
 
     def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Bring back what `offload` moved; gradients are zero then.
-
-        Returns:
-            The bytes that were allocated on this rank's device.
-        """
+        """Bring back what `offload` moved; see `TrainingEngine.onload`."""
         allocated = self._buffers.fetch(what)
         if "optimizer" in what and self.optimizer is not None:
             allocated += self.optimizer.state.fetch()
@@ -294,7 +233,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         self,
         share: Share,
         step: LossStep,
-        options: HeadOptions,
+        asked: Asked,
         *,
         backward: bool,
         timers: StageTimers | None = None,
@@ -308,7 +247,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         def predict_and_lose(
             micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor
         ) -> tuple[Any, torch.Tensor, Any]:
-            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, options))
+            loss, kept = step(micro_batch, self._predict(micro_batch, decoder, hidden, asked))
             return loss, torch.zeros((), dtype=torch.int), kept
 
         def forward(
@@ -339,14 +278,14 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
 
     def _predict(
-        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, options: HeadOptions
+        self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, asked: Asked
     ) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""
         hidden = hidden.squeeze(1)
         if self._megatron_config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         local = micro_batch.local
-        own = predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch, options)
+        own = asked.predict(self.head, hidden[local.rows_N], decoder.output(), micro_batch)
         return whole_sequences(micro_batch, own, self.groups.cp)
 
     @contextmanager
@@ -354,7 +293,7 @@ class MegatronEngine(SharedVerbs[Optimizer]):
         """Inside the block, Megatron's schedules have the functions that delay and finish the gradients' reduction.
 
         They do not stay: through them, the configuration refers to the engine by way of C++ objects, which Python's
-        garbage collector cannot follow, so no engine would ever be freed. `timers` are those of the schedule.
+        garbage collector cannot follow, so no engine would ever be freed. `timers` are the schedule's.
         """
         config, no_sync = self._megatron_config, [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

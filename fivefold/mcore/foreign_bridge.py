@@ -1,13 +1,14 @@
 """What bridges of other packages have in common: they load Hugging Face folders, and Fivefold checks what they did.
 
-They read models built of TransformerEngine's layers, in which a norm belongs to the linear layer behind it and each
-expert is a parameter of its own. `presented` shows our parameters as such: what is loaded into a view is loaded.
+They read models built of TransformerEngine's layers, in which a norm belongs to the linear layer after it and each
+expert is a separate parameter. `presented` shows our parameters as such: what is loaded into a view is loaded.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import Bridge, checked_source, not_finite_weights
+from fivefold.bridge.export import over_stages
 from fivefold.bridge.finite import is_finite
-from fivefold.bridge.gather import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.mapping import TensorReader
 from fivefold.bridge.megatron_names import UNFUSED_NORMS, layer_of
+from fivefold.bridge.reading import TensorReader
 from fivefold.families.shape import ModelShape
 from fivefold.weights.stream import Stack, alone
 
@@ -61,7 +62,7 @@ class ForeignBridge(Bridge, ABC):
             super().load(parameters, source, groups)
             return
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        check_model(self._mappings, over_stages(shapes, groups), groups)
+        check_model(self.mappings, over_stages(shapes, groups), groups)
         checked_source(self._shape, source)
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
@@ -71,7 +72,7 @@ class ForeignBridge(Bridge, ABC):
     def _check_filled(self, parameters: Mapping[str, Tensor], source: TensorReader) -> None:
         """Check that every parameter, which was NaN before, has finite values."""
         left = [name for name, parameter in parameters.items() if not is_finite(parameter)]
-        tensors = {tensor: parameters[name].dtype for name in left for tensor in self._mappings[name].sources()}
+        tensors = {tensor: parameters[name].dtype for name in left for tensor in self.mappings[name].sources()}
         if any(not is_finite(source.read(tensor).to(dtype)) for tensor, dtype in tensors.items()):
             raise not_finite_weights(tensors, source)
         if left:
@@ -80,23 +81,36 @@ class ForeignBridge(Bridge, ABC):
                 "set bridge_type to fivefold"
             )
 
-    def export(
+    def exporter(
         self,
         parameters: Mapping[str, Tensor],
         groups: ShardGroups,
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
-    ) -> Iterator[Stack]:
-        """Yield every Hugging Face tensor as the package exports it, on all ranks; see `Bridge.export`."""
+    ) -> Iterable[Stack]:
+        """Return what yields every Hugging Face tensor as the package exports it; see `Bridge.exporter`."""
         reads = readers is None or torch.distributed.get_rank() in readers
+        return _TheirExport(lambda: self._exported(parameters, groups), dtype, reads)
+
+
+@dataclass(frozen=True)
+class _TheirExport:
+    """Yields the tensors of a package's export."""
+
+    exported: Callable[[], Iterator[tuple[str, Tensor]]]
+    dtype: torch.dtype | None
+    reads: bool
+    """Whether this rank reads the tensors."""
+
+    def __iter__(self) -> Iterator[Stack]:
         sent: set[str] = set()
-        for name, tensor in self._exported(parameters, groups):
+        for name, tensor in self.exported():
             # The last stage of a pipeline has a copy of a tied embedding.
             if name not in sent:
                 sent.add(name)
-                tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
-                yield alone(name, tensor.contiguous() if reads else tensor.to("meta"))
+                tensor = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+                yield alone(name, tensor.contiguous() if self.reads else tensor.to("meta"))
 
 
 def presented(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
@@ -128,7 +142,7 @@ def _views(name: str, parameter: Tensor, *, has_experts: bool) -> Iterator[tuple
             yield from ((f"{prefix}.weight{expert}", weight) for expert, weight in enumerate(parameter.unbind()))
             return
     for theirs, ours in UNFUSED_NORMS.items():
-        # The norm before experts is a module of its own in their layers too.
+        # The norm before experts is a separate module in their layers too.
         if name.endswith(f".{ours}") and not (has_experts and theirs.startswith("mlp.")):
             name = name.removesuffix(ours) + theirs
     yield name, parameter.view_as(parameter)

@@ -29,7 +29,7 @@ from fivefold.engine.context_parallel import gathered_keys
 from fivefold.engine.kernels.elementwise import rotate_halves, rotate_neighbours
 from fivefold.engine.kernels.varlen import varlen_attention
 from fivefold.families.shape import LatentAttention
-from fivefold.mcore.attention import PackedSequences
+from fivefold.mcore.layers import PackedSequences
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms on latents, in transformers and in DeepSeek's own code whatever the model's `rms_norm_eps`."""

@@ -90,7 +90,7 @@ class _Model:
 
 
 def _give_own_names(theirs: Any) -> None:
-    """Give one of mbridge's objects a table of names of its own.
+    """Give one of mbridge's objects its own table of names.
 
     Symptom: once a model with tied embeddings was seen, the output layers of all others are not found. Cause: mbridge
     0.15 writes to a table of the class. Remove this when it copies the table.

@@ -1,27 +1,18 @@
-"""The chunks of a decoder that one rank holds, as Megatron-Core models."""
+"""A chunk of a decoder: the layers of one virtual stage, as a Megatron-Core model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from fivefold.bridge.mapping import padded_vocab
 from fivefold.bridge.megatron_names import UNFUSED_NORMS
 from fivefold.engine.heads import OutputLayer
 from fivefold.engine.sequences import LocalSequences
-from fivefold.families.shape import ModelShape
-from fivefold.layout.parallel import ParallelLayout
-from fivefold.mcore import dispatcher
-from fivefold.mcore.attention import PackedSequences
-from fivefold.mcore.router import GroupChoice, Router, note_sequences, routers_of
-from fivefold.mcore.specs import block_spec
+from fivefold.mcore.layers import PackedSequences
+from fivefold.mcore.router import Router, note_sequences
 
 
 class Decoder(GPTModel):
@@ -29,12 +20,18 @@ class Decoder(GPTModel):
 
     routers: list[Router]
     """The routers of its layers."""
+    needs_gradient = False
+    """Whether a backward pass reaches its layers, though the embedding before them may be frozen."""
 
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
+            if self.needs_gradient and torch.is_grad_enabled() and not hidden.requires_grad:
+                # Reentrant checkpoints (recompute=full) give the weights inside them no gradient, without an error,
+                # unless an input requires one; and a pipeline's schedule differentiates the output of every stage.
+                hidden.requires_grad_()
         padding_T, sequences_T = local.padding_T, local.sequences_T
         if self.config.sequence_parallel:
             padding_T, sequences_T = (
@@ -66,50 +63,15 @@ class ValueLayer(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype)) if has_bias else None
 
 
-def build_chunks(
-    config: TransformerConfig, layout: ParallelLayout, shape: ModelShape, provider: BackendSpecProvider
-) -> list[Decoder]:
-    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = []
-    for stage in range(layout.vpp):
-        vp_stage = stage if layout.vpp > 1 else None
-        chunk = Decoder(
-            config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, shape.latent, provider),
-            vocab_size=padded_vocab(shape.vocab, layout.tp),
-            max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
-        if shape.value_head and chunk.post_process:
-            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
-        chunk.routers = routers_of([chunk])
-        limits = (config.moe_router_num_groups, config.moe_router_group_topk)
-        if limits == (shape.expert_groups, shape.groups_per_token):
-            for router in chunk.routers:
-                router.router_replay = GroupChoice(shape.group_best)
-        dispatcher.install(chunk, config, groups)
-        chunks.append(chunk.to(torch.cuda.current_device()))
-    return chunks
-
-
-def named_parameters(chunks: list[Decoder]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_tensors(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters under Megatron-Core's names, with each layer's index in the whole model.
 
-    A norm has the name of the layer's own module also where it belongs to the linear layer behind it.
+    A norm has the name of the layer's own module also where it belongs to the linear layer after it. The offsets of
+    routers, float32 [E], which are buffers, come last.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             yield _global_name(chunk, name), parameter
-
-
-def named_offsets(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the offsets of this rank's routers, float32 [E], under the same names. No gradient changes them."""
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(".expert_bias"):

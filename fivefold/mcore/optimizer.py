@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,16 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
+from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import AdamStep, FixedSlice, OptimizerState, Shard, StateFormat, StateSlice
+from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.types import StepResult
 
 
 class Optimizer:
-    """Megatron-Core's distributed optimizer over state of our own, and the place in the learning-rate schedule.
+    """Megatron-Core's distributed optimizer over our own state, and the place in the learning-rate schedule.
 
     Megatron-Core divides the parameters over data-parallel ranks, and sums gradients and their norm; it keeps no state.
     """
@@ -29,9 +31,8 @@ class Optimizer:
         megatron_config: MegatronOptimizerConfig,
         form: StateFormat,
         chunks: list[DistributedDataParallel],
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Parameters[Parameter],
         total_steps: int,
-        fixed: Sequence[FixedSlice] = (),
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -40,15 +41,14 @@ class Optimizer:
             megatron_config: the same in Megatron-Core's form, as `settings.optimizer_config` makes it.
             form: number formats of the state, and where it is kept.
             chunks: the model's chunks.
-            parameters: this rank's parameters by name.
+            parameters: this rank's parameters.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            fixed: tensors that checkpoints hold and no gradient changes.
         """
-        self._fixed = fixed
+        self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in parameters.offsets]
         self._config = config
         self._decoupled = megatron_config.decoupled_weight_decay
         self.chunks = chunks
-        self._parameters = parameters
+        self._trained = parameters.with_gradient
         self._total_steps = total_steps
         self.steps = 0
         """Steps made, skipped ones included: the place in the schedule."""
@@ -67,8 +67,10 @@ class Optimizer:
         self.state = OptimizerState(self._shards, form)
 
     def _find_shards(self) -> Iterator[Shard]:
-        names = {parameter: name for name, parameter in self._parameters.items()}
+        names = {each.tensor: each.name for each in self._trained}
         for part in self.megatron.chained_optimizers:
+            if part.is_stub_optimizer:  # of a rank that trains nothing
+                continue
             for parameter, (group, order) in part.model_param_group_index_map.items():
                 options = part.optimizer.param_groups[group]
                 start = part._get_model_param_range_map(parameter)["param"].start
@@ -94,11 +96,11 @@ class Optimizer:
         return StepResult(norm, rate, skipped=False)
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
+        """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
-        yield from self.state.slices()
+        yield from state_slices(self.state)
         yield from self._fixed
 
     def finish_loading(self) -> None:
@@ -130,9 +132,7 @@ class Optimizer:
         return math.sqrt(float(square))
 
     def _non_finite(self, limit: int = 8) -> tuple[str, ...]:
-        local = [
-            name for name, parameter in self._parameters.items() if not vars(parameter)["main_grad"].isfinite().all()
-        ]
+        local = [each.name for each in self._trained if not vars(each.tensor)["main_grad"].isfinite().all()]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, local[:limit])
         return tuple(dict.fromkeys(name for names in gathered for name in names))[:limit]

@@ -1,13 +1,20 @@
-"""Process groups of a layout, as Megatron-Core makes them."""
+"""Process groups of a layout and random-number generators of a rank, as Megatron-Core makes them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
+from fivefold.engine.state.training_state import TorchGenerators
 from fivefold.layout.parallel import ParallelLayout
+
+_TRACKED = "megatron/"
+"""How the names of the generators begin that Megatron-Core tracks."""
 
 
 def initialize_parallel(layout: ParallelLayout, seed: int, timeout_s: float) -> ProcessGroupCollection:
@@ -26,7 +33,7 @@ def initialize_parallel(layout: ParallelLayout, seed: int, timeout_s: float) -> 
         if _current_degrees() != degrees:
             raise ValueError(
                 f"these processes are laid out as tp, pp, vpp, cp, ep, etp = {_current_degrees()}, and a model with "
-                f"{degrees} cannot share them: give it processes of its own"
+                f"{degrees} cannot share them: give it its own processes"
             )
         return ProcessGroupCollection.use_mpu_process_groups()
     parallel_state.initialize_model_parallel(
@@ -71,3 +78,20 @@ def shard_groups(groups: ProcessGroupCollection) -> ShardGroups:
         pp_size=groups.pp.size(),
         pp_group=groups.pp,
     )
+
+
+class MegatronGenerators(TorchGenerators):
+    """Torch's generators, and those that Megatron-Core tracks, whose names begin with `megatron/`."""
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the state of each generator by name, uint8 on the CPU."""
+        tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+        return super().states() | {f"{_TRACKED}{name}": state for name, state in tracked.items()}
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Set the generators to states that `states` has returned."""
+        super().set_states(states)
+        tracked = {name: state for name, state in states.items() if name.startswith(_TRACKED)}
+        tensor_parallel.get_cuda_rng_tracker().set_states(
+            {name.removeprefix(_TRACKED): state for name, state in tracked.items()}
+        )

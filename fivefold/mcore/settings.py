@@ -19,7 +19,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 
 _STATE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
-"""Fields that Megatron-Core reads for optimizer state of its own; here, `OptimizerState` keeps it in these formats."""
+"""Fields that Megatron-Core reads for its own optimizer state; here, `OptimizerState` keeps it in these formats."""
 
 
 def transformer_config(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> TransformerConfig:

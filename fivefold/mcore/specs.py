@@ -1,19 +1,17 @@
-"""The layers of a decoder, as Megatron-Core specs over stock PyTorch kernels, or over TransformerEngine's modules."""
+"""The layers of a decoder as Megatron-Core specs, over stock PyTorch kernels or TransformerEngine's; its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
-
 import torch
-import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,43 +20,19 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from packaging.specifiers import SpecifierSet
 from torch import nn
 
+from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.megatron import Kernels
-from fivefold.families.shape import LatentAttention
-from fivefold.mcore.attention import PackedCoreAttention, PackedSelfAttention
-from fivefold.mcore.experts import GroupedExperts
+from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.layout.parallel import ParallelLayout
+from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
+from fivefold.mcore.dispatcher import SortingDispatcher
+from fivefold.mcore.group_choice import GroupChoice
 from fivefold.mcore.latent_attention import LatentSelfAttention
-from fivefold.mcore.router import Router
-
-TE_VERSIONS = SpecifierSet(">=2.11,<2.12")
-"""Versions of TransformerEngine whose functions `te_layers` calls; Megatron-Core 0.16.1 asks for less than 2.12."""
-
-
-def check_transformer_engine(kernels: Kernels) -> None:
-    """Refuse TransformerEngine's modules where they cannot be built.
-
-    Raises:
-        ValueError: `kernels` is te, and there is no GPU, or no TransformerEngine of a version that fits.
-    """
-    if kernels != "te":
-        return
-    if not torch.cuda.is_available():
-        raise ValueError("kernels=te has kernels for NVIDIA GPUs, and there is none here: set kernels to fivefold")
-    advice = "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.11.0' (core_cu12 for CUDA 12)"
-    try:
-        found = version("transformer-engine")
-    except PackageNotFoundError:
-        raise ValueError(
-            f"kernels=te builds layers of TransformerEngine, which is not installed here: run {advice}, or set kernels "
-            "to fivefold, which does not need it"
-        ) from None
-    if found not in TE_VERSIONS:
-        raise ValueError(
-            f"kernels=te needs TransformerEngine {TE_VERSIONS}, and {found} is installed: run {advice}, or set kernels "
-            "to fivefold"
-        )
+from fivefold.mcore.layers import GroupedExperts, PackedCoreAttention, PackedSelfAttention, RMSNorm, add_residual
+from fivefold.mcore.model import Decoder, ValueLayer
+from fivefold.mcore.router import Router, routers_of
 
 
 def spec_provider(kernels: Kernels) -> BackendSpecProvider:
@@ -69,20 +43,6 @@ def spec_provider(kernels: Kernels) -> BackendSpecProvider:
     from fivefold.mcore.te_layers import TESpecs
 
     return TESpecs()
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019), whose gradient Megatron-Core sums over sequence-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class TorchSpecProvider(BackendSpecProvider):
@@ -111,20 +71,6 @@ class TorchSpecProvider(BackendSpecProvider):
 
     def activation_func(self) -> None:
         return None
-
-
-def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """Return a residual connection with dropout in Megatron-Core's calling convention; rate 0 launches no kernel."""
-
-    def add(
-        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float
-    ) -> torch.Tensor:
-        output, bias = output_and_bias
-        if bias is not None:
-            output = output + bias
-        return residual + (F.dropout(output, rate, training) if rate > 0 else output)
-
-    return add
 
 
 def block_spec(
@@ -176,7 +122,7 @@ def _layer_spec(
         backend=provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     if is_moe:
-        mlp.submodules.router = Router
+        mlp.submodules.router = BalancedRouter if has_auxiliary_losses(config) else Router
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
         module=TransformerLayer,
@@ -190,3 +136,46 @@ def _layer_spec(
             mlp_bda=add_residual,
         ),
     )
+
+
+def build_chunks(
+    config: TransformerConfig, layout: ParallelLayout, shape: ModelShape, provider: BackendSpecProvider
+) -> list[Decoder]:
+    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = []
+    for stage in range(layout.vpp):
+        vp_stage = stage if layout.vpp > 1 else None
+        chunk = Decoder(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage, shape.latent, provider),
+            vocab_size=padded_vocab(shape.vocab, layout.tp),
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if shape.value_head and chunk.post_process:
+            chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
+        chunk.routers = routers_of([chunk])
+        limits = (config.moe_router_num_groups, config.moe_router_group_topk)
+        if limits == (shape.expert_groups, shape.groups_per_token):
+            for router in chunk.routers:
+                router.router_replay = GroupChoice(shape.group_best)
+        _install_dispatchers(chunk, config, groups)
+        chunks.append(chunk.to(torch.cuda.current_device()))
+    return chunks
+
+
+def _install_dispatchers(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Give every MoE layer a `SortingDispatcher`, unless the recipe chooses another dispatcher."""
+    if config.moe_token_dispatcher_type != "alltoall":
+        return
+    for module in decoder.modules():
+        if isinstance(module, MoELayer):
+            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, groups)
+            if config.moe_shared_expert_overlap and module.use_shared_expert:
+                module.token_dispatcher.set_shared_experts(module.shared_experts)

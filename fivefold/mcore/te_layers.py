@@ -16,10 +16,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
+from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.flash import FlashPlan
-from fivefold.engine.main_grad import main_grad, mark_accumulated
-from fivefold.engine.sequences import PackedAttention
-from fivefold.mcore.experts import GroupedExperts
+from fivefold.engine.kernels.matmul import main_grad, mark_accumulated
+from fivefold.mcore.layers import GroupedExperts
 
 
 class TESpecs(TESpecProvider):
@@ -66,7 +66,7 @@ class TEExperts(GroupedExperts):
 
 
 class TEGroupedLinear(torch.autograd.Function):
-    """As `fivefold.mcore.experts.GroupedLinear`, with the number of rows of each expert in place of their ends."""
+    """As `fivefold.mcore.layers.GroupedLinear`, with the number of rows of each expert in place of their ends."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -84,6 +84,8 @@ class TEGroupedLinear(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         weights = weight.detach().unbind()
         _multiply(weights, grads, [grad_x], ctx.sizes, layout="NN", grad=True, single_output=True)
+        if not weight.requires_grad:
+            return grad_x, None, None
         buffer = main_grad(weight)
         total = torch.zeros_like(weight) if buffer is None else buffer
         # Experts without tokens are left as they are.

@@ -13,11 +13,12 @@ from fivefold.bridge.bridge import Bridge, checked_source
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.bridge.random_weights import RandomWeights
+from fivefold.bridge.reading import fill_range
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.engine.state.optimizer_state import FixedSlice
+from fivefold.engine.state.slices import FixedSlice
 from fivefold.families.shape import ModelShape
 from fivefold.mcore.optimizer import Optimizer
 
@@ -44,16 +45,13 @@ class WeightSource:
         with self._files() as files:
             bridge.load(weights, files, groups)
 
-    def refine(
-        self, optimizer: Optimizer, mappings: Mapping[str, WeightMapping], shape: ModelShape, groups: ShardGroups
-    ) -> None:
+    def refine(self, optimizer: Optimizer, parameters: Parameters[Parameter], shape: ModelShape) -> None:
         """Give master weights the digits that files have and the model's weights have not; all ranks call it together.
 
         Args:
-            optimizer: its master weights are those of the rounded weights.
-            mappings: the mapping of each of this rank's parameters, by the parameter's name.
+            optimizer: its master weights are the rounded weights.
+            parameters: this rank's parameters.
             shape: the model, which may be a critic.
-            groups: where this rank stands.
         """
         if self.config.init_from_scratch or self.config.dtype == "float32":
             return
@@ -63,11 +61,11 @@ class WeightSource:
                 return
             source = checked_source(shape, files)
             for part in optimizer.slices():
-                mapping = mappings[part.name]
+                mapping = parameters[part.name].mapping
                 if isinstance(part, FixedSlice) or rounded.isdisjoint(mapping.sources()):
                     continue
                 values_N = torch.empty(part.end - part.start)
-                mapping.fill_range(values_N, part.start, source, groups)
+                fill_range(values_N, part.start, mapping, source, parameters.groups)
                 part.set("param", values_N)
         optimizer.finish_loading()
 

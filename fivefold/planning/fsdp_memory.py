@@ -79,7 +79,8 @@ def fsdp_memory(
 
 def _layer_parameters(layout: ParallelLayout, shape: ModelShape, *, is_moe: bool) -> int:
     """Return the parameters of one layer on one tensor-parallel rank."""
-    layer = Stage(index=0, chunks=(range(1),), n_moe=int(is_moe), has_embedding=False, has_head=False)
+    first = shape.moe_layers.index(is_moe)
+    layer = Stage(index=0, chunks=(range(first, first + 1),), n_moe=int(is_moe), has_embedding=False, has_head=False)
     return rank_parameters(layout, shape, layer).total
 
 

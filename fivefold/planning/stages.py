@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import EMBEDDING, tensors
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
@@ -84,21 +86,36 @@ def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
 
 
 def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
-    """Return the parameters of one rank of `stage`. The vocabulary is padded to a multiple of tp."""
-    tp = layout.tp
-    n_dense = stage.n_layers - stage.n_moe
-    dense = stage.n_layers * (shape.split_attention_parameters // tp + shape.whole_attention_parameters)
-    dense += stage.n_layers * 2 * shape.hidden
-    dense += n_dense * shape.dense_mlp_parameters // tp
-    dense += stage.n_moe * (shape.router_parameters + shape.shared_expert_parameters // tp)
-    vocabulary = -(-shape.vocab // tp) * shape.hidden
-    # A tied matrix is on both ends of a pipeline, but only once if the ends are the same stage.
-    matrices = stage.has_embedding + (stage.has_head and not shape.value_head)
-    if shape.tied_embeddings:
-        matrices = min(matrices, 1)
-    dense += matrices * vocabulary
-    if stage.has_head:
-        dense += shape.hidden + (shape.hidden + shape.output_biases if shape.value_head else 0)
-    local_experts = shape.n_experts // layout.ep if stage.n_moe else 0
-    experts = stage.n_moe * local_experts * shape.expert_parameters // layout.etp
-    return RankParameters(dense=dense, experts=experts)
+    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    counts = _counts(shape, layout.tp, layout.ep, layout.etp)
+    layers = [counts.layers[layer] for chunk in stage.chunks for layer in chunk]
+    # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
+    has_table = stage.has_embedding or (stage.has_head and shape.tied_embeddings)
+    ends = has_table * counts.embedding + stage.has_head * counts.head
+    return RankParameters(
+        dense=sum(layer.dense for layer in layers) + ends, experts=sum(layer.experts for layer in layers)
+    )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters on one rank."""
+
+    layers: tuple[RankParameters, ...]
+    embedding: int
+    head: int
+    """The last norm and the output layer or value head."""
+
+
+@lru_cache(maxsize=256)
+def _counts(shape: ModelShape, tp: int, ep: int, etp: int) -> _Counts:
+    dense, experts, embedding, head = [0] * shape.n_layers, [0] * shape.n_layers, 0, 0
+    for tensor in tensors(shape):
+        if tensor.layer is None:
+            embedding += (tensor.name == EMBEDDING) * tensor.elements(tp)
+            head += (tensor.name != EMBEDDING) * tensor.elements(tp)
+        elif tensor.n_experts is None:
+            dense[tensor.layer] += tensor.elements(tp)
+        else:
+            experts[tensor.layer] += tensor.n_experts // ep * tensor.elements(etp)
+    return _Counts(tuple(map(RankParameters, dense, experts)), embedding, head)

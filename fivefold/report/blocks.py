@@ -22,7 +22,7 @@ from fivefold.observe.jsonl import finite
 LEVEL = 6
 """Level of gzip: higher ones take several times as long for a few percent."""
 WORD = 4
-"""Bytes of a number, at a multiple of which the columns begin."""
+"""Bytes of a number. Columns begin at a multiple of it."""
 
 
 def table_block(columns: Mapping[str, npt.NDArray[np.float32]], **facts: Any) -> bytes:

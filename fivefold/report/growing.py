@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass
 class GrowingLines:
-    """Reads the lines that were added since the last time; a run that goes on may have cut the file back meanwhile."""
+    """Reads the lines that were added since the last time; a resumed run may have cut the file back meanwhile."""
 
     path: Path
     _offset: int = 0

@@ -55,13 +55,13 @@ def n_bytes(folder: Path) -> int:
         for name in files:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:  # a run that goes on has replaced it
+            except FileNotFoundError:  # a resumed run has replaced it
                 continue
     return total
 
 
 def next_command(run: Run) -> str:
-    """Return the command that goes on with a run that has not finished, from this folder; an empty text for one that
+    """Return the command that continues a run that has not finished, from this folder; an empty text for one that
     needs none.
     """
     command = str(run.about.get("command", ""))

@@ -1,10 +1,10 @@
-"""The page about runs while they go on, from a server on this machine alone.
+"""The page about runs in progress, from a server on this machine alone.
 
 http://127.0.0.1:<port>/<token>/             the page
                                 state        state and number of rows of each run, which the page asks for
                                 blocks/<n>-metrics?from=<row>, <n>-samples-index, <n>-samples-chunk-<k>, <n>-timeline
 
-No address names a file. Without the token, which is made anew by each start, every answer is 404.
+No address names a file. Without the token, which each start draws again, every answer is 404.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Watched:
         return facts(self.run) | self.state()
 
     def state(self) -> dict[str, Any]:
-        """Return what changes while the run goes on, and how often its numbers and samples became others."""
+        """Return what changes while the run is in progress, and how often its numbers and samples became others."""
         now = state(self.run) | {
             "beginnings": self._metrics.beginnings,
             "samples": sample_facts(self.samples) | {"changes": self.samples.changes},
@@ -147,7 +147,7 @@ def application(paths: Sequence[Path], token: str) -> Starlette:
         Route("/{token}/state", guarded(states)),
         Route("/{token}/blocks/{name}", guarded(block)),
     ]
-    # A page of another site must not reach the server under a name of its own that leads to this machine.
+    # A page of another site must not reach the server under its own name that resolves to this machine.
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])])
 
 

@@ -112,7 +112,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def state(run: Run) -> dict[str, Any]:
-    """Return the facts about a run that change while it goes on."""
+    """Return the facts about a run that change while it is in progress."""
     best, left = run.best, run.time_left
     return {
         "state": run.state,

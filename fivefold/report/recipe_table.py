@@ -1,4 +1,4 @@
-"""The keys of a run's recipe beside the defaults of the schema."""
+"""The keys of a run's recipe next to the defaults of the schema."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class Run:
         folder = RunDir(path.resolve())
         status = folder.read_status()
         if status is None and folder.status.is_file():
-            raise ValueError(
-                f"{path} holds a run, but its {STATUS} is damaged: start the run again, which writes it anew"
-            )
+            raise ValueError(f"{path} holds a run, but its {STATUS} is damaged: start the run again, which rewrites it")
         if status is None:
             raise ValueError(
                 f"{path} is not the folder of a run: it has no {STATUS}; name one such as {_example(path)}"
@@ -84,14 +82,14 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run, with those of earlier starts if it has finished; else the sum of its steps."""
+        """Seconds of the run, with earlier starts if it has finished; else the sum of its steps."""
         if "seconds" in self.summary:
             return float(self.summary["seconds"])
         return sum(self._step_seconds)
 
     @property
     def time_left(self) -> TimeLeft | None:
-        """An estimate for a run that goes on; None for others, and before the first step."""
+        """An estimate for a run in progress; None for others, and before the first step."""
         if self.state not in GOING_ON or self.total_steps is None:
             return None
         return time_left(self._step_seconds, self.total_steps - self.step)

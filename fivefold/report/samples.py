@@ -54,7 +54,7 @@ class Samples:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Numbers of each sample, and where its text is: `part` and `row` of a parquet file, or `offset` in the lines."""
     changes: int = 0
-    """How often samples that were known have changed: a run that goes on has cut them back, or a part has brought the
+    """How often samples that were known have changed: a resumed run has cut them back, or a part has brought the
     values of their tokens."""
     _read: dict[Path, int] = field(default_factory=dict)
     """When each part that was read was written."""

@@ -48,7 +48,7 @@ class MetricsFile:
         self._lines = GrowingLines(path)
         self._columns: dict[str, list[float]] = {STEP: []}
         self.beginnings = 1
-        """How often the file was read from its first line: once, and whenever a run that goes on has cut it back."""
+        """How often the file was read from its first line: once, and whenever a resumed run has cut it back."""
 
     def read(self) -> Series:
         """Return the metrics of all steps; a file that is missing has none.

@@ -106,7 +106,7 @@ class _EventFile:
         self.steps: list[tuple[int, float]] = []
 
     def read(self) -> None:
-        """Read what has come; another start of the run begins the file anew."""
+        """Read what has come; another start of the run begins the file again."""
         if self._lines.begin_anew_if_changed():
             self.events, self.steps = [], []
         for _, line in self._lines.new():

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from fivefold.algorithms.gae import Moments
+from fivefold.algorithms.gae import AdvantageMoments, Moments
 from fivefold.cluster.group import Pending, Remote, WorkerGroup, put
 from fivefold.engine.contract import Offloadable
 from fivefold.roles.models import TrainedModel, Turn
-from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.trainer_worker import BatchChange, TrainerWorker
+from fivefold.roles.trainer_worker import BatchChange
+from fivefold.roles.weight_sending import SendsWeights
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.nccl_link import Invitation, Meeting
 from fivefold.weights.offer import WeightOffer
@@ -43,35 +41,16 @@ class Actor(TrainedModel):
         """Whether weights go to the rollout over an NCCL group."""
         return self._route.transport.is_collective
 
-    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """Compute log-probs of the trained tokens under the current weights, as the column `old_logprobs`."""
-        return self.trainer.logprobs(batch, "own", temperature, "old_logprobs")
-
-    def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
-        """Compute the columns `old_logprobs` and `energies` (advantages/token_baseline.py) of the trained tokens."""
-        return self.trainer.energies(batch, temperature)
-
-    def advantage_moments(self, batch: RemoteBatch, change: BatchChange | None) -> Moments:
+    def advantage_moments(self, batch: RemoteBatch, change: BatchChange) -> Moments:
         """Return the moments of the advantages of all trained tokens, as they are after `change`."""
-        return self.trainer.advantage_moments(batch, change)
-
-    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
-        """Return the sum of each sequence's trained tokens' log-probs at temperature 1: float64 [N], in nats."""
-        return self.trainer.sum_logprobs(batch, "own")
-
-    def sum_values(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
-        """Return, for each sequence, the sum of the values of the states before its trained tokens: float64 [N].
-
-        The actor must have a value head.
-        """
-        return self.trainer.sum_values(batch)
+        return Moments.merged(self.trainer.compute(batch, AdvantageMoments(change))[1])
 
     def offer_weights(self, version: int) -> WeightOffer:
         """Offer the current weights to a rollout; they are gathered while it reads them."""
         group = self.trainer.group
         if self._route.transport.carries_weights:
             return WeightOffer(version, self._streamed(self._route))
-        items = self._announced(lambda: group.call(TrainerWorker.next_item, self._route))
+        items = self._announced(lambda: group.call(SendsWeights.next_item, self._route))
         return WeightOffer(version, items, close=lambda: _free(group, self._route))
 
     def copy_weights(self, version: int) -> WeightOffer:
@@ -81,8 +60,8 @@ class Actor(TrainedModel):
             # A replica that takes an item frees its memory: nothing else refers to it.
             items = deque(self._streamed(self._route))
             return WeightOffer(version, (items.popleft() for _ in range(len(items))))
-        group.call(TrainerWorker.copy_weights, self._route)
-        return WeightOffer(version, self._announced(lambda: group.control(TrainerWorker.next_copied, self._route)))
+        group.call(SendsWeights.copy_weights, self._route)
+        return WeightOffer(version, self._announced(lambda: group.control(SendsWeights.next_copied, self._route)))
 
     def host_buckets(self) -> Iterator[Remote]:
         """Yield all weights in buckets in host memory, which are filled while they are read."""
@@ -90,16 +69,16 @@ class Actor(TrainedModel):
 
     def open_link(self, meeting: Meeting) -> Invitation:
         """Open the store of an NCCL group with the rollout; return what the rollout needs to enter it."""
-        [invitation, *_] = self.trainer.group.call(TrainerWorker.open_link, self._route, meeting)
+        [invitation, *_] = self.trainer.group.call(SendsWeights.open_link, self._route, meeting)
         return invitation
 
     def enter_link(self) -> Pending[None]:
         """Enter the NCCL group, which waits for the rollout."""
-        return self.trainer.group.start(TrainerWorker.enter_link, self._route)
+        return self.trainer.group.start(SendsWeights.enter_link, self._route)
 
     def _streamed(self, route: Route) -> Iterator[Remote]:
         """Yield the items of a transport that carries weights; the actor runs ahead of the reader."""
-        return self.trainer.group.stream(TrainerWorker.stream_weights, route)
+        return self.trainer.group.stream(SendsWeights.stream_weights, route)
 
     def _announced(self, ask: Callable[[], Sequence[Any]]) -> Iterator[Remote]:
         """Yield items of all ranks. Each is made while the rollout loads the one before it.
@@ -112,4 +91,4 @@ class Actor(TrainedModel):
 
 
 def _free(group: WorkerGroup, route: Route) -> None:
-    group.call(TrainerWorker.free_items, route)
+    group.call(SendsWeights.free_items, route)

@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.engine.contract import PARAMS, Offloadable
+from fivefold.engine.heads import Score
 from fivefold.roles.actor import Actor
-from fivefold.roles.models import ModelHandle, Turn, written
+from fivefold.roles.ema import EMA
+from fivefold.roles.models import ModelHandle, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer_worker import Model, TrainerWorker
+from fivefold.roles.snapshots import written
+from fivefold.roles.trainer_worker import Model
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 class FrozenModel(ModelHandle):
@@ -31,35 +34,20 @@ class FrozenModel(ModelHandle):
     _which: Model = "own"
     """The model that its processes call so."""
 
-    def logprobs(self, batch: RemoteBatch, temperature: float, column: str) -> tuple[Piece, ...]:
-        """Compute log-probs of the trained tokens, as a column of the name `column`."""
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
+        """Compute a score of the trained tokens, as columns."""
         with self.working(*PARAMS) as trainer:
-            return trainer.logprobs(batch, self._which, temperature, column)
+            return trainer.score(batch, what, self._which)
 
-    def sum_logprobs(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
-        """Return, for each sequence, the sum of its trained tokens' log-probs at temperature 1: float64 [N], nats."""
+    def sums(self, batch: RemoteBatch, what: Score) -> npt.NDArray[np.float64]:
+        """Return the sum over each sequence's trained tokens of a score with one column: float64 [N]."""
         with self.working(*PARAMS) as trainer:
-            return trainer.sum_logprobs(batch, self._which)
-
-    def top_k(self, batch: RemoteBatch, k: int, temperature: float) -> tuple[Piece, ...]:
-        """Compute the k most likely tokens, as the columns `teacher_tokens` and `teacher_token_logprobs`."""
-        with self.working(*PARAMS) as trainer:
-            return trainer.top_k(batch, k, temperature)
-
-    def scores(self, batch: RemoteBatch, end_token: int) -> npt.NDArray[np.float64]:
-        """Return, for each sequence, the value of the state after its end token: float64 [N].
-
-        Args:
-            batch: the sequences.
-            end_token: it is appended to sequences that lack it.
-        """
-        with self.working(*PARAMS) as trainer:
-            return trainer.scores(batch, end_token)
+            return trainer.sums(batch, what, self._which)
 
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which must be on its devices; they travel through host memory."""
         with self.working(*PARAMS) as trainer:
-            trainer.group.feed(TrainerWorker.follow, actor.host_buckets())
+            trainer.group.feed(EMA.follow, actor.host_buckets())
 
     def snapshot(self, folder: Path) -> None:
         """Copy the weights to host memory, for `write_snapshot`.
@@ -68,7 +56,7 @@ class FrozenModel(ModelHandle):
             OSError: they are written at once (`TrainerSpec.copies_state`), and some rank could not write.
         """
         with self.working(*PARAMS) as trainer:
-            written(trainer.group, trainer.group.call(TrainerWorker.snapshot_ema, folder))
+            written(trainer.group, trainer.group.call(EMA.take, folder))
 
     def write_snapshot(self) -> Sequence[WrittenPart]:
         """Write the files of the last snapshot, in parallel to whatever the processes do. Returns what each rank wrote.
@@ -77,12 +65,12 @@ class FrozenModel(ModelHandle):
             OSError: some rank could not write.
         """
         group = self.trainer.group
-        return written(group, group.control(TrainerWorker.write_ema))
+        return written(group, group.control(EMA.write))
 
     def load_state(self, folder: Path) -> None:
         """Load weights that `write_snapshot` has written below `folder`, on this layout or any other."""
         with self.working(*PARAMS) as trainer:
-            trainer.group.call(TrainerWorker.load_ema, folder)
+            trainer.group.call(EMA.load, folder)
 
 
 class HostedModel(FrozenModel):
@@ -102,4 +90,4 @@ class HostedModel(FrozenModel):
 
     def follow(self, actor: Actor) -> None:
         """Let the weights follow the actor's, which are in the same processes."""
-        self.trainer.group.call(TrainerWorker.follow_own)
+        self.trainer.group.call(EMA.follow_own)

@@ -17,7 +17,7 @@ from fivefold.config.roles import Role, model_paths, roles_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.packing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.layout.placement import Placement
 from fivefold.planning.decisions import WhileGenerating, copies_state, while_generating

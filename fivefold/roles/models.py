@@ -16,20 +16,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from fivefold.algorithms.loss import Loss
-from fivefold.cluster.group import WorkerGroup
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.engine.contract import Offloadable
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.engine.heads import Score
+from fivefold.roles.profiler import Profiler
+from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.snapshots import Snapshots, written
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult, WriteFailed
+from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
-
-Result = TypeVar("Result")
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 @dataclass
@@ -142,6 +145,14 @@ class TrainedModel(ModelHandle):
     kept: ClassVar[tuple[Offloadable, ...]] = ("params", "optimizer")
     """The parts of its state that a checkpoint has."""
 
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
+        """Compute a score of the trained tokens under the current weights, as columns."""
+        return self.trainer.score(batch, what)
+
+    def sums(self, batch: RemoteBatch, what: Score) -> npt.NDArray[np.float64]:
+        """Return the sum over each sequence's trained tokens of a score with one column: float64 [N]."""
+        return self.trainer.sums(batch, what)
+
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
         return self.trainer.update(batch, loss, change)
@@ -156,11 +167,11 @@ class TrainedModel(ModelHandle):
 
     def start_profile(self, config: ProfileConfig) -> None:
         """Begin to record what some of the processes do."""
-        self.trainer.group.call(TrainerWorker.start_profile, config)
+        self.trainer.group.call(Profiler.start, config)
 
     def write_profile(self, folder: Path) -> None:
         """Write what they have recorded."""
-        self.trainer.group.call(TrainerWorker.write_profile, folder)
+        self.trainer.group.call(Profiler.write, folder)
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
@@ -173,7 +184,7 @@ class TrainedModel(ModelHandle):
             OSError: the state is written at once (`TrainerSpec.copies_state`), and some rank could not write.
         """
         group = self.trainer.group
-        written(group, group.call(TrainerWorker.snapshot, folder))
+        written(group, group.call(Snapshots.take, folder))
 
     def write_snapshot(self) -> list[WrittenPart]:
         """Write the files of the last snapshot, in parallel to whatever the processes do. Returns what each rank wrote.
@@ -182,21 +193,8 @@ class TrainedModel(ModelHandle):
             OSError: some rank could not write.
         """
         group = self.trainer.group
-        return written(group, group.control(TrainerWorker.write_snapshot))
+        return written(group, group.control(Snapshots.write))
 
     def load_state(self, folder: Path) -> None:
         """Load the training state that was written below `folder`, on this layout or any other."""
-        self.trainer.group.call(TrainerWorker.load_state, folder)
-
-
-def written(group: WorkerGroup, results: Sequence[Result | WriteFailed]) -> list[Result]:
-    """Return the result of each rank of a group, all of which could write.
-
-    Raises:
-        OSError: some rank could not write.
-    """
-    failures = [result for result in results if isinstance(result, WriteFailed)]
-    if failures:
-        first = failures[0]
-        raise OSError(f"{first.reason} ({group.name} rank {first.rank} on {first.host})")
-    return [result for result in results if not isinstance(result, WriteFailed)]
+        self.trainer.group.call(Snapshots.load, folder)

@@ -5,8 +5,8 @@
                   v
     rank       ShareOrder, and the pieces that hold its replica's sequences ──assemble──> Share ──> engine
 
-A piece holds columns of some of the sequences, as the process that made them left them in the object store: a rollout
-replica its tokens, a replica of the trainer its log-probs. No piece passes through the driver.
+A piece holds columns of some of the sequences, as the process that made them left them in the object store: tokens of
+a rollout replica, log-probs of a trainer's replica. No piece passes through the driver.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from fivefold.algorithms.imitation import EXPERT
 from fivefold.cluster.group import Remote, fetch, put
-from fivefold.engine.sharing import BatchPlan, MicroBatches, Share
+from fivefold.engine.packing import BatchPlan, MicroBatches, Share
 from fivefold.types import Batch, Columns, Totals
 
 Indices = npt.NDArray[np.int64]
 
 KEPT = "kept"
-"""Name of the scalar that is 0 for sequences of which no token is trained, else 1."""
+"""Name of the scalar that is 0 for sequences without trained tokens, else 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,23 +89,6 @@ class RemoteBatch:
         trained_N[list(indices)] = kept_N[list(indices)] = 0
         return RemoteBatch(self.lengths_N, trained_N, self.pieces, {**self.scalars, KEPT: kept_N})
 
-    def with_experts(self, columns: Columns) -> RemoteBatch:
-        """Return a copy with the sequences of `columns` behind the others, which the scalar `is_expert` marks.
-
-        Their tokens are trained, and no total counts them. Their other scalars are 0.
-        """
-        n, m = len(self), len(columns.lengths_N)
-        scalars = {name: np.concatenate([values, np.zeros(m, np.float32)]) for name, values in self.scalars.items()}
-        if KEPT in scalars:
-            scalars[KEPT][n:] = 1
-        scalars[EXPERT] = np.concatenate([np.zeros(n, np.float32), np.ones(m, np.float32)])
-        return RemoteBatch(
-            np.concatenate([self.lengths_N, columns.lengths_N.astype(np.int64)]),
-            np.concatenate([self.trained_N, np.zeros(m, np.int64)]),
-            (*self.pieces, Piece(put(columns), np.arange(n, n + m))),
-            scalars,
-        )
-
     @staticmethod
     def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
         """Return the sequences of several batches without scalars, one batch after the other."""
@@ -145,7 +128,7 @@ class RemoteBatch:
     def _picks(self, plan: BatchPlan) -> list[_Picks]:
         """Return what each replica takes out of the pieces.
 
-        A server leaves a piece for each group, and each replica of the trainer leaves one. To look at every piece for
+        A server leaves a piece for each group, and each replica of the trainer leaves one. Looking at every piece for
         every replica would take the driver seconds on a large cluster.
         """
         replica_N, place_N = np.empty((2, len(self)), dtype=np.int64)
@@ -186,7 +169,7 @@ class RemoteBatch:
 
 @dataclass(frozen=True, eq=False)
 class _Picks:
-    """What a replica takes out of pieces, one after the other: R sequences, those of `tokens` and of other columns."""
+    """What a replica takes out of all pieces, piece by piece: R sequences, one for each piece that holds one."""
 
     pieces_R: Indices
     """Index of the piece."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.engine.values import EndScores
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import RemoteBatch
 
@@ -19,4 +20,4 @@ class RewardModel:
 
     def scores(self, batch: RemoteBatch) -> npt.NDArray[np.float64]:
         """Return the score of each sequence: float64 [N]."""
-        return self.model.scores(batch, self._end_token)
+        return self.model.sums(batch, EndScores(self._end_token))

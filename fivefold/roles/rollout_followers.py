@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from fivefold.cluster.rendezvous import HOST
-from fivefold.cluster.role import Role
+from fivefold.cluster.role import HOST, Role
 from fivefold.cluster.session import Session
 from fivefold.layout.placement import Device, Placement
 from fivefold.roles.rollout_worker import RolloutWorker

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.cluster.rendezvous import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.roles.responses import Job, Responses

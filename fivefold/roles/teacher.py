@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fivefold.config.schema.roles import DistillConfig
+from fivefold.engine.distillation import TopK
+from fivefold.engine.heads import Logprobs
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 
@@ -18,14 +20,14 @@ class Teacher:
         self._model = model
         self._top_k = top_k_of(config, vocab)
 
-    def opinions(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
         """Compute the columns that the loss needs of the trained tokens.
 
         They are `teacher_logprobs`, or `teacher_tokens` and `teacher_token_logprobs`.
         """
         if self._top_k is None:
-            return self._model.logprobs(batch, temperature, "teacher_logprobs")
-        return self._model.top_k(batch, self._top_k, temperature)
+            return self._model.score(batch, Logprobs(temperature, "teacher_logprobs"))
+        return self._model.score(batch, TopK(self._top_k, temperature))
 
 
 def top_k_of(config: DistillConfig, vocab: int) -> int | None:

@@ -1,56 +1,46 @@
-"""The worker of a model, trained or frozen, in each of its processes, and what it is built from.
+"""The worker of a model, trained or frozen: one in each of its processes.
 
-It holds a training engine, and the reference model beside it where the two share processes.
+It holds a training engine, and the engine of a reference model that shares the processes.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fivefold.algorithms.gae import GAE, EstimateMoments, Moments
-from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.run import ProfileConfig
 from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
-from fivefold.engine.peak_memory import UPDATE, PeakMemory
-from fivefold.engine.profiling import Recording
-from fivefold.engine.scoring import for_scoring
-from fivefold.engine.sharing import Share
+from fivefold.engine.heads import Score
+from fivefold.engine.metrics import UPDATE, PeakMemory
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
 from fivefold.roles.remote_batch import ShareOrder, assemble
-from fivefold.roles.weight_sending import SendsWeights
 from fivefold.types import Batch, Columns
-from fivefold.weights.buckets import Bucket, unpack
-
-if TYPE_CHECKING:
-    from fivefold.engine.contract import Snapshot
-    from fivefold.engine.ema import EMAWeights
-    from fivefold.engine.state.state_store import WrittenPart
 
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""
 
-Result = TypeVar("Result")
+ColumnFunction = Callable[[Batch], tuple[Any, dict[str, torch.Tensor]]]
+"""Makes a summary and columns [T] of a replica's sequences; it can be pickled."""
 
-_PHASES = {"old_logprobs": "old log-probs", "ref_logprobs": "reference"}
-"""Phases of a step that compute columns of these names."""
+_PHASES = {"old_logprobs": "old log-probs", "ref_logprobs": "reference", "values": "values"}
+"""Phases of a step, whose peak memory is measured, by the name of the score that they compute."""
 
 Model = Literal["own", "reference"]
-"""A model in the trainer's processes: its own, or the reference beside it."""
+"""A model in the trainer's processes: its own, or the reference that shares them."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +77,11 @@ class TrainerSpec:
 class UpdateResult:
     """Result of one optimizer step, and the metrics of its loss."""
 
-    metrics: dict[str, float]
+    metrics: Metrics
     skipped: bool
     """Whether no weight was changed, because the gradient was not finite."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
-    n_trained: int = 1
-    """Trained tokens of the mini-batch, by which its means over tokens count among those of other updates."""
-
-
-@dataclass(frozen=True)
-class WriteFailed:
-    """A rank could not write its part of a snapshot."""
-
-    rank: int
-    host: str
-    reason: str
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:
@@ -111,8 +90,11 @@ def first_ranks(layout: ParallelLayout) -> list[int]:
     return [replicas.index(replica) for replica in range(layout.dp)]
 
 
-class TrainerWorker(SendsWeights):
-    """One rank of a trained or frozen model. All ranks take part in every method."""
+class TrainerWorker:
+    """One rank of a trained or frozen model. All ranks take part in every method.
+
+    What only some runs call is in parts of it (`cluster.role.Part`): `Snapshots`, `EMA`, `Profiler`, `SendsWeights`.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         backend = "gloo"
@@ -122,7 +104,8 @@ class TrainerWorker(SendsWeights):
         else:
             share_gloo_devices()
         dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
-        engine = build_engine(
+        self.spec = spec
+        self.engine = build_engine(
             spec.model,
             spec.layout,
             seed=spec.seed,
@@ -132,38 +115,33 @@ class TrainerWorker(SendsWeights):
             value_head=spec.value_head,
             value_bias=spec.value_bias,
         )
-        super().__init__(engine, spec.timeout_s)
-        self._recording: Recording | None = None
+        self._reference: TrainingEngine | None = None
+        if spec.reference is not None:
+            self._reference = build_engine(spec.reference, spec.layout, seed=spec.seed, timeout_s=spec.timeout_s)
+            if spec.offloads_reference:
+                self._reference.offload(PARAMS)
         self._peaks = PeakMemory()
-        self._tokenizer = spec.tokenizer
         self._first_ranks = first_ranks(spec.layout)
-        self._copies_state = spec.copies_state
-        self._snapshot: Snapshot | None = None
-        self._reference: TrainingEngine | None = (
-            build_engine(spec.reference, spec.layout, seed=spec.seed, timeout_s=spec.timeout_s)
-            if spec.reference is not None
-            else None
-        )
-        self._offloads_reference = spec.offloads_reference
-        self._ema: EMAWeights | None = None
-        self._ema_snapshot: Snapshot | None = None
-        if spec.ema_decay is not None:
-            self._ema = (self._reference or self._engine).ema_weights(spec.ema_decay)
-        if self._reference is not None and spec.offloads_reference:
-            self._reference.offload(PARAMS)
 
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on."""
-        return self._engine.effective_config()
+        return self.engine.effective_config()
 
     def device_name(self) -> str | None:
         """Return the name of this process's GPU; None for a CPU process."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
-    def compute_logprobs(
-        self, order: ShareOrder, model: Model, temperature: float, column: str, *columns: Columns
+    def score(
+        self, order: ShareOrder, what: Score, model: Model, sums: bool, *columns: Columns
     ) -> tuple[None, Columns]:
-        """Compute log-probs of the share's trained tokens under `model`, as a column of the name `column`.
+        """Compute a score of the share's trained tokens under `model`.
+
+        Args:
+            order: the share.
+            what: the score.
+            model: the model that works.
+            sums: whether to return, in place of each column [T], its sum over each sequence, float64 [sequences].
+            columns: columns with the share's tokens, and what the score reads besides.
 
         Returns:
             No summary, and the columns.
@@ -172,147 +150,36 @@ class TrainerWorker(SendsWeights):
             ValueError: `model` is the reference, which these processes do not hold.
         """
         share = assemble(order, columns)
-        with self._working(model) as engine, self._peaks.phase(_PHASES.get(column, column)):
-            logprobs_T, _ = engine.compute_logprobs(share, temperature=temperature)
-        return None, Columns(order.lengths.astype(np.int32), {column: logprobs_T.numpy()})
+        share = replace(share, batch=what.lay_out(share.batch))
+        phase = None if sums else _PHASES.get(what.name)
+        with self.working(model) as engine, self._peaks.phase(phase) if phase else nullcontext():
+            scored = engine.score(share, what)
+        if sums:
+            n = len(share.batch.lengths)
+            return None, Columns(np.ones(n, np.int32), {name: _sums(share.batch, row) for name, row in scored.items()})
+        return None, Columns(order.lengths.astype(np.int32), {name: row.numpy() for name, row in scored.items()})
 
-    def compute_energies(self, order: ShareOrder, temperature: float, *columns: Columns) -> tuple[None, Columns]:
-        """Compute log-probs of the share's trained tokens, as the column `old_logprobs`, and their energies.
-
-        The column `energies` has 1 - 2 p + the sum of squared probabilities on trained tokens, and NaN on others.
-
-        Returns:
-            No summary, and the columns.
-        """
-        share = assemble(order, columns)
-        with self._peaks.phase(_PHASES["old_logprobs"]):
-            logprobs_T, squares_T = self._engine.compute_squares(share, temperature=temperature)
-        energies_T = (1 - 2 * logprobs_T.exp() + squares_T).clamp(min=0)
-        energies_T[~share.batch.mask_T.bool()] = torch.nan
-        values = {"old_logprobs": logprobs_T.numpy(), "energies": energies_T.numpy()}
-        return None, Columns(order.lengths.astype(np.int32), values)
-
-    def compute_top_k(self, order: ShareOrder, k: int, temperature: float, *columns: Columns) -> tuple[None, Columns]:
-        """Compute the k most likely tokens at each of the share's trained tokens, as columns of a teacher.
-
-        Returns:
-            No summary, and the columns.
-        """
-        tokens_TK, logprobs_TK = self._engine.compute_top_k(assemble(order, columns), k, temperature=temperature)
-        values = {"teacher_tokens": tokens_TK.int().numpy(), "teacher_token_logprobs": logprobs_TK.numpy()}
-        return None, Columns(order.lengths.astype(np.int32), values)
-
-    def sum_logprobs(self, order: ShareOrder, model: Model, *columns: Columns) -> list[float]:
-        """Return, for each sequence of the share, the sum of its trained tokens' log-probs at temperature 1.
-
-        Raises:
-            ValueError: `model` is the reference, which these processes do not hold.
-        """
-        share = assemble(order, columns)
-        with self._working(model) as engine:
-            logprobs_T, _ = engine.compute_logprobs(share, temperature=1.0)
-        return _sums(share.batch, logprobs_T)
-
-    def sum_values(self, order: ShareOrder, *columns: Columns) -> list[float]:
-        """Return, for each sequence of the share, the sum of the values of the states before its trained tokens."""
-        share = assemble(order, columns)
-        return _sums(share.batch, self._engine.compute_values(share))
-
-    def scores(self, order: ShareOrder, end_token: int, *columns: Columns) -> list[float]:
-        """Return, for each sequence of the share, the value of the state behind its end token."""
-        share = assemble(order, columns)
-        share = replace(share, batch=for_scoring(share.batch, end_token))
-        return _sums(share.batch, self._engine.compute_values(share))
+    def compute(self, order: ShareOrder, function: ColumnFunction, *columns: Columns) -> tuple[Any, Columns]:
+        """Return what `function` makes of this replica's sequences, without the model: its summary, and columns."""
+        summary, values = function(assemble(order, columns).batch)
+        return summary, Columns(order.lengths.astype(np.int32), {name: row.numpy() for name, row in values.items()})
 
     @contextmanager
-    def _working(self, model: Model) -> Iterator[TrainingEngine]:
-        """Yield the engine of a model, whose weights are on the devices inside the block."""
-        engine = self._engine if model == "own" else self._reference
+    def working(self, model: Model) -> Iterator[TrainingEngine]:
+        """Yield the engine of a model, whose weights are on the devices inside the block.
+
+        Raises:
+            ValueError: `model` is the reference, which these processes do not hold.
+        """
+        engine = self.engine if model == "own" else self._reference
         if engine is None:
             raise ValueError("these processes hold no reference model: their TrainerSpec has none")
-        is_away = model == "reference" and self._offloads_reference
+        is_away = model == "reference" and self.spec.offloads_reference
         if is_away:
             engine.onload(PARAMS)
         yield engine
         if is_away:
             engine.offload(PARAMS)
-
-    def follow_own(self) -> None:
-        """Let the reference follow the trained model in the same processes.
-
-        Raises:
-            ValueError: no model of these processes follows another.
-        """
-        with self._working("reference"):
-            self._require_ema().follow(self._engine.held_weights())
-
-    def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Let the model follow the weights in `buckets`, which a trained model's `offer_weights` yields.
-
-        Raises:
-            ValueError: no model of these processes follows another.
-        """
-        self._require_ema().follow_whole(unpack(buckets, torch.device("cpu")))
-
-    def snapshot_ema(self, folder: Path) -> WriteFailed | None:
-        """Copy this rank's part of the model that follows to host memory, for `write_ema`; see `snapshot`."""
-        ema = self._require_ema()
-        with self._working("own" if self._reference is None else "reference"):
-            snapshot = _unless_failed(lambda: ema.snapshot(folder, copy=self._copies_state))
-        if isinstance(snapshot, WriteFailed):
-            return snapshot
-        self._ema_snapshot = snapshot
-        return None
-
-    def write_ema(self) -> WrittenPart | WriteFailed:
-        """Write the files of the last `snapshot_ema`; see `write_snapshot`."""
-        return _written(self._ema_snapshot)
-
-    def load_ema(self, folder: Path) -> None:
-        """Load the weights of the model that follows from `folder`."""
-        with self._working("own" if self._reference is None else "reference"):
-            self._require_ema().load(folder)
-
-    def _require_ema(self) -> EMAWeights:
-        if self._ema is None:
-            raise ValueError("no model of these processes follows another: set ema_decay of their TrainerSpec")
-        return self._ema
-
-    def compute_values(self, order: ShareOrder, *columns: Columns) -> tuple[None, Columns]:
-        """Compute the values of the states before the share's trained tokens, as the column `values`.
-
-        Returns:
-            No summary, and the columns.
-        """
-        with self._peaks.phase("values"):
-            values_T = self._engine.compute_values(assemble(order, columns))
-        return None, Columns(order.lengths.astype(np.int32), {"values": values_T.numpy()})
-
-    def estimate_advantages(
-        self, order: ShareOrder, gae: GAE, kl: KLInReward | None, *columns: Columns
-    ) -> tuple[EstimateMoments, Columns]:
-        """Estimate the advantages and the returns of the share's trained tokens, as columns of these names.
-
-        Args:
-            order: the share.
-            gae: the constants of the estimate.
-            kl: a penalty in the reward of each token; None: there is none.
-            columns: columns with the values, and the log-probs that `kl` needs.
-
-        Returns:
-            The moments of the share's estimates, and the columns.
-        """
-        batch = assemble(order, columns).batch
-        advantages_T, returns_T = gae.estimate(batch, None if kl is None else -kl.kl_ctl * kl.estimate(batch))
-        values = {"advantages": advantages_T.numpy(), "returns": returns_T.numpy()}
-        moments = EstimateMoments.of(batch.with_fields(advantages=advantages_T, returns=returns_T))
-        return moments, Columns(order.lengths.astype(np.int32), values)
-
-    def advantage_moments(self, order: ShareOrder, change: BatchChange | None, *columns: Columns) -> Moments:
-        """Return the moments of the advantages of the share's trained tokens, as they are after `change`."""
-        batch = assemble(order, columns).batch
-        batch = batch if change is None else change(batch)
-        return Moments.of(batch.fields["advantages"][batch.mask_T.bool()])
 
     def update(self, order: ShareOrder, loss: Loss, change: BatchChange | None, *columns: Columns) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to this replica's part of it first."""
@@ -321,7 +188,16 @@ class TrainerWorker(SendsWeights):
             share = replace(share, batch=change(share.batch))
         if loss.before is not None:
             share = replace(share, batch=loss.before(share.batch, self._gather))
-        return self._update(share, loss)
+        with self._peaks.phase(UPDATE):
+            metrics = self.engine.forward_backward(share, loss)
+            step = self.engine.optim_step()
+        metrics |= self._peaks.take()
+        metrics |= {
+            "grad_norm": Metric(step.grad_norm),
+            "lr": Metric(step.learning_rate, reduce="last"),
+            "skipped_updates": Metric(float(step.skipped), reduce="sum"),
+        }
+        return UpdateResult(metrics, step.skipped, step.non_finite)
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all data-parallel replicas; all ranks of a replica give the same one."""
@@ -329,78 +205,27 @@ class TrainerWorker(SendsWeights):
         dist.all_gather_object(gathered, own)
         return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
 
-    def _update(self, share: Share, loss: Loss) -> UpdateResult:
-        with self._peaks.phase(UPDATE):
-            metrics = self._engine.forward_backward(share, loss)
-            step = self._engine.optim_step()
-        metrics |= self._peaks.take()
-        metrics |= {"grad_norm": step.grad_norm, "lr": step.learning_rate}
-        return UpdateResult(metrics, step.skipped, step.non_finite, share.totals.n_trained_tokens)
-
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        self._engine.save_hf(folder, self._tokenizer)
-
-    def snapshot(self, folder: Path) -> WriteFailed | None:
-        """Copy this rank's training state to host memory, for `write_snapshot` to write it below `folder`.
-
-        Without a copy (`TrainerSpec.copies_state`) it is written at once, and `write_snapshot` only tells what was.
-
-        Returns:
-            A failure of the file system, because an exception would end the run; None: there was none.
-        """
-        snapshot = _unless_failed(lambda: self._engine.snapshot(folder, copy=self._copies_state))
-        if isinstance(snapshot, WriteFailed):
-            return snapshot
-        self._snapshot = snapshot
-        return None
-
-    def write_snapshot(self) -> WrittenPart | WriteFailed:
-        """Write the files of the last snapshot; it runs beside other methods, and may be repeated after a failure.
-
-        A failure of the file system is a result, because an exception would end the run at once.
-
-        Raises:
-            ValueError: there is no snapshot.
-        """
-        return _written(self._snapshot)
-
-    def load_state(self, folder: Path) -> None:
-        """Load the training state below `folder`, in place of the model's weights."""
-        self._engine.load(folder)
+        self.engine.save_hf(folder, self.spec.tokenizer)
 
     def offload(self, what: Collection[Offloadable]) -> int:
-        """Move state of this rank off its device, and the weights of the reference beside it with the model's own.
+        """Move state of this rank off its device, and the reference's weights with the model's own.
 
         Returns:
             The bytes that were freed.
         """
-        freed = self._engine.offload(what)
+        freed = self.engine.offload(what)
         if self._reference is not None and "params" in what:
             freed += self._reference.offload(PARAMS)
         return freed
 
     def onload(self, what: Collection[Offloadable]) -> int:
         """Bring back what `offload` moved. Returns the bytes that were allocated on the device."""
-        allocated = self._engine.onload(what)
-        if self._reference is not None and "params" in what and not self._offloads_reference:
+        allocated = self.engine.onload(what)
+        if self._reference is not None and "params" in what and not self.spec.offloads_reference:
             allocated += self._reference.onload(PARAMS)
         return allocated
-
-    def start_profile(self, config: ProfileConfig) -> None:
-        """Begin to record what this rank does, if it is one of those that record."""
-        if dist.get_rank() in config.ranks:
-            self._recording = Recording(memory=config.memory)
-
-    def write_profile(self, folder: Path) -> None:
-        """Write what was recorded since `start_profile` to `folder`, as `rank-<n>.trace.json.gz`.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        if self._recording is not None:
-            self._recording.write(folder / f"rank-{dist.get_rank()}")
-            self._recording = None
 
     def release_cache(self) -> None:
         """Release cached device memory, for the role that shares the device."""
@@ -408,25 +233,10 @@ class TrainerWorker(SendsWeights):
             torch.cuda.empty_cache()
 
     def free_memory(self) -> int | None:
-        """Return the free bytes of this rank's device, whoever has the others; None: it is no GPU."""
+        """Return the free bytes of this rank's device, whoever uses the others; None: it is not a GPU."""
         return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
-def _written(snapshot: Snapshot | None) -> WrittenPart | WriteFailed:
-    """Write the files of a snapshot."""
-    if snapshot is None:
-        raise ValueError("there is nothing to write: take a snapshot first")
-    return _unless_failed(snapshot.write)
-
-
-def _unless_failed(action: Callable[[], Result]) -> Result | WriteFailed:
-    """Return what `action` returns, or the failure of the file system with which it ends."""
-    try:
-        return action()
-    except OSError as error:
-        return WriteFailed(dist.get_rank(), socket.gethostname(), str(error))
-
-
-def _sums(batch: Batch, values_T: torch.Tensor) -> list[float]:
+def _sums(batch: Batch, values_T: torch.Tensor) -> npt.NDArray[np.float64]:
     """Return the sum of the values of each sequence, in float64."""
-    return [float(values.double().sum()) for values in batch.split(values_T)]
+    return np.array([float(values.double().sum()) for values in batch.split(values_T)])

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fivefold.engine.contract import TrainingEngine
+from fivefold.cluster.role import Part
+from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.weights.stream import CollectiveSender, Sender
 from fivefold.weights.transport import Route
 
 
-class SendsWeights:
+class SendsWeights(Part):
     """Sends the weights of an engine. All ranks take part in every method, unless it says otherwise."""
 
-    def __init__(self, engine: TrainingEngine, timeout_s: float) -> None:
-        """Begin without a sender; one that connects to the rollout waits `timeout_s` for it."""
-        self._engine = engine
-        self._timeout_s = timeout_s
+    def __init__(self, worker: TrainerWorker) -> None:
+        """Begin without a sender; one that connects to the rollout waits `TrainerSpec.timeout_s` for it."""
+        self._engine = worker.engine
+        self._timeout_s = worker.spec.timeout_s
         self._senders: dict[str, Sender] = {}
         """By the name of their transport."""
         self._items: Iterator[Any] | None = None

@@ -184,7 +184,7 @@ def _recomputed_layers_problems(
         return
     try:
         sizes = chunk_sizes(shape.n_layers, layout.pp, layout.vpp, layout.split)
-    except ValueError:  # a problem of the layout, which is told there
+    except ValueError:  # a problem of the layout, which its own rule reports
         return
     if uneven := sorted({size for size in sizes if size % count}):
         yield (

@@ -26,7 +26,7 @@ MOST_FULL = 16_384
 
 
 def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
-    """Yield a line for each role whose model needs the actor's vocabulary, of which `shape` is, and has another."""
+    """Yield a line for each role whose model needs the actor's vocabulary and has another; `shape` is the actor's."""
     for role, other in others.items():
         if other.vocab != shape.vocab and not reads_tokens_alone(recipe, role):
             path = roles_of(recipe)[role].path
@@ -112,7 +112,7 @@ def check_tokens(shape: ModelShape, data: str, largest: int) -> None:
 
 
 def check_examples(shape: ModelShape, section: str, longest: int, largest_token: int, n_appended: int = 0) -> None:
-    """Refuse examples of which the model's positions hold not all tokens, or whose tokens the model does not have.
+    """Refuse examples that are longer than the model's positions, or whose tokens the model does not have.
 
     Args:
         shape: the model.

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+from fivefold.checkpoints.checkpointer import Checkpointer
+from fivefold.checkpoints.due import Schedule, TimeLimit
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import CheckpointStore
-from fivefold.checkpoints.time_limit import TimeLimit
-from fivefold.checkpoints.writer import Checkpointer, StateOwner
+from fivefold.checkpoints.writer import StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunStopped

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import Anew, Item, Resume
+from fivefold.checkpoints.start import FromScratch, Item, Resume
 from fivefold.checkpoints.store import TRAINER
 from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import EpochSampler
@@ -18,7 +18,7 @@ from fivefold.run.setup import Groundwork
 
 def state_at_start(
     recipe: Recipe,
-    start: Anew | Resume,
+    start: FromScratch | Resume,
     sampler: EpochSampler[Item],
     ground: Groundwork,
     total_steps: int,
@@ -83,7 +83,7 @@ class StateLoader(Protocol):
         """Load the state below `folder`."""
 
 
-def load_state(start: Anew | Resume, folder: str, role: StateLoader) -> None:
+def load_state(start: FromScratch | Resume, folder: str, role: StateLoader) -> None:
     """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
 
     A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one;
@@ -93,6 +93,6 @@ def load_state(start: Anew | Resume, folder: str, role: StateLoader) -> None:
         role.load_state(start.checkpoint.path / folder)
 
 
-def start_facts(start: Anew | Resume, note: str | None) -> dict[str, object]:
+def start_facts(start: FromScratch | Resume, note: str | None) -> dict[str, object]:
     """Return what the banner says about the start; `note` is the text of `state_at_start`."""
     return start.facts() | ({"data": note} if note else {})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.checkpoints.fingerprints import Fingerprints
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.roles import model_paths, roles_of
@@ -107,7 +107,7 @@ class OpenRun:
 @contextmanager
 def open_run(
     recipe: Recipe,
-    start: Anew | Resume,
+    start: FromScratch | Resume,
     columns: Sequence[Column],
     banner: Mapping[str, object],
     total_steps: int,

@@ -75,7 +75,13 @@ class StepSpeed:
         }
 
     def metrics(
-        self, batch: RemoteBatch, given: Sequence[Columns], seconds: Mapping[str, float], step_seconds: float
+        self,
+        batch: RemoteBatch,
+        given: Sequence[Columns],
+        seconds: Mapping[str, float],
+        step_seconds: float,
+        *,
+        trains_actor: bool = True,
     ) -> dict[str, float]:
         """Return the metrics of a step.
 
@@ -84,15 +90,18 @@ class StepSpeed:
             given: an expert's sequences, on which the actor's epochs train as well.
             seconds: seconds of each phase, `train` among them.
             step_seconds: seconds of the whole step.
+            trains_actor: whether the actor is trained; else the phase `train` has no speed.
         """
         works = {
             phase: _Work.on(batch, self._models[role], trains=phase in _TRAINING)
             for phase, role in {**_FORWARD, **_TRAINING}.items()
             if phase in seconds
         }
-        works["train"] = works["train"].besides(given)
+        train = works.pop("train").besides(given)
+        if trains_actor:
+            works["train"] = train
         return {
-            "tokens_per_second": works["train"].n_tokens / step_seconds,
+            "tokens_per_second": train.n_tokens / step_seconds,
             **_metrics(works, seconds, self._peak),
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "seconds/step": step_seconds,
@@ -180,12 +189,13 @@ class _Work:
 
 def _metrics(works: Mapping[str, _Work], seconds: Mapping[str, float], peak: float | None) -> dict[str, float]:
     """Return the speed of the phase `train`, and if `peak` is known the MFU of each phase and the HFU of training."""
-    train = works["train"]
     device_seconds = {phase: seconds[phase] * work.model.n_devices for phase, work in works.items()}
-    found = {
-        "train/tokens_per_second_per_device": train.n_tokens * train.model.epochs / device_seconds["train"],
-        "train/tflops_per_device": train.flops / device_seconds["train"] / 1e12,
-    }
+    found = {}
+    if (train := works.get("train")) is not None:
+        found = {
+            "train/tokens_per_second_per_device": train.n_tokens * train.model.epochs / device_seconds["train"],
+            "train/tflops_per_device": train.flops / device_seconds["train"] / 1e12,
+        }
     if peak is None:
         return found
     for phase, work in works.items():

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.recipe import Recipe
@@ -21,7 +21,7 @@ from fivefold.roles.models import TrainedModel
 from fivefold.run.resume import load_state
 
 if TYPE_CHECKING:
-    from fivefold.engine.state.state_store import WrittenPart
+    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def state_owners(models: Models, recipe: Recipe, timers: PhaseTimers) -> dict[st
     }
 
 
-def load_states(start: Anew | Resume, models: Models, recipe: Recipe, timers: PhaseTimers) -> None:
+def load_states(start: FromScratch | Resume, models: Models, recipe: Recipe, timers: PhaseTimers) -> None:
     """Load the states of all roles that the checkpoint has from which the run continues."""
     for folder, model in _changing(models, recipe).items():
         with models.on_device(model, timers, *OFFLOADABLE):

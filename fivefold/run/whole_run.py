@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from fivefold.checkpoints.changes import RecipeChangedError
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
-from fivefold.checkpoints.start import Anew, Finished, Item, Resume
+from fivefold.checkpoints.start import Finished, FromScratch, Item, Resume
 from fivefold.cluster.machine import check_devices
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.recipe import Recipe
@@ -77,7 +77,7 @@ class RunSetup(ABC, Generic[Item]):
 
 
 S = TypeVar("S", bound=RunSetup[Any])
-Execute = Callable[[S, Anew | Resume, OpenRun, RunState, float], RunState]
+Execute = Callable[[S, FromScratch | Resume, OpenRun, RunState, float], RunState]
 """Starts the roles and runs the loop: called with the setup, where it starts, the open run, the state there, and the
 time on `time.perf_counter` at which the command began. Returns the state after the last step."""
 

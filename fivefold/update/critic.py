@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fivefold.algorithms.gae import GAE, EstimateMoments, Whitening
+from fivefold.algorithms.gae import GAE, EstimateMoments, Estimates, Whitening
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.config.schema.roles import CriticConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import OFFLOADABLE
+from fivefold.engine.values import Values
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.update.updates import SkipGuard, make_updates
 
 
@@ -41,9 +41,8 @@ class CriticUpdate:
 
     def values(self, batch: RemoteBatch) -> RemoteBatch:
         """Return `batch` with the values of the critic as it is before the step."""
-        with self._timers.phase("values"), self._critic.working("params") as trainer:
-            plan, arguments = trainer.deal(batch)
-            return batch.with_pieces(trainer.keep(TrainerWorker.compute_values, plan, arguments)[0])
+        with self._timers.phase("values"), self._critic.working("params"):
+            return batch.with_pieces(self._critic.score(batch, Values()))
 
     def advantages(
         self, batch: RemoteBatch, kl: KLInReward | None
@@ -55,8 +54,7 @@ class CriticUpdate:
             kl: a penalty in the reward of each token; None: there is none.
         """
         with self._timers.phase("advantages"):
-            plan, arguments = self._critic.trainer.deal(batch, self._gae, kl)
-            pieces, estimates = self._critic.trainer.keep(TrainerWorker.estimate_advantages, plan, arguments)
+            pieces, estimates = self._critic.trainer.compute(batch, Estimates(self._gae, kl))
         moments = EstimateMoments.merged(estimates)
         advantages, returns = moments.advantages, moments.returns
         metrics = {

@@ -11,7 +11,7 @@ from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch
 from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
 from fivefold.types import Columns
@@ -113,4 +113,22 @@ def with_imitation(batch: RemoteBatch, divisor: float, expert: ExpertTerm | None
     counts_M = np.add.reduceat(expert.columns.values["mask"].astype(np.int64), ends - expert.columns.lengths_N)
     whole = len(counts_M) * counts_M if expert.by_sequence else np.full(len(counts_M), counts_M.sum())
     weights_N = np.concatenate([weights_N, expert.weight * divisor / whole])
-    return batch.with_experts(expert.columns).with_scalars(**{NLL_WEIGHT: weights_N.astype(np.float32)})
+    return _with_experts(batch, expert.columns).with_scalars(**{NLL_WEIGHT: weights_N.astype(np.float32)})
+
+
+def _with_experts(batch: RemoteBatch, columns: Columns) -> RemoteBatch:
+    """Return a copy with the sequences of `columns` after the others, which the scalar `is_expert` marks.
+
+    Their tokens are trained, and no total counts them. Their other scalars are 0.
+    """
+    n, m, own = len(batch), len(columns.lengths_N), RemoteBatch.of(columns)
+    scalars = {name: np.concatenate([values, np.zeros(m, np.float32)]) for name, values in batch.scalars.items()}
+    if KEPT in scalars:
+        scalars[KEPT][n:] = 1
+    scalars[EXPERT] = np.concatenate([np.zeros(n, np.float32), np.ones(m, np.float32)])
+    return RemoteBatch(
+        np.concatenate([batch.lengths_N, own.lengths_N]),
+        np.concatenate([batch.trained_N, np.zeros(m, np.int64)]),
+        (*batch.pieces, *(Piece(piece.columns, n + piece.sequences_M) for piece in own.pieces)),
+        scalars,
+    )

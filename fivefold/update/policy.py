@@ -17,11 +17,14 @@ from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.algorithms.losses.covariance import NUMBER, sequence_numbers
+from fivefold.algorithms.metrics import effective_share
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.energies import Energies
+from fivefold.engine.heads import Logprobs
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
@@ -32,7 +35,7 @@ from fivefold.types import Columns, Prompt, Sample
 from fivefold.update.baselines import with_token_advantages
 from fivefold.update.critic import CriticUpdate
 from fivefold.update.expert_examples import RIGHT, ExpertExamples, with_imitation
-from fivefold.update.updates import SkipGuard, effective_share, make_updates
+from fivefold.update.updates import SkipGuard, make_updates
 
 
 class PolicyUpdate:
@@ -145,13 +148,13 @@ class PolicyUpdate:
         """Return `batch` with the log-probs of old policy, reference and teacher, as far as they are needed."""
         if self._recomputes:
             with self._timers.phase("old log-probs"):
-                batch = batch.with_pieces(self._actor.logprobs(batch, self._temperature))
+                batch = batch.with_pieces(self._actor.score(batch, Logprobs(self._temperature, "old_logprobs")))
         if self._reference is not None:
             with self._timers.phase("reference"):
-                batch = batch.with_pieces(self._reference.logprobs(batch, self._temperature, "ref_logprobs"))
+                batch = batch.with_pieces(self._reference.score(batch, Logprobs(self._temperature, "ref_logprobs")))
         if self._teacher is not None:
             with self._timers.phase("teacher"):
-                batch = batch.with_pieces(self._teacher.opinions(batch, self._temperature))
+                batch = batch.with_pieces(self._teacher.score(batch, self._temperature))
         return batch
 
     def _with_token_advantages(
@@ -159,7 +162,7 @@ class PolicyUpdate:
     ) -> tuple[RemoteBatch, Moments]:
         """Return `batch` with advantages of each token and with the old log-probs that come with them."""
         with self._timers.phase("old log-probs"):
-            energies = self._actor.energies(batch, self._temperature)
+            energies = self._actor.score(batch, Energies(self._temperature))
         with self._timers.phase("advantages"):
             groups = [sample.prompt.index for sample in samples]
             zero_tail = self._config.advantage_kwargs.get("zero_tail", True)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.preferences import Numbers, Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
+from fivefold.engine.heads import Logprobs
+from fivefold.engine.values import Values
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
@@ -44,11 +47,11 @@ class Scoring:
         """Return the score of each sequence under the current weights: float64 [N]."""
         if self.prediction == "values":
             with timers.phase("scores"):
-                return models.actor.sum_values(batch)
+                return models.actor.sums(batch, Values())
         with timers.phase("reference"):
-            reference_N = models.frozen["ref"].sum_logprobs(batch)
+            reference_N = models.frozen["ref"].sums(batch, Logprobs())
         with timers.phase("scores"):
-            return models.actor.sum_logprobs(batch) - reference_N
+            return models.actor.sums(batch, Logprobs()) - reference_N
 
     def measure(self, models: Models, comparison: Comparison) -> dict[str, float]:
         """Return the objective's metrics, its value as `loss` among them."""
@@ -64,4 +67,4 @@ class Scoring:
         scored = replace(comparison, batch=batch.with_scalars(**{COEFFICIENT: coefficients_N}))
         with timers.phase("train"):
             result = models.actor.update(scored.trained, LinearLoss(self.prediction))
-        return replace(result, metrics=result.metrics | metrics)
+        return replace(result, metrics=result.metrics | {name: Metric(value) for name, value in metrics.items()})

@@ -1,12 +1,10 @@
-"""What follows from the results of optimizer steps: one number for each metric, and an end if none of them succeeds."""
+"""The optimizer steps of a training step: the metrics of all of them, and an end of the run if none succeeds."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from fivefold.algorithms.ages import averaged
-from fivefold.algorithms.measures import N_PARTS, PART, SHARE
+from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
 from fivefold.data.batches import minibatches
 from fivefold.roles.trainer_worker import UpdateResult
@@ -47,7 +45,7 @@ def make_updates(
 ) -> dict[str, float]:
     """Make the updates of all epochs and mini-batches of a step, or those until the guard finds a problem.
 
-    Returns the averages of their metrics.
+    Returns the metrics of all of them together.
 
     Args:
         config: numbers of epochs and of mini-batches.
@@ -63,85 +61,11 @@ def make_updates(
             results.append(update(indices))
             guard.count(results[-1], step)
             if guard.problem is not None:
-                return average_updates(results)
-    return average_updates(results)
+                return metric_values(merge_metrics(result.metrics for result in results))
+    return metric_values(merge_metrics(result.metrics for result in results))
 
 
 def _where(result: UpdateResult) -> str:
     if result.non_finite:
         return f", first in {', '.join(result.non_finite)}"
     return ": every parameter's gradient is finite, but the norm of all of them is beyond float32"
-
-
-_OVER_KNOWN = (
-    "rollout_mismatch",
-    "rollout_mismatch_kl",
-    "rollout_mismatch_kl_reverse",
-    "rollout_ratio",
-    "rollout_ratio_square",
-)
-"""Metrics over the tokens that have a log-prob of the rollout."""
-
-
-_OF_UPDATES, _SECTIONS_OF_UPDATES = {"loss", "grad_norm", "lr"}, ("pipeline/", "experts/", "peak_memory_gb/")
-"""Metrics that are no means over trained tokens, and beginnings of the names of others."""
-
-
-def effective_share(mean: float, mean_square: float) -> float:
-    """Return Kish's effective sample size, (sum w)^2 / sum w^2, as a share of the number of weights w."""
-    return mean * mean / mean_square if mean_square > 0 else 0.0
-
-
-def _is_of_tokens(name: str) -> bool:
-    """Return whether a metric is a mean over trained tokens."""
-    return not (name in _OF_UPDATES or name.startswith(_SECTIONS_OF_UPDATES) or _extreme(name))
-
-
-def _extreme(name: str) -> Callable[[Iterable[float]], float] | None:
-    """Return the extreme value by which a metric is reduced; None: it is averaged."""
-    return {"max": max, "min": min}.get(name.rpartition("/")[2])
-
-
-def _reduced(name: str, row: Sequence[tuple[float, int]]) -> float:
-    """Return one number for the values of a metric, each with its weight."""
-    if (extreme := _extreme(name)) is not None:
-        return extreme(value for value, _ in row)
-    return sum(value * weight for value, weight in row) / sum(weight for _, weight in row)
-
-
-def average_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Reduce each metric of several updates to one number.
-
-    Means over tokens become means over the trained tokens of all updates; if no update has any, they are left out.
-    What an update has as a whole, such as `loss`, is averaged over updates. Names that end in `/max` or `/min` are
-    reduced by maximum or minimum, `lr` is the last one, and `skipped_updates` counts the updates that were skipped.
-    """
-    values: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for result in results:
-        for name, value in result.metrics.items():
-            if weight := result.n_trained if _is_of_tokens(name) else 1:
-                values[name].append((value, weight))
-    averages = {name: _reduced(name, row) for name, row in values.items()}
-    averages["lr"] = results[-1].metrics["lr"]
-    if (share := averages.get("rollout_mismatch_share")) is not None:
-        # The sums are over the tokens that have a log-prob of the rollout, and were divided by all trained tokens.
-        known = {name: averages.pop(name) for name in _OVER_KNOWN}
-        if share > 0:
-            averages |= {name: value / share for name, value in known.items()}
-            averages["rollout_ess"] = effective_share(averages["rollout_ratio"], averages.pop("rollout_ratio_square"))
-    for number in range(1, N_PARTS + 1):
-        # The sums are over the tokens of one part, and were divided by all trained tokens.
-        if (of_part := averages.pop(f"{SHARE}/{number}", None)) is not None:
-            entropy = averages.pop(f"{PART}/{number}")
-            averages |= {f"{PART}/{number}": entropy / of_part} if of_part > 0 else {}
-    if (share := averages.pop("imitation_share", None)) is not None:
-        # The sum is over the tokens of given responses.
-        nll = averages.pop("imitation_nll")
-        averages |= {"imitation_nll": nll / share} if share > 0 else {}
-    if "correction/weight" in averages:
-        averages["correction/ess"] = effective_share(
-            averages["correction/weight"], averages.pop("correction/weight_square")
-        )
-    averages = averaged(averages)
-    averages["skipped_updates"] = float(sum(result.skipped for result in results))
-    return averages

@@ -94,7 +94,7 @@ def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
 
 
 def _critic(draft: Draft) -> None:
-    """Convert what tells that a critic is trained, and the devices that it has: its own, unless it is colocated."""
+    """Convert the signs of a critic, and its devices: its own, unless it is colocated."""
     draft.assume(CRITICS)
     draft.recipe[ADVANTAGE] = "gae"
     for name in ("discount", "gae_lambda"):

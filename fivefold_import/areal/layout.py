@@ -107,5 +107,5 @@ def _colocation(draft: Draft) -> None:
         if draft.get(key) == "colocation" and draft.get(target) == other:
             draft.mapped(key, "rollout.colocate", True)
             draft.implied(target, f"it follows from {key}")
-        draft.implied(key, "roles have devices of their own where the cluster has room")
+        draft.implied(key, "roles have their own devices where the cluster has room")
     draft.all_implied("ref.scheduling_strategy*", "the reference runs in the actor's processes")

@@ -9,7 +9,6 @@ from fivefold_import import corrections, megatron, reasons
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
-from fivefold_import.distillation import NO_REWARD, train_on_teacher_alone
 from fivefold_import.draft import Draft
 from fivefold_import.roll import given
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
@@ -31,10 +30,12 @@ from fivefold_import.roll.rules import (
 )
 from fivefold_import.settings import (
     MEAN_LEVEL,
+    NO_REWARD,
     STD_LEVEL,
     TOKEN_BUDGET_KEY,
     advantages,
     token_budget,
+    train_on_teacher_alone,
     warmup,
 )
 from fivefold_import.source import Document
@@ -173,7 +174,7 @@ def _micro_batches(draft: Draft) -> None:
 
 
 def _passes_without_gradients(draft: Draft) -> None:
-    """Convert the batches of log-probs and values: those of the actor, of a critic and of a reference."""
+    """Convert the batch sizes for log-probs and values of the actor, a critic and a reference."""
     sections = {"actor": TRAIN, "ref": REF, "critic": CRITIC}
     for role, to, own in infer_budgets(draft):
         section = sections[role]
@@ -329,7 +330,7 @@ def _clipping(draft: Draft) -> None:
             draft.sets(TRAIN + key, target, draft.read(TRAIN + key, number, 0.1))
     if draft.get(TRAIN + "pg_variant") in ("cispo", "tis"):
         for key in ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss"):
-            draft.implied(key, "the variant has a clip range of its own")
+            draft.implied(key, "the variant has its own clip range")
         return
     if draft.get("use_pg_clip_range") is True:
         for key, target in (("pg_clip_low", "actor.eps_clip"), ("pg_clip_high", "actor.eps_clip_higher")):

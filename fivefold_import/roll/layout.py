@@ -19,7 +19,7 @@ NO_CHECKPOINTING = "model_args.disable_gradient_checkpointing"
 def router(draft: Draft, train: str = TRAIN) -> None:
     """Take the defaults of a router that is trained with Megatron-Core; `train` is the section of its trainer.
 
-    The weight of its auxiliary loss is Megatron-Core's option, else that of `model_args`, else the model's own.
+    The weight of its auxiliary loss is Megatron-Core's option, else the one in `model_args`, else the model's own.
     """
     plan, own, option = draft.plans.get("actor"), train + "model_args.moe_aux_loss_coef", "moe_aux_loss_coeff"
     if plan is None or plan.shards_weights:

@@ -82,7 +82,7 @@ def _score_model(draft: Draft, own: str, to: str) -> None:
 
 
 def _is_behind_url(draft: Draft, own: str) -> bool:
-    """Return whether a reward is a judge behind a URL of which URL and model are known."""
+    """Return whether a reward is a judge behind a known URL with a known model."""
     known = all(draft.writes(own + key) for key in ("judge_api_url", "judge_model_name"))
     return known and draft.get(f"{own}judge_model_type") == "api" and not draft.writes(f"{own}device_mapping")
 

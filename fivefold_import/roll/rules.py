@@ -5,8 +5,8 @@ from __future__ import annotations
 from fivefold_import import megatron, reasons
 from fivefold_import.algorithms import choose_loss
 from fivefold_import.critic import of_critic
-from fivefold_import.distillation import COEFF
 from fivefold_import.draft import Draft
+from fivefold_import.settings import COEFF
 from fivefold_import.tables import read_tables
 from fivefold_import.values import flag, number, whole
 

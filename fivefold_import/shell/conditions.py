@@ -22,7 +22,7 @@ def holds(words: Sequence[str]) -> bool | None:
     """Return whether a test holds; None if that depends on more than its words, such as on a file.
 
     Args:
-        words: what stands between the brackets of `[ ... ]`, or a single test of `[[ ... ]]`, variables filled in.
+        words: the words between the brackets of `[ ... ]`, or a single test of `[[ ... ]]`, variables filled in.
     """
     match words:
         case ["!", *rest]:

@@ -59,13 +59,13 @@ class Text:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Why the value is not known; empty if it is, as that of a variable that is not set."""
+        """Why the value is not known; empty if it is, as for a variable that is not set."""
         return tuple(note for note in self.notes if isinstance(note, Unknown))
 
 
 @dataclass
 class Variables:
-    """The variables that a script can read: its own, its arrays, then those of the environment."""
+    """The variables that a script can read: its own, its arrays, then the environment."""
 
     environment: Mapping[str, str]
     texts: dict[str, Text] = field(default_factory=dict)

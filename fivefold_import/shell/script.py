@@ -26,7 +26,7 @@ NOT_READ, UNCERTAIN = "not read", "uncertain"
 MOST_CALLS = 8
 """Functions are followed this deep, so that one that calls itself ends."""
 MOST_COMMANDS = 10_000
-"""Most commands that are read, those of a function each time that it is called."""
+"""Most commands that are read; a function's commands count at each call."""
 MOST_CHARACTERS = 100_000
 """Most characters of a variable's value."""
 

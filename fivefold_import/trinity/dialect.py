@@ -1,6 +1,6 @@
 """Trinity-RFT: one YAML file for explorer and trainer, with verl's key tree below `trainer.trainer_config`.
 
-The tree may also be in a file of its own (`trainer.trainer_config_path`): a file whose keys begin with
+The tree may also be in its own file (`trainer.trainer_config_path`): a file whose keys begin with
 `actor_rollout_ref` is read as that. Keys of the first releases (`data.dataset_path`, `explorer.engine_num`) are read
 by their later names.
 """
@@ -15,10 +15,18 @@ from fivefold_import import reasons
 from fivefold_import.algorithms import choose_loss
 from fivefold_import.critic import gae
 from fivefold_import.dialect import Conversion, Dialect, merged
-from fivefold_import.distillation import COEFF, NO_REWARD, train_on_teacher_alone
 from fivefold_import.draft import Draft, RolePlan
-from fivefold_import.imitation import convert_mix, is_mixed
-from fivefold_import.settings import ADVANTAGE, MEAN_LEVEL, STD_LEVEL, advantages, ask_as_user, rollout_engine
+from fivefold_import.settings import (
+    ADVANTAGE,
+    COEFF,
+    MEAN_LEVEL,
+    NO_REWARD,
+    STD_LEVEL,
+    advantages,
+    ask_as_user,
+    rollout_engine,
+    train_on_teacher_alone,
+)
 from fivefold_import.source import INTERPOLATION, Document
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.trinity import given
@@ -34,6 +42,7 @@ from fivefold_import.trinity.rules import (
     TYPE,
     has_teacher,
 )
+from fivefold_import.trinity.sft_mixing import convert_mix, is_mixed
 from fivefold_import.trinity.trainer import (
     finish,
     micro_batches,
@@ -115,7 +124,7 @@ def _below_tree(value: Any) -> Any:
 
 
 def convert(draft: Draft) -> None:
-    """Convert Trinity-RFT's own keys, which override those of verl's tree, then the rest by the rule table."""
+    """Convert Trinity-RFT's own keys, which override verl's tree, then the rest by the rule table."""
     n_samples = _group_size(draft)
     algorithm = str(draft.get("algorithm.algorithm_type"))
     _advantages(draft, algorithm, n_samples)

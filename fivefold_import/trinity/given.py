@@ -20,7 +20,7 @@ MAX_LENGTH = "train_dataset.max_length"
 WITHOUT = ("explorer.", "synchronizer.", "buffer.explorer_input.")
 """Sections that have no effect without an explorer."""
 KEPT = ("project", "name", "buffer.total_epochs", "trainer.save_interval", "trainer.grad_clip")
-"""Keys whose defaults are those of reinforcement learning."""
+"""Keys that have the same defaults as in reinforcement learning."""
 
 GIVEN = Table({key: row for key, row in RULES.rows.items() if not key.startswith(WITHOUT)}) | TABLES["given"]
 DEFAULTS = {
@@ -44,7 +44,7 @@ def convert(draft: Draft) -> None:
 
 
 def _columns(draft: Draft) -> None:
-    """Convert the columns: those of texts, which a user asks, or those of chat messages."""
+    """Convert the columns: texts, which a user asks, or chat messages."""
     key = FORMAT + "prompt_type"
     kind = str(draft.get(key, "messages")).lower()
     draft.implied(key, "the keys of the columns say it")
@@ -86,7 +86,7 @@ def _lengths(draft: Draft) -> None:
 
 
 def _lay_out(draft: Draft) -> None:
-    """Read the layout of the trainer, which has all devices, and that of DPO's reference."""
+    """Read the layout of the trainer, which has all devices, and of DPO's reference."""
     verl_tree.lay_out_trainers(draft, verl_tree.Tree(etp_follows_tp=True, prefix=TREE))
     override_layout(draft)
     verl_tree.recompute(draft, TREE)

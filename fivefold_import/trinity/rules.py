@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from fivefold_import import reasons
 from fivefold_import.checkpoints import save_weights
 from fivefold_import.critic import of_critic
-from fivefold_import.distillation import ONE_TEACHER, TEACHER_PATH
 from fivefold_import.draft import Draft
+from fivefold_import.settings import ONE_TEACHER, TEACHER_PATH
 from fivefold_import.tables import read_tables
 from fivefold_import.values import number, text, whole
 from fivefold_import.verl import rules as verl

@@ -1,4 +1,4 @@
-"""verl's trainers whose rollout has devices of its own: one step off the policy, and fully asynchronous.
+"""verl's trainers whose rollout has its own devices: one step off the policy, and fully asynchronous.
 
 The fully asynchronous trainer counts no step of so many prompts. It takes `require_batches` mini-batches at a time, and
 after `trigger_parameter_sync_step` times the rollout gets its weights, which is a step of Fivefold's.
@@ -41,7 +41,7 @@ def prompts_of_step(draft: Draft) -> object:
 
 
 def steps_of_step(draft: Draft) -> int:
-    """Return the number of verl's steps, after each of which its schedules move on, in a step of Fivefold's."""
+    """Return how many steps of verl, whose schedules advance once a step, make one step of Fivefold."""
     return int(draft.read(UPDATES, positive, DEFAULT_UPDATES)) if _is_streamed(draft) else 1
 
 
@@ -69,8 +69,8 @@ def lay_out_apart(draft: Draft) -> int | None:
         for key, to_, value in zip(keys, ("cluster.n_nodes", "cluster.n_gpus_per_node"), cluster, strict=True):
             draft.sets(key, to_, value, "trainer and rollout together")
     draft.is_shared = False
-    draft.implied("actor_rollout_ref.hybrid_engine", "rollout and actor have devices of their own")
+    draft.implied("actor_rollout_ref.hybrid_engine", "rollout and actor have their own devices")
     if not draft.keys(f"{SECTION}*"):
         draft.recipe.setdefault(AGE, 1)
-        draft.notes.append(f"{AGE}=1: verl's rollout with devices of its own is one step ahead of the trainer")
+        draft.notes.append(f"{AGE}=1: verl's rollout with its own devices is one step ahead of the trainer")
     return others * their_gpus

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fivefold_import.distillation import COEFF, NO_REWARD, ONE_TEACHER, TEACHER_PATH
 from fivefold_import.draft import Draft
+from fivefold_import.settings import COEFF, NO_REWARD, ONE_TEACHER, TEACHER_PATH
 from fivefold_import.values import flag, number, text, whole
 
 LOSS = "distillation.distillation_loss."

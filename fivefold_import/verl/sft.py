@@ -24,7 +24,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "cluster.n_nodes": ("--nnodes", "trainer.nnodes"),
     "cluster.n_gpus_per_node": ("--nproc_per_node", "--nproc-per-node", "trainer.n_gpus_per_node"),
 }
-"""Keys of the recipe, each with the source's, of which the first that is written counts."""
+"""Keys of the recipe, each with the source's; the first one that is written counts."""
 
 RULES = (
     TABLES["actor"].below("fsdp_config.").under("model.fsdp_config.", "engine.")
@@ -56,11 +56,11 @@ def _save_after_each_epoch(draft: Draft) -> None:
         draft.recipe["saver.max_to_keep"] = None
         draft.mapped("checkpoint.save_contents", "saver.freq_epochs", 1, "weights are saved with every checkpoint")
     if draft.get("trainer.resume_mode") == "disable":
-        draft.implied("trainer.resume_mode", "a run starts anew in a free folder, and with --overwrite in any")
+        draft.implied("trainer.resume_mode", "a run starts from scratch in a free folder, and with --overwrite in any")
 
 
 def _columns(draft: Draft) -> None:
-    """Convert the columns: those of whole conversations, or those of a question, which a user asks, and its answer."""
+    """Convert the columns: whole conversations, or a question, which a user asks, and its answer."""
     for section in (MULTI_TURN, "data."):
         key = f"{section}messages_key"
         if draft.get(key) is None or (section == MULTI_TURN and draft.get(MULTI_TURN + "enable") is not True):

@@ -1,7 +1,7 @@
 """verl's key tree, as far as a key needs other keys to be converted; `keys.yaml` and `rules` have the rest.
 
 siiRL and Trinity-RFT took the tree over (data, actor_rollout_ref, critic, algorithm, trainer), so their dialects call
-these functions too. `at` is the section that the tree stands under: empty, or Trinity-RFT's `trainer.trainer_config.`.
+these functions too. `at` is the section that holds the tree: empty, or Trinity-RFT's `trainer.trainer_config.`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fivefold_import.verl.rules import ACTOR, AGGREGATION, CRITIC, MODEL, OF_CRI
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the tree stands in a framework's configuration, and what the framework makes of it."""
+    """Where the tree is in a framework's configuration, and how the framework reads it."""
 
     etp_follows_tp: bool
     """Whether an expert tensor degree that the source does not write is the tensor degree; if not, it is 1."""
     prefix: str = ""
-    """The section that the tree stands under, with a dot at the end; empty for the top level."""
+    """The section that holds the tree, with a dot at the end; empty for the top level."""
 
 
 def convert_tree(draft: Draft, tree: Tree) -> None:
@@ -89,7 +89,7 @@ def _critics_aggregation(draft: Draft, at: str) -> None:
     of_actor = at + ACTOR + AGGREGATION
     if not has_critic(draft) or draft.writes(at + CRITIC + AGGREGATION) or not draft.writes(of_actor):
         return
-    with suppress(Unfit):  # the actor's key tells it
+    with suppress(Unfit):  # The actor's key reports it.
         value = LOSS_AGGREGATION(draft.get(of_actor))
         if value == "sequence_sum_fixed":
             draft.notes.append(f"{of_actor} is the critic's too, whose errors have no such aggregation here")
@@ -118,7 +118,7 @@ def _micro_batches_of(draft: Draft, section: str, shards: int, length: int | Non
 
 
 def passes_without_gradients(draft: Draft, at: str, length: int | None) -> None:
-    """Convert the micro-batches of log-probs and values: those of the actor, of a reference and of a critic."""
+    """Convert the micro-batches of log-probs and values of the actor, a reference and a critic."""
     starts = {"actor": ROLLOUT + "log_prob_", "ref": REF + "log_prob_", "critic": CRITIC + "forward_"}
     actors = draft.get(at + ACTOR + "use_dynamic_bsz")
     for role, to, own in infer_budgets(draft):
@@ -318,7 +318,7 @@ def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
 
     Args:
         draft: receives the recipe's values and the entries.
-        at: the section that the tree stands under.
+        at: the section that holds the tree.
         unwritten: the ratio of a side that is not written; None if `clip_ratio` holds for that side.
     """
     both, low, high = (at + ACTOR + name for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
@@ -362,7 +362,7 @@ def training_steps(draft: Draft, at: str) -> int | None:
 def warmup_and_rates(draft: Draft, section: str, total_steps: int | None, *, mini_batches: bool = True) -> None:
     """Convert the optimizer's keys below `section` that need others; `lr_warmup_steps` overrides the ratio.
 
-    Those of the critic follow in the same call. With `mini_batches`, a step of the source trains on all of them.
+    The critic's keys follow in the same call. With `mini_batches`, a step of the source trains on all of them.
     """
     _warmup_and_rates(draft, section, total_steps, "actor" if mini_batches else None)
     if has_critic(draft):

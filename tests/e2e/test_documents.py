@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
+from fivefold.algorithms.metrics import Metric
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.checkpoints.start import Anew
+from fivefold.checkpoints.start import FromScratch
 from fivefold.cli.main import app
 from fivefold.config.load import load_any_recipe, load_recipe
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -67,14 +68,15 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
 BLOCKS = {
-    "README.md": ["", "bash"],
+    "README.md": ["yaml", "", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],
+    "first-experiment.md": ["python", "python", "yaml", "bash", "bash"],
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
 }
-"""Languages of the fenced blocks that tests run; the README's first one is the output of a run."""
+"""Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -233,8 +235,8 @@ class FixedTrainer(Actor):
     def update(self, batch: RemoteBatch, loss: Any, kl: object = None) -> UpdateResult:
         ones_T = torch.ones(2)
         total, metrics = loss(LossInputs({"logprobs": -ones_T, "entropy": ones_T}, ones_T, (2,), {}))
-        values = {name: value.item() for name, value in {**metrics, "loss": total}.items()}
-        return UpdateResult({**values, "grad_norm": 1.0, "lr": 1e-3}, skipped=False)
+        others = {"loss": float(total), "grad_norm": 1.0, "lr": 1e-3, "skipped_updates": 0.0}
+        return UpdateResult({**metrics, **{name: Metric(value) for name, value in others.items()}}, skipped=False)
 
     def save(self, folder: Path) -> None: ...
 
@@ -258,7 +260,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     monkeypatch.setattr(RemoteBatch, "of", lambda columns: batch)
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
-    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
+    state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     run_loop(setup, Models(FixedTrainer()), run, state, began=0.0)
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
@@ -361,6 +363,44 @@ def test_the_sampler_of_the_documents_goes_on_to_longer_prompts_when_most_are_ri
         drawn.append([len(prompt.token_ids) for prompt in sampler.next_batch()])
         sampler.told([Outcome(0, (rate,), rate)])
     assert drawn == [[1, 2], [1, 2], [1, 2], [3, 4], [5, 6]]
+
+
+# The README and the first experiment
+
+
+def test_the_recipe_of_the_readme_fits_its_gpus(tmp_path: Path) -> None:
+    (text,) = blocks(README, "yaml")
+    (tmp_path / "recipe.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "recipe.yaml")])
+    assert result.exit_code == 0, result.output
+    assert "It fits." in result.output
+
+
+def test_the_first_experiment_runs_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fivefold: Fivefold
+) -> None:
+    page = DOCS / "first-experiment.md"
+    make_data, reward = blocks(page, "python")
+    (recipe,) = blocks(page, "yaml")
+    monkeypatch.chdir(tmp_path)
+    exec(make_data, {})
+    rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    assert len(rows) == 1024
+    assert all(str(eval(row["question"].rstrip("="))) == row["answer"] for row in rows)
+    Path("sums_reward.py").write_text(reward)
+    functions = runpy.run_path("sums_reward.py")
+    told = {"data_source": "", "extra_info": {}}
+    for response, right, length in (("49-35=14", 1.0, 8.0), ("14", 1.0, 2.0), ("41", 0.0, 2.0), ("", 0.0, 0.0)):
+        assert functions["right"](response, "14", **told) == right
+        assert functions["length"](response, "14", **told) == length
+        assert functions["length"](response, "14", only_right=True, **told) == right * length
+    Path("sums.yaml").write_text(recipe)
+    for command in shell_commands(page):
+        shortened = ["total_train_steps=1"] if command[0] == "train" else []
+        if command[0] == "train" and command[2] != "trial_name=free":
+            load_recipe(Path("sums.yaml"), command[2:], TrainRecipe)
+        else:
+            fivefold(*command, *shortened, cwd=tmp_path)
 
 
 # All documents

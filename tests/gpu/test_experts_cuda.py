@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.mcore.experts import GroupedLinear
+from fivefold.mcore.layers import GroupedLinear
 from tests.unit.mcore.grouped import check_grouped_linear, check_main_grad
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fivefold.config.schema.megatron import MegatronOptimizerFields
-from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
 from fivefold.engine.state import optimizer_state
-from fivefold.engine.state.host_copy import Parkable
 from fivefold.engine.state.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.state.parkable import Parkable
+from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine.state.slices import state_slices
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -43,7 +44,7 @@ def trained(
             vars(shard.weight_N)["decoupled_grad"] = grad
         state.update(AdamStep(update, 0.5, decoupled=True))
     torch.cuda.synchronize()
-    kept = [state.get(shard, kind).clone() for shard in shards for kind in STATE_KINDS]
+    kept = [part.get(kind).clone() for part in state_slices(state) for kind in STATE_KINDS]
     return [*(shard.weight_N.clone() for shard in shards), *kept], state, shards
 
 
@@ -58,7 +59,7 @@ def test_state_on_the_host_is_updated_as_on_the_device(
     wanted, _, _ = trained(monkeypatch, dtype, 2**25, grad_dtype, **fields)
     for bucket_size in (2**12, 2**18):
         got, state, _ = trained(monkeypatch, dtype, bucket_size, grad_dtype, **fields, state_on="host")
-        assert all(tensor.is_pinned() for bucket in state._buckets for tensor in bucket.stored.values())
+        assert all(tensor.is_pinned() for bucket in state.buckets for tensor in bucket.stored.values())
         assert [index for index, pair in enumerate(zip(wanted, got, strict=True)) if not torch.equal(*pair)] == []
 
 
@@ -124,10 +125,10 @@ def test_offloaded_state_goes_on_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     got, state, shards = trained(monkeypatch, torch.bfloat16, 2**18, torch.float32, **SMALL)
     before = torch.cuda.memory_allocated()
     freed = state.park()
-    assert freed == 6 * sum(bucket.size for bucket in state._buckets)
+    assert freed == 6 * sum(bucket.size for bucket in state.buckets)
     assert before - torch.cuda.memory_allocated() >= freed
     with pytest.raises(ValueError, match="onload"):
-        state.get(shards[0], "exp_avg")
+        next(state_slices(state)).get("exp_avg")
     state.fetch()
-    kept = [state.get(shard, kind) for shard in shards for kind in STATE_KINDS]
+    kept = [part.get(kind) for part in state_slices(state) for kind in STATE_KINDS]
     assert all(torch.equal(*pair) for pair in zip(got[len(shards) :], kept, strict=True))

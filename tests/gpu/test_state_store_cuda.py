@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state.state_store import StateWriter, StoredRange, finish
+from fivefold.engine.state.dcp_files import finish
+from fivefold.engine.state.state_store import StateWriter, StoredRange
 from fivefold.engine.state.stored_state import StoredState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

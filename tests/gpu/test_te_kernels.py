@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.heads import Logprobs
+from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.types import Batch
@@ -96,12 +97,12 @@ def trained(folder: Path, dtype: str = "bfloat16", **megatron: Any) -> Trained:
     engine = engine_of(folder, dtype, OptimizerConfig(lr=1e-2), **megatron)
     ids = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     share = engine.planner.plan(LENGTHS).share(Batch(LENGTHS, ids, torch.ones(sum(LENGTHS))), 0)
-    logprobs_T, _ = engine.compute_logprobs(share, temperature=1.0)
-    before = {name: weight.detach().float().clone() for name, weight in engine.weights.items()}
+    logprobs_T = engine.score(share, Logprobs())["logprobs"]
+    before = {name: weight.detach().float().clone() for name, weight in engine.parameters.tensors.items()}
     engine.forward_backward(share, SFTLoss())
-    gradients = {name: vars(weight)["main_grad"].clone() for name, weight in engine.parameters.items()}
+    gradients = {each.name: vars(each.tensor)["main_grad"].clone() for each in engine.parameters.with_gradient}
     result = engine.optim_step()
-    change = {name: weight.detach().float() - before[name] for name, weight in engine.weights.items()}
+    change = {name: weight.detach().float() - before[name] for name, weight in engine.parameters.tensors.items()}
     return Trained(logprobs_T, gradients, result.grad_norm, change)
 
 
@@ -156,10 +157,12 @@ def test_every_bridge_loads_and_exports_the_bits_of_the_files(
         pytest.importorskip(bridge.replace("megatron-", "megatron."))
     folder = folders[model]
     files = {name: tensor.cuda() for name, tensor in load_file(folder / "model.safetensors").items()}
-    wanted = {name: weight.detach().clone() for name, weight in engine_of(folder, "bfloat16").weights.items()}
+    wanted = {
+        name: weight.detach().clone() for name, weight in engine_of(folder, "bfloat16").parameters.tensors.items()
+    }
     engine = engine_of(folder, "bfloat16", bridge_type=bridge, kernels=kernels)
-    assert engine.weights.keys() == wanted.keys()
-    assert [name for name, weight in engine.weights.items() if not torch.equal(weight, wanted[name])] == []
+    assert engine.parameters.tensors.keys() == wanted.keys()
+    assert [name for name, weight in engine.parameters.tensors.items() if not torch.equal(weight, wanted[name])] == []
     exported = {name: tensor.clone() for name, tensor in engine.export_weights()}
     assert exported.keys() == files.keys()
     assert [name for name, tensor in files.items() if not torch.equal(tensor, exported[name].cuda())] == []
@@ -171,14 +174,20 @@ def test_a_checkpoint_of_one_is_loaded_with_the_other(
 ) -> None:
     pytest.importorskip("transformer_engine.pytorch")
     written = engine_of(folders["mixed"], "bfloat16", OptimizerConfig(), kernels=writer)
-    for weight in written.parameters.values():
-        vars(weight)["main_grad"].fill_(1.0)
+    for parameter in written.parameters.with_gradient:
+        vars(parameter.tensor)["main_grad"].fill_(1.0)
     written.optim_step()
     finish(tmp_path, [written.snapshot(tmp_path, copy=False).write()])
     read = engine_of(folders["mixed"], "bfloat16", OptimizerConfig(), kernels=reader)
-    assert any(not torch.equal(weight, read.weights[name]) for name, weight in written.weights.items())
+    assert any(
+        not torch.equal(weight, read.parameters.tensors[name]) for name, weight in written.parameters.tensors.items()
+    )
     read.load(tmp_path)
-    assert [name for name, weight in written.weights.items() if not torch.equal(weight, read.weights[name])] == []
+    assert [
+        name
+        for name, weight in written.parameters.tensors.items()
+        if not torch.equal(weight, read.parameters.tensors[name])
+    ] == []
 
 
 @pytest.mark.parametrize("sizes", [(13, 0, 5), (0, 0, 0), (64, 200, 1)], ids=str)

@@ -34,7 +34,7 @@ class OpenFSDPEngine(WholeBatches, FSDPEngine):
     def spoil_gradient(self) -> None:
         """Make a gradient that is not finite."""
         for shard in self.shards:
-            gradient(shard.parameter).fill_(torch.nan)
+            gradient(shard.tensor).fill_(torch.nan)
 
 
 @dataclass(frozen=True)

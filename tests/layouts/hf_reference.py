@@ -5,7 +5,9 @@ Losses are implemented here from their formulas, and share no code with `fivefol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +81,26 @@ def gradients_with_auxiliary_loss(
 
 
 def train(
-    folder: Path, batch: Batch, loss: PolicyLoss | SFTLoss, config: OptimizerConfig, n_steps: int, scratch: Path
+    folder: Path,
+    batch: Batch,
+    loss: PolicyLoss | SFTLoss,
+    config: OptimizerConfig,
+    n_steps: int,
+    scratch: Path,
+    frozen: Sequence[str] = (),
 ) -> tuple[list[Step], Tensors]:
-    """Make steps on one batch at the constant rate `config.lr`. Returns them and the weights after them."""
+    """Make steps on one batch at the constant rate `config.lr`. Returns them and the weights after them.
+
+    Parameters whose names match one of the patterns `frozen` stay as they are.
+    """
     model = load_model(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in frozen))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
         ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -96,7 +110,7 @@ def train(
     for _ in range(n_steps):
         optimizer.zero_grad()
         value = _accumulate(model, batch, loss)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)
         optimizer.step()
         steps.append(Step(value, float(norm)))
     return steps, _as_in_files(model, scratch)

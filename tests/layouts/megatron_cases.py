@@ -54,13 +54,13 @@ class OpenEngine(WholeBatches, MegatronEngine):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the accumulated gradient under Hugging Face names."""
         # Offsets of routers have no gradient, and the bridge exports whole models only.
-        main_grads = {name: getattr(weight, "main_grad", weight) for name, weight in self.weights.items()}
+        main_grads = {name: getattr(weight, "main_grad", weight) for name, weight in self.parameters.tensors.items()}
         exported = unstacked(self._bridge.export(main_grads, self._shards))
         return ((name, tensor) for name, tensor in exported if not name.endswith("e_score_correction_bias"))
 
     def spoil_gradient(self) -> None:
         """Make a gradient that is not finite."""
-        next(iter(self.parameters.values())).main_grad.fill_(torch.nan)
+        vars(self.parameters.with_gradient[0].tensor)["main_grad"].fill_(torch.nan)
 
     def modules_of(self, kind: type[Module]) -> list[Module]:
         """Return this rank's modules of a class."""

@@ -10,29 +10,40 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from fivefold.algorithms.loss import Loss
+from fivefold.algorithms.metrics import metric_values
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
-from fivefold.engine.shared_verbs import SharedVerbs
-from fivefold.engine.sharing import Share
+from fivefold.engine.base import EngineBase
+from fivefold.engine.heads import Logprobs
+from fivefold.engine.packing import Share
+from fivefold.engine.values import Values
+from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
 
 
-class WholeBatches(SharedVerbs[Any]):
+class WithEntropies(Logprobs):
+    """The log-probs, and the entropies as a column too."""
+
+    def columns(self, rows_PT: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logprobs": rows_PT[0], "entropy": rows_PT[1]}
+
+
+class WholeBatches(EngineBase[Any]):
     """An engine that takes whole mini-batches, and returns the results of all replicas."""
 
     def forward_backward_of(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """Call `forward_backward` on this replica's share of a whole mini-batch."""
-        return self.forward_backward(self.share(batch), loss)
+        """Call `forward_backward` on this replica's share of a whole mini-batch; return the numbers of its metrics."""
+        return metric_values(self.forward_backward(self.share(batch), loss))
 
     def logprobs_of(self, batch: Batch, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call `compute_logprobs`; return the whole mini-batch's results, assembled from the shares of all replicas."""
-        own = torch.stack(self.compute_logprobs(self.share(batch), temperature=temperature))
-        logprobs, entropies = self._assembled(batch, own)
+        """Score the log-probs; return the whole mini-batch's results, assembled from the shares of all replicas."""
+        own = self.score(self.share(batch), WithEntropies(temperature))
+        logprobs, entropies = self._assembled(batch, torch.stack(list(own.values())))
         return logprobs, entropies
 
     def values_of(self, batch: Batch) -> torch.Tensor:
-        """Call `compute_values`; return the whole mini-batch's values."""
-        return self._assembled(batch, self.compute_values(self.share(batch))[None])[0]
+        """Score the values; return those of the whole mini-batch."""
+        return self._assembled(batch, self.score(self.share(batch), Values())["values"][None])[0]
 
     def share(self, batch: Batch) -> Share:
         """Return this replica's share of a whole mini-batch."""
@@ -82,6 +93,7 @@ class EngineCase(ABC, Generic[AnEngine]):
         *,
         value_head: bool = False,
         value_bias: bool = True,
+        trained: Trained = ALL,
     ) -> AnEngine:
         config = {
             "path": str(folder),
@@ -97,5 +109,6 @@ class EngineCase(ABC, Generic[AnEngine]):
             "timeout_s": self.timeout_s,
             "value_head": value_head,
             "value_bias": value_bias,
+            "trained": trained,
         }
         return self._build(config, options)

@@ -23,7 +23,7 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import Snapshot
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 
 # With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3, gradient_clipping=0.0)

@@ -22,6 +22,8 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.distillation import TopK
+from fivefold.engine.energies import Energies
 from fivefold.types import Batch
 
 TOLERANCE = 1e-4
@@ -82,12 +84,12 @@ def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expecte
 
 
 def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In a worker: return tokens and log-probs of the whole batch; and the log-probs and sums of squares of its own."""
+    """In a worker: return tokens and log-probs of the whole batch; and the log-probs and energies of its own."""
     engine, batch = case.engine(folder), uneven_batch()
-    tokens_TK, logprobs_TK = engine.compute_top_k(engine.share(batch), k, temperature=TEMPERATURE)
+    tokens_TK, logprobs_TK = engine.score(engine.share(batch), TopK(k, TEMPERATURE)).values()
     rows = engine._assembled(batch, torch.cat([tokens_TK.float(), logprobs_TK], 1).T)
-    squares = engine.compute_squares(engine.share(batch), temperature=TEMPERATURE)
-    return rows[:k].T.long(), rows[k:].T, engine._assembled(batch, torch.stack(squares))
+    energies = engine.score(engine.share(batch), Energies(TEMPERATURE))
+    return rows[:k].T.long(), rows[k:].T, engine._assembled(batch, torch.stack(list(energies.values())))
 
 
 def pupil(
@@ -123,8 +125,10 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
         assert not logprobs_TK[~trained_T].any()
         squares_T = expected.log_q_TV.exp().square().sum(1)
         sampled_T = expected.log_q_TV.gather(1, batch.tokens_T[:, None]).squeeze(1)
-        for mine_T, theirs_T in zip(own_2T, (sampled_T, squares_T), strict=True):
+        energies_T = 1 - 2 * sampled_T.exp() + squares_T
+        for mine_T, theirs_T in zip(own_2T, (sampled_T, energies_T), strict=True):
             torch.testing.assert_close(mine_T[trained_T], theirs_T[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
+        assert own_2T[1][~trained_T].isnan().all()
     results = workers(case.world_size).run(pupil, case, models / PUPIL, tokens_TK, logprobs_TK, direction)
     for loss, divergence, *_ in results:
         assert loss == pytest.approx(expected.loss, rel=TOLERANCE)

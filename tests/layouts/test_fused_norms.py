@@ -22,8 +22,8 @@ from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.mcore import build
 from fivefold.mcore import engine as engine_module
-from fivefold.mcore import specs
 from fivefold.mcore.specs import TorchSpecProvider
 
 TOLERANCE = 1e-4
@@ -64,7 +64,7 @@ def names_and_differences(case: Case, folder: Path) -> tuple[list[str], list[str
     files = load_file(folder / "model.safetensors")
     engine = case.engine(folder, OptimizerConfig())
     differ = [name for name, tensor in engine.export_weights() if not torch.equal(tensor, files[name])]
-    return sorted(engine.weights), differ, len(engine.modules_of(NormLinear))
+    return sorted(engine.parameters.tensors), differ, len(engine.modules_of(NormLinear))
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
@@ -93,16 +93,16 @@ def test_predictions_and_gradients_are_those_of_hugging_face_with_fused_norms(
 
 
 def test_kernels_te_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs.check_transformer_engine("fivefold")
+    build.check_transformer_engine("fivefold")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"kernels=te has kernels for NVIDIA GPUs, and there is none here"):
-        specs.check_transformer_engine("te")
+        build.check_transformer_engine("te")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(specs, "version", mock.Mock(side_effect=specs.PackageNotFoundError))
+    monkeypatch.setattr(build, "version", mock.Mock(side_effect=build.PackageNotFoundError))
     with pytest.raises(ValueError, match=r"is not installed here: run pip install .*'transformer-engine\[pytorch"):
-        specs.check_transformer_engine("te")
-    monkeypatch.setattr(specs, "version", lambda _: "2.20.2")
+        build.check_transformer_engine("te")
+    monkeypatch.setattr(build, "version", lambda _: "2.20.2")
     with pytest.raises(ValueError, match=r"kernels=te needs TransformerEngine .*, and 2\.20\.2 is installed"):
-        specs.check_transformer_engine("te")
-    monkeypatch.setattr(specs, "version", lambda _: "2.11.0")
-    specs.check_transformer_engine("te")
+        build.check_transformer_engine("te")
+    monkeypatch.setattr(build, "version", lambda _: "2.11.0")
+    build.check_transformer_engine("te")

@@ -21,14 +21,15 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine.kernels import flash as flash_attention
+from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
-from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.sequences import localize
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
-from fivefold.mcore.attention import PackedSequences
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.latent_attention import LatentSelfAttention
+from fivefold.mcore.layers import PackedSequences
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.stages import stages

@@ -23,8 +23,8 @@ from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.heads import LogprobHead, ValueHead, model_head
-from fivefold.engine.logprobs import LogitChunks, linear_logprobs, linear_logprobs_with_others
+from fivefold.engine.heads import Head
+from fivefold.engine.logprobs import Vocabulary, linear_logprobs
 from fivefold.types import Batch
 
 HIDDEN = 12
@@ -126,17 +126,12 @@ def predictions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log-probs, entropies, and log-probs of other tokens if there are any."""
     options: dict[str, Any] = {
+        "vocabulary": Vocabulary(problem.vocab, group, problem.chunk_size, problem.recompute),
         "temperature": problem.temperature,
         "entropy_gradient": problem.entropy_gradient,
-        "chunks": LogitChunks(problem.chunk_size, problem.recompute),
-        "vocab": problem.vocab,
-        "group": group,
     }
-    if problem.n_others:
-        return linear_logprobs_with_others(hidden, weight, tensors.targets_N, tensors.others_NK, **options)
-    return *linear_logprobs(hidden, weight, tensors.targets_N, **options), hidden.new_empty(
-        tensors.others_NK.shape
-    ).float()
+    others_NK = tensors.others_NK if problem.n_others else None
+    return linear_logprobs(hidden, weight, tensors.targets_N, others_NK=others_NK, **options)
 
 
 def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
@@ -213,9 +208,9 @@ def test_the_keys_of_a_recipe_decide_which_logits_are_kept(section: type[Megatro
     group = mock.Mock(spec=dist.ProcessGroup)
     for recompute in (True, False):
         options = section(logprob_chunk_size=7, logprob_recompute=recompute)
-        head = model_head(101, options, group, is_value=False)
-        assert head == LogprobHead(101, LogitChunks(7, recompute), group)
-    assert model_head(101, options, group, is_value=True) == ValueHead(group)
+        head = Head.of(101, options, group, is_value=False)
+        assert head == Head(Vocabulary(101, group, 7, recompute))
+    assert Head.of(101, options, group, is_value=True).is_value
 
 
 class LargestTensor(TorchDispatchMode):

@@ -37,7 +37,7 @@ def names_that_differ(case: Case, folders: list[Path]) -> list[str]:
         assert type(engine._bridge) is mbridge.MBridge
         for export in (
             engine.export_weights(),
-            unstacked(Bridge(engine.shape).export(engine.weights, engine._shards)),
+            unstacked(Bridge(engine.shape).export(engine.parameters.tensors, engine._shards)),
         ):
             exported = {name: tensor.clone() for name, tensor in export}
             assert exported.keys() == files.keys()

@@ -64,7 +64,7 @@ def test_training_goes_on_as_if_nothing_had_been_offloaded(
 def held(engine: OpenEngine) -> dict[str, int]:
     """Return the bytes that this rank holds of each kind."""
     buffers = engine._buffers.buffers
-    state = [tensor for bucket in engine.optimizer.state._buckets for tensor in bucket.stored.values()]
+    state = [tensor for bucket in engine.optimizer.state.buckets for tensor in bucket.stored.values()]
     tensors = {"params": [b.param_data for b in buffers], "grads": [b.grad_data for b in buffers], "optimizer": state}
     return {kind: sum(tensor.untyped_storage().nbytes() for tensor in those) for kind, those in tensors.items()}
 

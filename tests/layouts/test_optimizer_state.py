@@ -64,7 +64,7 @@ def weights_after(case: Case, folder: Path, n_steps: int, bucket_size: int) -> t
         optimizer_state.BUCKET_SIZE = 2**25
     train(engine, n_steps)
     state = [part.get(kind).clone() for part in engine.optimizer.slices() for kind in optimizer_state.STATE_KINDS]
-    return whole(engine.export_weights()), state, len(engine.optimizer.state._buckets)
+    return whole(engine.export_weights()), state, len(engine.optimizer.state.buckets)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,7 @@ def test_master_weights_have_all_digits_of_the_files(
 def stored_dtypes(case: Case, folder: Path) -> set[tuple[str, torch.dtype]]:
     """In a worker: return kind and dtype of the tensors of state."""
     engine = case.engine(folder, OPTIMIZER)
-    return {
-        (kind, tensor.dtype) for bucket in engine.optimizer.state._buckets for kind, tensor in bucket.stored.items()
-    }
+    return {(kind, tensor.dtype) for bucket in engine.optimizer.state.buckets for kind, tensor in bucket.stored.items()}
 
 
 def test_each_kind_of_state_is_stored_in_its_own_precision(workers: Workers, models: Path) -> None:
@@ -191,7 +189,8 @@ def copies_agree(case: Case, folder: Path, names: tuple[str, ...]) -> bool:
     """In a worker: train, and return whether all ranks that hold one of the named parameters have the same bits."""
     engine = case.engine(folder, OPTIMIZER)
     train(engine, 3)
-    own = [p.detach().view(torch.int16) for n, p in engine.parameters.items() if any(part in n for part in names)]
+    tensors = engine.parameters.tensors.items()
+    own = [p.detach().view(torch.int16) for n, p in tensors if any(part in n for part in names)]
     held = [tensors for tensors in gathered(own) if tensors]
     assert len(held) > 1, "several ranks must hold the parameter"
     return all(torch.equal(*pair) for other in held[1:] for pair in zip(held[0], other, strict=True))
@@ -216,7 +215,7 @@ def gradients_and_norm(case: Case, folder: Path) -> tuple[Tensors, float, set[to
     engine = case.engine(folder, OPTIMIZER)
     engine.forward_backward_of(uneven_batch(), SFTLoss())
     found = whole(engine.gradients())
-    dtypes = {parameter.main_grad.dtype for parameter in engine.parameters.values()}
+    dtypes = {vars(each.tensor)["main_grad"].dtype for each in engine.parameters.with_gradient}
     return {name: tensor.float() for name, tensor in found.items()}, engine.optim_step().grad_norm, dtypes
 
 

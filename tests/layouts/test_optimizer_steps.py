@@ -172,13 +172,13 @@ class BadStep:
 def bad_step(case: Case, folder: Path, poisoned: tuple[str, ...], value: float) -> BadStep:
     """In a worker: make a step after an element of some parameters' gradients was set to `value`, then a good one."""
     engine, batch = case.engine(folder, OptimizerConfig(lr=0.1)), uneven_batch()
-    before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
+    before = {name: tensor.clone() for name, tensor in engine.parameters.tensors.items()}
     engine.forward_backward_of(batch, SFTLoss())
     for name in poisoned:
-        if name in engine.parameters:
-            engine.parameters[name].main_grad.flatten()[-1] = value
+        if name in engine.parameters.tensors:
+            vars(engine.parameters.tensors[name])["main_grad"].flatten()[-1] = value
     result = engine.optim_step()
-    is_unchanged = all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
+    is_unchanged = all(tensor.equal(before[name]) for name, tensor in engine.parameters.tensors.items())
     engine.forward_backward_of(batch, SFTLoss())
     return BadStep(result, is_unchanged, engine.optim_step(), whole(engine.export_weights()))
 
@@ -212,12 +212,12 @@ def test_a_bad_gradient_changes_no_weight_and_is_named(
 def step_with_a_huge_gradient(case: Case, folder: Path) -> tuple[StepResult, bool]:
     """In a worker: make a step with a finite gradient of infinite norm. Return it, and whether it changed no weight."""
     engine = case.engine(folder, OptimizerConfig(lr=0.1))
-    before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
+    before = {name: tensor.clone() for name, tensor in engine.parameters.tensors.items()}
     engine.forward_backward_of(uneven_batch(), SFTLoss())
-    for parameter in engine.parameters.values():
-        parameter.main_grad.fill_(1e19)
+    for parameter in engine.parameters.with_gradient:
+        vars(parameter.tensor)["main_grad"].fill_(1e19)
     result = engine.optim_step()
-    return result, all(parameter.equal(before[name]) for name, parameter in engine.parameters.items())
+    return result, all(tensor.equal(before[name]) for name, tensor in engine.parameters.tensors.items())
 
 
 def test_a_step_whose_norm_exceeds_float32_is_skipped_and_names_none(workers: Workers, models: Path) -> None:

@@ -15,8 +15,9 @@ from worker_pool import Workers
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
-from fivefold.engine.sequences import LocalSequences, localize, padded_tokens
-from fivefold.mcore.attention import PackedCoreAttention
+from fivefold.engine.packing import padded_tokens
+from fivefold.engine.sequences import LocalSequences, localize
+from fivefold.mcore.layers import PackedCoreAttention
 from fivefold.types import Batch
 
 CPU = torch.device("cpu")

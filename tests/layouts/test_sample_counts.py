@@ -12,6 +12,7 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.loss import LossInputs
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, sft_columns
@@ -31,18 +32,22 @@ class Recorder:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    divergence: None = None
     before: None = None
     seen: list[int] = field(default_factory=list)
 
     def normalizer(self, totals: Totals) -> float:
         return float(totals.n_sequences)
 
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         samples = inputs.fields["sample"].split(list(inputs.lengths)) if inputs.lengths else ()
         for sample_L in samples:
             assert sample_L.unique().numel() == 1, "a sequence was torn, or mixed with another"
             self.seen.append(int(sample_L[0]))
-        counts = {"sequences/sum": torch.tensor(float(len(inputs.lengths))), "tokens/sum": inputs.mask_T.sum()}
+        counts = {
+            "sequences": Metric(torch.tensor(float(len(inputs.lengths))), reduce="sum"),
+            "tokens": Metric(inputs.mask_T.sum(), reduce="sum"),
+        }
         return -(inputs.predictions["logprobs"] * inputs.mask_T).sum(), counts
 
 
@@ -85,7 +90,7 @@ def train_an_epoch(case: Case, folder: Path) -> Seen:
         batch = batch.with_fields(sample=numbers.repeat_interleave(torch.tensor(batch.lengths)))
         metrics = engine.forward_backward_of(batch, recorder)
         engine.optim_step()
-        counts.append((metrics["sequences/sum"], metrics["tokens/sum"]))
+        counts.append((metrics["sequences"], metrics["tokens"]))
         expected_counts.append((float(BATCH_SIZE), float(batch.mask_T.sum())))
     groups = engine.groups
     coordinates = (groups.tp.rank(), groups.cp.rank())

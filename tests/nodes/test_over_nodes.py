@@ -90,7 +90,7 @@ def test_what_the_cluster_lacks_is_told_with_its_nodes(cluster: PretendCluster, 
     assert "the recipe asks for 4 nodes with 9 GPUs each" in told["GPUs"]
     for message in told.values():
         for host in HOSTS:
-            assert f"  {host}: 8 GPUs, of which 8 are free; 2 CPUs\n" in message
+            assert f"  {host}: 8 GPUs, 8 of them free; 2 CPUs\n" in message
 
 
 @pytest.mark.skipif(

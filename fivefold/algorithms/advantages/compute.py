@@ -2,7 +2,7 @@
 
 reward R of each completion
   -> shaped       R' = clip((R - length penalties + bias) * scaling)           fivefold/algorithms/reward_shaping.py
-  -> advantage    A, by `actor.advantage`                                      the files beside this one
+  -> advantage    A, by `actor.advantage`                                      the other files of this folder
   -> per token    A_t = A, minus the KL of the tokens from t on, if the KL is part of the reward; whitened if wanted
 """
 
@@ -29,7 +29,7 @@ class Outcomes:
     lengths: Sequence[int]
     """Sampled tokens of each."""
     parts: Sequence[Mapping[str, float]] = ()
-    """The rewards of each by name, of which `rewards` are the weighted sums; empty: there is only one."""
+    """The rewards of each by name, whose weighted sums are `rewards`; empty: there is only one."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Factors of the rewards in the sum, by name."""
 

@@ -13,7 +13,7 @@ EPS = 1e-6
 
 
 def pass_at_k(scores: Scores, k: int = 4, full_reward: float = 1.0) -> torch.Tensor:
-    """Compute the expected advantage over all subsets of k completions of the group, whose reward is that of the best.
+    """Compute the expected advantage over all subsets of k completions of the group, whose reward is their best one's.
 
     Pass@k training (Chen et al. 2025, arXiv 2508.10751). Of n completions, m are wrong: their reward is below
     `full_reward`. With the share P = 1 - C(m, k) / C(n, k) of subsets with a right one, and S = sqrt(P (1 - P)),

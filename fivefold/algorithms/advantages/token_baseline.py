@@ -6,7 +6,7 @@ For token t of completion i, of n with trained tokens at t,
     W_it = w_i1 + ... + w_it
     A_it = R_i - sum_j W_jt R_j / sum_j W_jt
 
-The baseline has the least variance of all that depend on t alone, if the gradients of logits stand for those of weights
+Of all baselines that depend on t alone it has the least variance, if gradients of logits stand for gradients of weights
 (verl's `optimal_token_baseline`). Tokens are counted among the trained ones of their completion, whatever lies between
 them (`tir_optimal_token_baseline`).
 """
@@ -27,7 +27,7 @@ Energies = Sequence[npt.NDArray[np.float64]]
 
 
 def optimal_token_baseline(scores: Scores, zero_tail: bool = True) -> torch.Tensor:
-    """Return the rewards, of which `token_advantages` makes advantages.
+    """Return the rewards, which `token_advantages` turns into advantages.
 
     Args:
         scores: the completions.
@@ -45,7 +45,7 @@ def token_advantages(
         rewards_N: reward of each completion.
         groups: the group of each.
         energies: w of each one's trained tokens.
-        zero_tail: whether the longest completion of a group has no baseline behind the end of the second longest;
+        zero_tail: whether the longest completion of a group has no baseline after the end of the second longest;
             otherwise its baseline is its own reward there, and its advantage 0.
     """
     members: dict[int, list[int]] = defaultdict(list)

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from fivefold.algorithms.batch_steps import Gather
 from fivefold.algorithms.imitation import policy_mask
-from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.sequences import PolicyTokens
 from fivefold.types import Batch
@@ -58,7 +58,7 @@ class ClipCov:
         """What chooses the tokens of a mini-batch."""
         return CovarianceChoice(self.clip_cov_ratio, self.clip_cov_lb, self.clip_cov_ub, at_random=True)
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         cost_T, metrics = PPO(self.eps_clip, self.eps_clip_higher)(tokens)
         chosen_T = tokens.fields[CHOSEN].bool()
         return torch.where(chosen_T, torch.zeros_like(cost_T), cost_T), {
@@ -83,7 +83,7 @@ class KLCov:
         """What chooses the tokens of a mini-batch."""
         return CovarianceChoice(self.kl_cov_ratio)
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         chosen_T = tokens.fields[CHOSEN].to(tokens.logprobs_T.dtype)
         cost_T = -tokens.advantages_T * tokens.ratio_T + self.ppo_kl_coef * chosen_T * tokens.log_ratio_T.abs()
         return cost_T, {"covariance_chosen": chosen_T.sum()}

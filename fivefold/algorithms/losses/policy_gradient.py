@@ -9,14 +9,14 @@ import torch
 from pydantic import Field
 
 from fivefold.algorithms.kl import bounded_exp
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import Sums, count
 from fivefold.algorithms.losses.ppo import clip_range
 from fivefold.algorithms.sequences import PolicyTokens
 
 LARGEST_RATIO = 20.0
 """Largest weight of a token unless `c_clip` says otherwise."""
 SMALLEST = 1e-12
-"""Least 1 - p of which a logarithm is taken."""
+"""Least 1 - p in a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Reinforce:
     step has one update; further ones would train on the samples of an older policy as if they were the policy's own.
     """
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         return -tokens.advantages_T * tokens.logprobs_T, {}
 
 
@@ -41,7 +41,7 @@ class CISPO:
     eps_clip: float = 1.0
     eps_clip_higher: float | None = 4.0
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         ratio_T = tokens.ratio_T.detach()
         lower_T, upper_T = ratio_T < 1.0 - low, ratio_T > 1.0 + high
@@ -66,7 +66,7 @@ class TOPR:
     positive_weight: Annotated[float, Field(ge=0)] = 1.0
     negative_weight: Annotated[float, Field(ge=0)] = 1.0
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         taper_S = bounded_exp(tokens.sequences.sum(tokens.log_ratio_T.detach()).clamp(max=0.0))
         taper_T = tokens.sequences.spread(taper_S)
         positive_T = torch.full_like(taper_T, self.positive_weight)
@@ -87,7 +87,7 @@ class DPPOTV:
     c_clip: float | None = None
     """c; None: 20."""
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         moved_T = tokens.logprobs_T.detach().exp() - tokens.old_logprobs_T.exp()
         return _with_region(tokens, moved_T > high, moved_T < -low, self.c_clip)
@@ -108,7 +108,7 @@ class DPPOKL:
     c_clip: float | None = None
     """c; None: 20."""
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         logprobs_T, old_T = tokens.logprobs_T.detach(), tokens.old_logprobs_T
         p_T, p_old_T = logprobs_T.exp(), old_T.exp()
@@ -121,8 +121,8 @@ class DPPOKL:
 
 def _with_region(
     tokens: PolicyTokens, above_T: torch.Tensor, below_T: torch.Tensor, c_clip: float | None
-) -> tuple[torch.Tensor, Metrics]:
-    """Return the costs, 0 where an update would go on in the direction in which the token is out of the region."""
+) -> tuple[torch.Tensor, Sums]:
+    """Return the costs, 0 where an update would push a token further out of the region."""
     upper_T, lower_T = above_T & (tokens.advantages_T > 0), below_T & (tokens.advantages_T < 0)
     weight_T = tokens.ratio_T.detach().clamp(max=LARGEST_RATIO if c_clip is None else c_clip)
     weight_T = torch.where(upper_T | lower_T, torch.zeros_like(weight_T), weight_T)
@@ -158,7 +158,7 @@ class REC:
     penalty: Literal["none", "k2", "forward_kl"] = "none"
     penalty_coeff: Annotated[float, Field(ge=0)] = 0.0
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         ratio_T, advantages_T = tokens.ratio_T.detach(), tokens.advantages_T
         inside_T = self._inside(ratio_T, advantages_T)
         weight_T = torch.ones_like(ratio_T)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import Sums, count
 from fivefold.algorithms.sequences import PolicyTokens
 
 
@@ -28,7 +28,7 @@ class PPO:
     c_clip: float | None = None
     """None: no dual clip."""
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         ratio_T, advantages_T = tokens.ratio_T, tokens.advantages_T
         metrics = clip_metrics(ratio_T, tokens, low, high)
@@ -47,7 +47,7 @@ def clip_range(eps_clip: float, eps_clip_higher: float | None) -> tuple[float, f
     return eps_clip, eps_clip if eps_clip_higher is None else eps_clip_higher
 
 
-def clip_metrics(ratio_T: torch.Tensor, tokens: PolicyTokens, low: float, high: float) -> Metrics:
+def clip_metrics(ratio_T: torch.Tensor, tokens: PolicyTokens, low: float, high: float) -> dict[str, torch.Tensor]:
     """Count the tokens that have no gradient, because their ratio is beyond [1 - low, 1 + high] on the far side."""
     ratio_T, advantages_T = ratio_T.detach(), tokens.advantages_T
     lower_T = (ratio_T < 1.0 - low) & (advantages_T < 0)

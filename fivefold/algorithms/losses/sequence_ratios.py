@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.kl import bounded_exp
-from fivefold.algorithms.loss import Metrics, count
+from fivefold.algorithms.loss import Sums, count
 from fivefold.algorithms.losses.ppo import clip_metrics, clip_range
 from fivefold.algorithms.sequences import PolicyTokens
 
@@ -28,7 +28,7 @@ class GSPO:
     eps_clip: float = 3e-4
     eps_clip_higher: float | None = 4e-4
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         mean_T = tokens.sequences.spread(tokens.sequences.mean(tokens.log_ratio_T.detach()))
         ratio_T = bounded_exp(mean_T + tokens.logprobs_T - tokens.logprobs_T.detach())
@@ -52,7 +52,7 @@ class GMPO:
     eps_clip: float = 0.4
     eps_clip_higher: float | None = None
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         log_ratio_T, advantages_T = tokens.log_ratio_T, tokens.advantages_T
         is_positive_T = advantages_T > 0

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from fivefold.algorithms.kl import kl_estimate
-from fivefold.algorithms.loss import Metrics
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.losses.ppo import clip_metrics, clip_range
 from fivefold.algorithms.sequences import PolicyTokens
 
@@ -29,7 +29,7 @@ class SAPO:
     tau_pos: Annotated[float, Field(gt=0)] = 1.0
     tau_neg: Annotated[float, Field(gt=0)] = 1.05
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         advantages_T, ratio_T = tokens.advantages_T, tokens.ratio_T
         tau_T = torch.where(
             advantages_T > 0, torch.full_like(ratio_T, self.tau_pos), torch.full_like(ratio_T, self.tau_neg)
@@ -52,7 +52,7 @@ class CPGD:
     eps_clip_higher: float | None = None
     drift: Annotated[float, Field(ge=0)] = 1e-4
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         low, high = clip_range(self.eps_clip, self.eps_clip_higher)
         least = log(1.0 - low) if low < 1.0 else -torch.inf
         log_ratio_T, advantages_T = tokens.log_ratio_T, tokens.advantages_T
@@ -73,7 +73,7 @@ class Kimi:
 
     tau: Annotated[float, Field(ge=0)] = 0.1
 
-    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, tokens: PolicyTokens) -> tuple[torch.Tensor, Sums]:
         log_ratio_T = tokens.log_ratio_T
         whole_T = tokens.sequences.spread(tokens.sequences.sum(log_ratio_T))
         return -tokens.advantages_T * tokens.logprobs_T + 0.5 * self.tau * whole_T * log_ratio_T, {}

@@ -75,7 +75,7 @@ class SFTRowsConfig(RowsConfig):
     mask_history: Annotated[bool, reads_if(given("messages_key"))] = False
     """With `messages_key`, learn the last answer of a conversation alone; false: all answers of the assistant but one
     that nothing precedes. Where the chat template writes an earlier answer otherwise than a last one, as Qwen3's does,
-    which drops its thoughts, that answer is an example of its own, with what comes before it."""
+    which drops its thoughts, that answer is a separate example, with what comes before it."""
     max_length: Positive = 1024
     """Most tokens of an example: prompt, response and end token. Longer examples are dropped, and their number is
     reported."""
@@ -86,7 +86,7 @@ class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
 
 
 class ExpertDatasetConfig(SFTDatasetConfig):
-    """Responses of an expert whose likelihood is a term of the loss, beside the rewards (docs/algorithms.md).
+    """Responses of an expert whose likelihood is a term of the loss, in addition to the rewards (docs/algorithms.md).
 
     `batch_size` examples are part of each training step, spread over its updates.
     """
@@ -117,7 +117,7 @@ class ExpertDatasetConfig(SFTDatasetConfig):
 
 
 class PreferenceRowsConfig(RowsConfig):
-    """Pairs of answers to a prompt, of which one was preferred (docs/preferences.md)."""
+    """Pairs of answers to a prompt, one of them preferred (docs/preferences.md)."""
 
     chosen_key: str = "chosen"
     """Column of the preferred answer: a text, or a list of chat messages, with or without those of the prompt, also as

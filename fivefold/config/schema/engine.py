@@ -158,7 +158,7 @@ class OffloadConfig(Section):
     """
 
     params: bool | None = None
-    """Move the weights, and those of a reference model in the same processes, to pinned host memory."""
+    """Move the weights, with a reference model's in the same processes, to pinned host memory."""
     grads: bool | None = None
     """Free the gradient buffers, which are empty then."""
     optimizer: bool | None = None
@@ -179,10 +179,10 @@ _ONLY_TRAINING = {
 
 
 class FrozenModelConfig(EngineConfig):
-    """A model that is not trained, in processes of its own."""
+    """A model that is not trained, in its own processes."""
 
     colocate: Annotated[bool, needs(False, absent("device_mapping"), "gives the model its own devices")] = True
-    """Share the actor's devices, in turn; false: have devices of its own."""
+    """Share the actor's devices, in turn; false: have its own devices."""
     offload: bool | None = None
     """Move the weights to pinned host memory while the model does not work; null: if it shares GPUs."""
 

@@ -70,9 +70,9 @@ class FSDPConfig(TorchParameters):
     too; they are slower."""
 
     recompute: Literal["none", "full"] = "none"
-    """Which activations the backward pass computes again: none, or those of whole layers."""
+    """Which activations the backward pass computes again: none, or the activations of whole layers."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=MOST_DEVICES)] = True
-    """Free each layer's gathered weights behind its forward pass, and gather them again for its backward pass; false:
+    """Free each layer's gathered weights after its forward pass, and gather them again for its backward pass; false:
     keep them until then, which takes the memory of the whole model and saves one exchange. A number n, which divides
     the ranks over which weights are sharded: keep a share of 1 / n, which is gathered among n neighbours."""
     forward_prefetch: Layers = 0

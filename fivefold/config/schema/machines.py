@@ -24,7 +24,7 @@ class ClusterConfig(Section):
     does not."""
     device_peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Dense matmuls in bfloat16 that each device can compute, in TFLOP/s, by which the metrics `mfu` and `hfu` divide;
-    null: that of its GPU, if Fivefold knows it by its name."""
+    null: looked up by the name of the GPU, if Fivefold knows it."""
     fileroot: PathText = "runs"
     """Folder of all outputs; a run writes to `<fileroot>/<experiment_name>/<trial_name>/`."""
 

@@ -349,7 +349,7 @@ class FrozenReferenceConfig(RoleConfig):
     path: PathText | None = None
     """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
     backend: str | None = None
-    """Backend and layout of processes of its own; null: it lives in the actor's processes, in the actor's layout."""
+    """Backend and layout of its own processes; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: Annotated[DeviceList | None, reads_if(given("backend"))] = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
     dtype: Dtype | None = None
@@ -397,7 +397,7 @@ class CriticConfig(TrainedModelConfig):
     """
 
     colocate: Annotated[bool, needs(False, absent("device_mapping"), "gives the model its own devices")] = True
-    """Share the actor's devices, in turn; false: have devices of its own."""
+    """Share the actor's devices, in turn; false: have its own devices."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
     gae_lambda: Fraction | None = None

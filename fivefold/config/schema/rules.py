@@ -1,4 +1,4 @@
-"""Rules beside their keys: when a key is read, and what a value needs.
+"""Rules as metadata of keys: when a key is read, and what a value needs.
 
     top_k: Annotated[int | None, reads_if(equals("over", "top_k"))] = None
     kl_horizon: Annotated[int, reads_if(given("kl_target"), warns=True)] = 10_000
@@ -297,7 +297,7 @@ def _misnamed(section: BaseModel) -> Iterator[str]:
 
 @cache
 def _methods(schema: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of the methods that are rules, those of bases first."""
+    """Return the names of the methods that are rules, bases first."""
     found = (
         name
         for kind in reversed(schema.__mro__)

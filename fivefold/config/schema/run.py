@@ -36,19 +36,19 @@ class SaverConfig(PeriodicConfig):
     """When the weights are saved as a Hugging Face folder, besides after the last step."""
 
     max_to_keep: Positive | None = 1
-    """1: each time replaces `weights/`. Otherwise, each time has a folder of its own, such as `weights/step-000010/`,
+    """1: each time replaces `weights/`. Otherwise, each time has its own folder, such as `weights/step-000010/`,
     of which this many of the newest are kept; null: all are."""
 
 
 class RecoverConfig(PeriodicConfig):
-    """Checkpoints of the whole run, from which the same command goes on after an interruption (docs/recovery.md).
+    """Checkpoints of the whole run, from which the same command resumes after an interruption (docs/recovery.md).
 
     A checkpoint is written after the last step too, and when the run is interrupted by Ctrl-C, SIGTERM or a terminal
     that closes.
     """
 
     mode: PathText = "auto"
-    """`auto`: go on from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
+    """`auto`: resume from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
     and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to start from.
     """
     freq_secs: Annotated[Duration | None, _WRITES] = 900.0
@@ -60,9 +60,9 @@ class RecoverConfig(PeriodicConfig):
     """Name of a metric, such as `eval/accuracy`: the checkpoint with its largest value is kept as well; null: only the
     newest are kept."""
     verify: bool = True
-    """Compare the checksum of every file before a run goes on from a checkpoint; false: compare only the sizes."""
+    """Compare the checksum of every file before a run resumes from a checkpoint; false: compare only the sizes."""
     snapshot: Annotated[Literal["auto", "copy", "blocking"], _WRITES] = "auto"
-    """`copy`: state is copied to host memory, in float32, and written from there while training goes on. `blocking`:
+    """`copy`: state is copied to host memory, in float32, and written from there while training continues. `blocking`:
     it is written while training waits, through little host memory. `auto`: copies, unless they do not fit into the host
     memory of the run's GPU machines, as `fivefold plan` counts it."""
     write_attempts: Annotated[int, Field(ge=1, le=100)] = 2

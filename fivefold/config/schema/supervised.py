@@ -8,7 +8,7 @@ from fivefold.config.schema.rules import rule
 from fivefold.config.schema.run import RunConfig, StatsConfig
 
 LOSSES = ("nll", "loss")
-"""Metrics of which less is better."""
+"""Metrics that should fall."""
 
 
 class SupervisedConfig(RunConfig):

@@ -50,9 +50,9 @@ class TrainRecipe(RunConfig):
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
     valid_dataset: RowsConfig | None = None
-    """Held-out prompts, all of which are evaluated each time; null: there is no evaluation."""
+    """Held-out prompts, all evaluated each time; null: there is no evaluation."""
     expert_dataset: ExpertDatasetConfig | None = None
-    """Responses of an expert to learn beside the rewards; null: there are none."""
+    """Responses of an expert to learn in addition to the rewards; null: there are none."""
     reward: RewardConfig = RewardConfig()
     evaluator: Annotated[EvaluatorConfig, reads_if(given("valid_dataset", fix="set valid_dataset.path"))] = (
         EvaluatorConfig()

@@ -11,6 +11,8 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
+from fivefold.families.shape import RopeScaling
+
 # PyTorch's CUDA builds for Linux depend on Triton; its CPU builds do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -48,7 +50,7 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the joint projection into queries [T, heads, D], keys and values [T, groups, D]; normalise and rotate q, k.
 
-    D is `head_dim`, of which the first channels are rotated, as many as `cos_T1D` and `sin_T1D` have.
+    D is `head_dim`. Its first channels are rotated, as many as `cos_T1D` and `sin_T1D` have.
 
     The projection holds, for each of `n_groups` key heads, its query heads, the key and the value. In half precision
     the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
@@ -64,6 +66,16 @@ def split_heads(
         query = F.rms_norm(query, (head_dim,), query_weight_D, eps)
         key = F.rms_norm(key, (head_dim,), key_weight_D, eps)
     return rotate_halves(query, cos_T1D, sin_T1D), rotate_halves(key, cos_T1D, sin_T1D), value.contiguous()
+
+
+def cos_sin(
+    positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, scaling: RopeScaling | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T]."""
+    angles = positions_T.float()[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

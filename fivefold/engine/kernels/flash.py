@@ -1,4 +1,4 @@
-"""Flash attention on CUDA: the kernels that PyTorch brings, or those of the package flash-attn-4."""
+"""Flash attention on CUDA: PyTorch's kernels, or the package flash-attn-4."""
 
 from __future__ import annotations
 
@@ -29,12 +29,24 @@ class FlashPlan:
     max_queries: int
     max_keys: int
 
+    @staticmethod
+    def of(kernels: FlashAttention, queries: torch.Tensor, keys: torch.Tensor, device: torch.device) -> FlashPlan:
+        """Return the plan of entries with these numbers of queries and keys, int64 [entries]."""
+        start = torch.zeros(1, dtype=torch.int64)
+        return FlashPlan(
+            kernels,
+            cu_queries=torch.cat([start, queries.cumsum(0)]).to(device, torch.int32, non_blocking=True),
+            cu_keys=torch.cat([start, keys.cumsum(0)]).to(device, torch.int32, non_blocking=True),
+            max_queries=int(queries.max()),
+            max_keys=int(keys.max()),
+        )
+
 
 def flash_kernels(attn_impl: FlashAttention, dtype: str, device: torch.device) -> FlashAttention | None:
-    """Return the flash attention that a model of `dtype` has on `device`; None: there is none for it.
+    """Return the flash attention of a model of `dtype` on `device`; None: there is none for it.
 
     Raises:
-        ValueError: `flash_attention_4` is asked for where it cannot run.
+        ValueError: the recipe asks for `flash_attention_4` where it cannot run.
     """
     has_flash = device.type == "cuda" and dtype == "bfloat16"
     if attn_impl == "flash_attention_4":
@@ -74,7 +86,7 @@ def flash_attention(
 def _attend_2(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float
 ) -> torch.Tensor:
-    """Attend with FlashAttention 2, which wants heads of one width: zeros behind them change no score."""
+    """Attend with FlashAttention 2, which wants heads of one width: appended zeros change no score."""
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     output: torch.Tensor = _pytorch()(
         *(_widened(heads, width) for heads in (query, key, value)),

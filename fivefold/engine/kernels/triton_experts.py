@@ -1,4 +1,4 @@
-"""Triton kernels beside the grouped matrix products of the experts: one pass over memory each, no atomics.
+"""Triton kernels around the grouped matrix products of the experts: one pass over memory each, no atomics.
 
 Row indices are widened to 64 bits, because rows times width may exceed 2^31. Rows are read in column blocks of 16 bytes
 per thread, which is what one load instruction moves.

@@ -54,16 +54,7 @@ def plan_attention(
     Without `flash`, the plan is for `scaled_dot_product_attention`.
     """
     queries, keys = torch.tensor(entries, dtype=torch.int64).T
-    if flash is not None:
-        start = torch.zeros(1, dtype=torch.int64)
-        return FlashPlan(
-            kernels=flash,
-            cu_queries=torch.cat([start, queries.cumsum(0)]).to(device, torch.int32, non_blocking=True),
-            cu_keys=torch.cat([start, keys.cumsum(0)]).to(device, torch.int32, non_blocking=True),
-            max_queries=int(queries.max()),
-            max_keys=int(keys.max()),
-        )
-    return _plan_rectangles(queries, keys, device)
+    return _plan_rectangles(queries, keys, device) if flash is None else FlashPlan.of(flash, queries, keys, device)
 
 
 def _plan_rectangles(queries: torch.Tensor, keys: torch.Tensor, device: torch.device) -> PaddedPlan:

@@ -1,6 +1,6 @@
-"""Reads training state that `state_store` wrote, on any layout: each rank the bytes of its own pieces.
+"""Reads training state that `state_store` wrote, on any layout: each rank only its pieces.
 
-No process group is needed, and nothing but the index file is read before it is asked for.
+No process group is needed, and only the index file is read before something is asked for.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StoredState:
             if self._shapes.get(name, shape) != shape
         ]
         raise_if_any(
-            f"the training state in {self.folder} is that of another model; load it with the model of its own run",
+            f"the training state in {self.folder} belongs to another model; load it with its run's model",
             strays(f"Tensors {self._kind}/... that are missing", missing, unknown),
             strays(f"Tensors {self._kind}/... that no parameter uses", unknown, missing),
             listed(f"Tensors {self._kind}/... of the wrong shape", len(shapes), shapes),

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bridge.dcp_folder import DCPFolder
-from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.mapping import Shape, WeightMapping
+from fivefold.bridge.parameters import Parameters
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state.optimizer_state import STATE_KINDS, FixedSlice, StateKind, StateSlice
+from fivefold.engine.state.optimizer_state import STATE_KINDS, StateKind
+from fivefold.engine.state.slices import FixedSlice, StateSlice
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.state.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout
@@ -41,7 +41,7 @@ class SavedOptimizer(Protocol):
     """Steps that changed the weights: Adam's own count, for its bias correction."""
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
-        """Yield this rank's slice of every parameter of which it holds optimizer state, and what no gradient changes.
+        """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
 
         After all slices were set, set `updates` and `steps`, then call `finish_loading`.
         """
@@ -64,7 +64,7 @@ class Generators(Protocol):
 
 
 class TorchGenerators:
-    """The generators that torch has on every rank: the CPU's, and that of its GPU."""
+    """The generators that torch has on every rank: the CPU's and its GPU's."""
 
     def states(self) -> dict[str, Tensor]:
         """Return the state of each generator by name, uint8 on the CPU."""
@@ -85,9 +85,7 @@ class TrainingState:
 
     Args:
         optimizer: the optimizer.
-        mappings: the mapping of each of this rank's parameters, by the parameter's name.
-        shapes: names and full shapes of the model's Hugging Face tensors.
-        groups: where this rank stands.
+        parameters: the model's parameters on this rank; trained ones are saved.
         layout: the layout of all ranks.
         generators: this rank's random-number generators.
     """
@@ -95,16 +93,12 @@ class TrainingState:
     def __init__(
         self,
         optimizer: SavedOptimizer,
-        mappings: Mapping[str, WeightMapping],
-        shapes: Mapping[str, Shape],
-        groups: ShardGroups,
+        parameters: Parameters[Any],
         layout: ParallelLayout,
         generators: Generators,
     ) -> None:
         self._optimizer = optimizer
-        self._mappings = mappings
-        self._shapes = shapes
-        self._groups = groups
+        self._parameters = parameters
         self._generators = generators
         self._layout = torch.tensor([value for value in astuple(layout) if isinstance(value, int)])
         self._stored: set[str] = set()
@@ -134,16 +128,16 @@ class TrainingState:
     def load(self, folder: Path) -> None:
         """Load what all ranks of this layout or any other have written; gradients are cleared.
 
-        Random-number generators continue where those of the same rank were, if the layout and the kind of device are
+        Each rank's random-number generators continue where they were, if the layout and the kind of device are
         the same. Otherwise they stay as they are, because the states of other ranks would have no meaning for them.
 
         Raises:
-            ValueError: the folder holds no complete training state, or that of another model.
+            ValueError: the folder holds no complete training state, or another model's.
         """
         with DCPFolder(folder) as files:
             kinds = {kind: StoredState(files, kind) for kind in STATE_KINDS}
             for stored in kinds.values():
-                stored.check(self._shapes)
+                stored.check(self._parameters.trained_shapes)
             if missing := {_COUNTS, _LAYOUT} - files.names:
                 raise ValueError(f"{folder} holds no training state of Fivefold: it lacks {', '.join(sorted(missing))}")
             self._fill(kinds)
@@ -157,7 +151,7 @@ class TrainingState:
         """Work out what this rank stores; it stays the same as long as the layout does."""
         ranges = []
         for part in self._optimizer.slices():
-            pieces = self._mappings[part.name].stored_pieces(self._groups)
+            pieces = self._parameters[part.name].mapping.stored_pieces(self._parameters.groups)
             within = tuple(cut for piece in pieces for cut in piece.within(part.start, part.end))
             if within and part.is_stored:
                 self._stored.add(part.name)
@@ -185,7 +179,7 @@ class TrainingState:
                 part.set(kind, values)
 
     def _pieces(self, part: StateSlice | FixedSlice) -> Iterator[Piece]:
-        for piece in self._mappings[part.name].pieces(self._groups):
+        for piece in self._parameters[part.name].mapping.pieces(self._parameters.groups):
             yield from piece.within(part.start, part.end)
 
     def _generator_states(self) -> dict[str, Tensor]:

@@ -12,9 +12,8 @@ from fivefold.algorithms.ages import MOST_TOLD
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.update.updates import average_updates
 
 VERSION = 7
 P = [0.0, 0.5, 0.2, 0.9, 0.3, 0.4]
@@ -55,20 +54,12 @@ def test_a_token_of_age_a_has_a_proximal_policy_a_steps_from_the_rollouts_and_on
     assert total.item() == pytest.approx(wanted)
     assert logprobs_T.grad is not None
     assert logprobs_T.grad.tolist() == pytest.approx(slopes)
-    assert metrics["ratio/max"].item() == pytest.approx(max(0.5 / 0.4, (0.9 / 0.1) ** 0.25))
+    assert float(metrics["ratio/max"].sum) == pytest.approx(max(0.5 / 0.4, (0.9 / 0.1) ** 0.25))
 
 
 def test_mismatch_and_truncated_weights_are_told_by_age() -> None:
     for loss in (LOSS, replace(LOSS, old_is_interpolated=False)):
-        _, sums = loss(inputs(current()))
-        counts = {"/max": 1.0}
-        told = average_updates(
-            [
-                UpdateResult(
-                    {"lr": 1.0, **{n: v.item() / counts.get(n[-4:], 5.0) for n, v in sums.items()}}, skipped=False
-                )
-            ]
-        )
+        told = metric_values(loss(inputs(current()))[1])
         for age in (0, 1, 3):
             w = [p / q for p, q, own in zip(P, Q, AGES, strict=True) if own == age]
             assert told[f"staleness/tokens/{age}"] == pytest.approx(len(w) / 5)
@@ -83,5 +74,5 @@ def test_mismatch_and_truncated_weights_are_told_by_age() -> None:
 def test_tokens_above_the_last_age_that_is_told_count_for_it() -> None:
     old = torch.full((len(P),), -MOST_TOLD - 5, dtype=torch.int32) + VERSION
     _, metrics = replace(LOSS, max_age=1000)(inputs(current(), versions=old))
-    assert metrics[f"staleness/tokens/{MOST_TOLD}"] == 5
+    assert float(metrics[f"staleness/tokens/{MOST_TOLD}"].sum) == 5
     assert f"staleness/tokens/{MOST_TOLD + 1}" not in metrics

@@ -13,12 +13,13 @@ import torch
 from fivefold.algorithms.imitation import EXPERT, NLL_WEIGHT, ExpertWeight, Imitation, TokenWeight, policy_mask
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
+from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, sft_columns
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
@@ -52,15 +53,13 @@ def test_the_terms_of_a_batch_equal_the_formula_under_every_split(token_weight: 
                 wanted = wanted - spread[NLL_WEIGHT][t] * factor * sampled.logprobs_T[t]
                 n_terms += 1
         torch.testing.assert_close(total, wanted)
-        assert metrics["imitation_share"] == n_terms
+        assert float(metrics["imitation_nll"].weight) == n_terms
         assert torch.equal(policy_mask(sampled.batch).bool(), batch.mask_T.bool() & ~spread[EXPERT].bool())
         parts = [loss(sampled.inputs(indices)) for indices in random_split(rng, len(batch))]
         torch.testing.assert_close(torch.stack([part for part, _ in parts]).sum(), total)
         for mine, theirs in zip(*(gradient(value, sampled.logprobs_T) for value in (total, wanted)), strict=True):
             torch.testing.assert_close(mine, theirs)
-        for name, value in metrics.items():
-            reduce = max if name.endswith("/max") else sum
-            assert reduce(float(part[name]) for _, part in parts) == pytest.approx(float(value)), name
+        assert metric_values(merge_metrics(part for _, part in parts)) == pytest.approx(metric_values(metrics))
 
 
 def gradient(value: torch.Tensor, logprobs_T: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.measures import mismatch_metrics
+from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.roles import ActorConfig
@@ -73,9 +74,8 @@ def test_sums_over_any_split_equal_the_whole(loss: PolicyLoss | SFTLoss, split: 
     parts = [extended.select(indices) for indices in split]
     results = [loss(inputs_of(part, part.fields["logprobs"], part.fields["entropy"])) for part in parts]
     assert sum(value.item() for value, _ in results) == pytest.approx(whole.item(), rel=1e-12)
-    for name, value in whole_metrics.items():
-        combine = max if name.endswith("/max") else sum
-        assert combine(metrics[name].item() for _, metrics in results) == pytest.approx(value.item(), rel=1e-12), name
+    of_parts = metric_values(merge_metrics(metrics for _, metrics in results))
+    assert of_parts == pytest.approx(metric_values(whole_metrics), rel=1e-12)
 
 
 def test_sequence_mean_gives_each_sequence_the_same_weight() -> None:
@@ -98,8 +98,8 @@ def test_without_old_logprobs_the_gradient_is_the_policy_gradient() -> None:
     total.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -batch.fields["advantages"] * batch.mask_T, rtol=0, atol=0)
-    assert metrics["ratio/max"].item() == 1
-    assert metrics["clip_fraction"].item() == metrics["ppo_kl"].item() == 0
+    assert metrics["ratio/max"].sum == 1
+    assert metrics["clip_fraction"].sum == metrics["ppo_kl"].sum == 0
 
 
 def test_values_of_masked_tokens_affect_neither_loss_nor_gradient() -> None:
@@ -118,7 +118,7 @@ def test_values_of_masked_tokens_affect_neither_loss_nor_gradient() -> None:
     )
     total.backward()
     assert total.item() == clean.item()
-    assert {name: value.item() for name, value in metrics.items()} == {n: v.item() for n, v in clean_metrics.items()}
+    assert metric_values(metrics) == metric_values(clean_metrics)
     for tensor in (bad_logprobs, bad_entropy):
         assert tensor.grad is not None
         assert tensor.grad.isfinite().all()
@@ -135,7 +135,8 @@ def test_loss_gradient_and_metrics_of_an_extreme_ratio_are_finite() -> None:
     )
     total.backward()
     assert logprobs.grad is not None
-    assert all(value.isfinite() for value in [total, *logprobs.grad, *metrics.values()])
+    assert all(value.isfinite() for value in [total, *logprobs.grad])
+    assert all(map(math.isfinite, metric_values(metrics).values()))
 
 
 def test_metrics_equal_counts_by_hand() -> None:
@@ -150,33 +151,39 @@ def test_metrics_equal_counts_by_hand() -> None:
     _, metrics = replace(BASE, surrogate=PPO(0.2, 0.3, 1.5))(
         LossInputs({"logprobs": logprobs, "entropy": zeros + 2}, mask, (5,), fields)
     )
-    values = {name: value.item() for name, value in metrics.items()}
+    sums = {name: float(metric.sum) for name, metric in metrics.items()}
     # By token: 0.5 is clipped to 0.8; 0.5 is not clipped; 2 is clipped to 1.3; 2 is dual-clipped to 1.5.
-    assert values["policy_loss"] == pytest.approx(0.8 - 0.5 - 1.3 + 1.5)
-    assert values["clip_fraction_lower"] == values["clip_fraction_upper"] == values["clip_fraction_dual"] == 1
-    assert values["clip_fraction"] == 3
-    assert values["entropy"] == 8
-    assert values["ratio"] == pytest.approx(5)
-    assert values["ratio/max"] == pytest.approx(2)
-    assert values["ppo_kl"] == pytest.approx(0)
-    assert values["ppo_kl_k3"] == pytest.approx(2 * (0.5 - 1 + math.log(2)) + 2 * (2 - 1 - math.log(2)))
-    assert values["rollout_mismatch"] == pytest.approx(0.4)
-    assert values["rollout_mismatch/max"] == pytest.approx(0.3)
+    assert sums["policy_loss"] == pytest.approx(0.8 - 0.5 - 1.3 + 1.5)
+    assert sums["clip_fraction_lower"] == sums["clip_fraction_upper"] == sums["clip_fraction_dual"] == 1
+    assert sums["clip_fraction"] == 3
+    assert sums["entropy"] == 8
+    assert sums["ratio"] == pytest.approx(5)
+    assert sums["ratio/max"] == pytest.approx(2)
+    assert sums["ppo_kl"] == pytest.approx(0)
+    assert sums["ppo_kl_k3"] == pytest.approx(2 * (0.5 - 1 + math.log(2)) + 2 * (2 - 1 - math.log(2)))
+    assert sums["rollout_mismatch"] == pytest.approx(0.4)
+    assert sums["rollout_mismatch/max"] == pytest.approx(0.3)
     # KL(rollout || trainer), trainer / rollout = exp(-0.1) and exp(0.3).
-    assert values["rollout_mismatch_kl"] == pytest.approx(math.exp(-0.1) - 1 + 0.1 + math.exp(0.3) - 1 - 0.3)
+    assert sums["rollout_mismatch_kl"] == pytest.approx(math.exp(-0.1) - 1 + 0.1 + math.exp(0.3) - 1 - 0.3)
 
 
 def test_the_mismatch_is_over_the_tokens_whose_log_prob_the_rollout_gave() -> None:
     trainer, rollout = torch.tensor([-1.0, -2.0, -3.0, 0.0]), torch.tensor([-1.5, math.nan, -3.0, 0.0])
     metrics = mismatch_metrics(trainer, rollout, torch.tensor([True, True, True, False]))
-    assert metrics["rollout_mismatch_share"] == 2
-    assert metrics["rollout_mismatch"] == metrics["rollout_mismatch/max"] == 0.5
-    assert metrics["rollout_mismatch_kl"].item() == pytest.approx(math.exp(0.5) - 1 - 0.5)
-    # E_q[w log w] with the control variate w - 1.
-    assert metrics["rollout_mismatch_kl_reverse"].item() == pytest.approx(math.exp(0.5) * 0.5 - math.exp(0.5) + 1)
-    assert metrics["rollout_ratio"].item() == pytest.approx(math.exp(0.5) + 1)
-    assert metrics["rollout_ratio_square"].item() == pytest.approx(math.exp(1.0) + 1)
-    assert metrics["rollout_ratio/max"].item() == pytest.approx(math.exp(0.5))
+    w = math.exp(0.5)
+    assert metric_values(metrics) == pytest.approx(
+        {
+            "rollout_mismatch_share": 2 / 3,
+            "rollout_mismatch": 0.5 / 2,
+            "rollout_mismatch/max": 0.5,
+            "rollout_mismatch_kl": (w - 1 - 0.5) / 2,
+            # E_q[w log w] with the control variate w - 1.
+            "rollout_mismatch_kl_reverse": (w * 0.5 - w + 1) / 2,
+            "rollout_ratio": (w + 1) / 2,
+            "rollout_ratio/max": w,
+            "rollout_ess": (w + 1) ** 2 / (w**2 + 1) / 2,
+        }
+    )
 
 
 def test_a_kl_penalty_without_reference_is_an_error() -> None:
@@ -198,7 +205,7 @@ def test_log_probs_of_a_truncated_distribution_are_not_compared(truncation: dict
     _, truncated = build_policy_loss(actor, GenerationConfig.model_validate(truncation))(inputs)
     assert metrics.keys() - truncated.keys() == {
         "rollout_mismatch", "rollout_mismatch/max", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse",
-        "rollout_mismatch_share", "rollout_ratio", "rollout_ratio_square", "rollout_ratio/max",
+        "rollout_mismatch_share", "rollout_ratio", "rollout_ratio/max", "rollout_ess",
     }  # fmt: skip
 
 
@@ -215,7 +222,7 @@ def test_old_log_probs_may_be_the_rollouts() -> None:
     )
     assert total == wanted
     assert total != on_policy
-    assert metrics["rollout_mismatch"] > 0
+    assert metrics["rollout_mismatch"].sum > 0
 
 
 def test_from_config_reads_every_option() -> None:
@@ -248,8 +255,8 @@ def test_sft_loss_is_the_negative_log_likelihood_of_the_response() -> None:
     assert total.item() / loss.normalizer(batch.totals()) == pytest.approx(
         -sum(logprobs[t].item() for t in trained) / len(trained)
     )
-    assert metrics["nll"].item() == total.item()
-    assert metrics["entropy"].item() == pytest.approx(sum(entropy[t].item() for t in trained))
+    assert metrics["nll"].sum == total
+    assert float(metrics["entropy"].sum) == pytest.approx(sum(entropy[t].item() for t in trained))
 
 
 @pytest.mark.parametrize("lengths", [(3,), ()])
@@ -264,7 +271,7 @@ def test_a_batch_without_trained_tokens_costs_nothing(lengths: tuple[int, ...]) 
     ]
     for loss in losses:
         total, metrics = loss(inputs_of(batch, logprobs, torch.zeros(n)))
-        assert {value.item() for name, value in metrics.items() if name.endswith("/max")} <= {-math.inf}
+        assert metric_values(metrics) == {}, "no metric is over no token"
         assert total.item() == 0
         assert total.requires_grad
         assert loss.normalizer(batch.totals()) == 1

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from fivefold.algorithms.measures import N_PARTS, PART, SHARE, entropy_by_part
+from fivefold.algorithms.measures import N_PARTS, PART, entropy_by_part
+from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.sequences import Sequences
-from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.update.updates import average_updates
 
 
 def test_entropies_are_summed_over_the_quarter_of_each_trained_token() -> None:
@@ -27,13 +26,13 @@ def test_entropies_are_summed_over_the_quarter_of_each_trained_token() -> None:
                 counts[4 * place // len(trained)] += 1
         mask_T, entropy_T = (torch.tensor([x for row in rows for x in row]) for rows in (masks, entropies))
         metrics = entropy_by_part(entropy_T, Sequences.of(mask_T, lengths))
-        assert [float(metrics[f"{PART}/{i + 1}"]) for i in range(N_PARTS)] == pytest.approx(sums, abs=1e-5)
-        assert [float(metrics[f"{SHARE}/{i + 1}"]) for i in range(N_PARTS)] == counts
+        parts = [metrics[f"{PART}/{i + 1}"] for i in range(N_PARTS)]
+        assert [float(part.sum) for part in parts] == pytest.approx(sums, abs=1e-5)
+        assert [float(part.weight) for part in parts] == counts
 
 
 def test_the_entropy_of_a_quarter_is_a_mean_over_its_tokens() -> None:
-    """Metrics of an update are sums divided by all 8 trained tokens; the second quarter has none here."""
-    parts = {f"{PART}/1": 3.0 / 8, f"{SHARE}/1": 6 / 8, f"{PART}/2": 0.0, f"{SHARE}/2": 0.0}
-    averages = average_updates([UpdateResult({"lr": 1.0, **parts}, skipped=False)] * 2)
-    assert averages[f"{PART}/1"] == pytest.approx(0.5)
-    assert not {f"{PART}/2", f"{SHARE}/1", f"{SHARE}/2"} & averages.keys()
+    """Of 3 trained tokens, the first two quarters have 2 and 1; 2 updates differ in their entropies."""
+    sequences = Sequences.of(torch.ones(2), [2])
+    updates = [entropy_by_part(torch.tensor(row), sequences) for row in ([0.25, 1.0], [0.75, 2.0])]
+    assert metric_values(merge_metrics(updates)) == {f"{PART}/1": 0.5, f"{PART}/3": 1.5}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.algorithms.metrics import effective_share
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.config.schema.roles import ActorConfig, SampleWeightsConfig
 from fivefold.types import Prompt
-from fivefold.update.updates import effective_share
 
 BY_REWARD: dict[str, Callable[[float, list[float]], float]] = {
     "power": lambda r, every: (r * r) ** 0.75,

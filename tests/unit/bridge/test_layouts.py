@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from sharding_by_hand import LAYOUTS, Layout, Position, shard_by_hand
 from torch import Tensor
 
-from fivefold.bridge import gather
+from fivefold.bridge import export
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
@@ -115,7 +115,7 @@ def groups_used(folder: Path, layout: Layout, at: Position, groups: ShardGroups,
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "_all_gather_single", noted(gather._all_gather_single))
+        patch.setattr(export, "_all_gather_single", noted(export._all_gather_single))
         patch.setattr(dist, "broadcast", noted(dist.broadcast))
         for _ in Bridge(load_shape(folder)).export(shards, groups, readers=readers):
             pass

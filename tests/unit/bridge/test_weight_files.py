@@ -113,7 +113,7 @@ def test_all_problems_are_in_one_error(sharded: Path) -> None:
         f"    extra in {last.name}",
         "  Hugging Face tensors of the wrong shape (1):",
         f"    {NORM} in {last.name}: [17], expected [16]",
-        "  config.json and weights must be those of one model: correct config.json, or fetch the weights again",
+        "  config.json and weights must be of one model: correct config.json, or fetch the weights again",
     ]
 
 
@@ -151,7 +151,7 @@ def test_an_index_that_cannot_be_read_is_named(sharded: Path, content: str) -> N
 
 def test_one_file_beside_an_index_of_others_is_ambiguous(sharded: Path, whole: Path) -> None:
     shutil.copy(whole / SINGLE_FILE, sharded)
-    assert f"{SINGLE_FILE} is there beside {INDEX_FILE}, which names other files: delete" in problems(sharded)
+    assert f"{SINGLE_FILE} is there next to {INDEX_FILE}, which names other files: delete" in problems(sharded)
     place(sharded, dict.fromkeys(placed(sharded), SINGLE_FILE))
     check_weights(sharded, load_shape(sharded))
 
@@ -221,7 +221,7 @@ def test_shards_may_lie_in_a_folder_within(sharded: Path) -> None:
 
 def test_shards_without_their_index_say_that_it_is_missing(sharded: Path) -> None:
     (sharded / INDEX_FILE).unlink()
-    assert f"{INDEX_FILE} is missing beside model-00001-of-00003.safetensors and 2 more" in problems(sharded)
+    assert f"{INDEX_FILE} is missing next to model-00001-of-00003.safetensors and 2 more" in problems(sharded)
 
 
 def test_a_folder_without_weights_says_so(whole: Path) -> None:

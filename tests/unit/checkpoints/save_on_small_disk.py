@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 from fivefold.bridge.pieces import Piece
+from fivefold.checkpoints.checkpointer import Checkpointer
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.manifest import verify
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
-from fivefold.checkpoints.writer import Checkpointer
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenPart
+from fivefold.engine.state.dcp_files import WrittenPart
+from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.jsonl import JsonLines, write_json
 from fivefold.observe.timers import PhaseTimers

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from fivefold.checkpoints.checkpointer import Checkpointer
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.manifest import FileEntry, Manifest, verify
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
-from fivefold.checkpoints.writer import Checkpointer
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.state.state_store import WrittenPart
+from fivefold.engine.state.dcp_files import WrittenPart
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from tests.unit.checkpoints.examples import run_state

@@ -14,7 +14,7 @@ from fivefold.checkpoints import manifest
 from fivefold.checkpoints.changes import compare_recipes
 from fivefold.checkpoints.manifest import DamagedCheckpointError, NewerCheckpointError
 from fivefold.checkpoints.recovery import find_start
-from fivefold.checkpoints.start import Anew, Finished, Resume, Start
+from fivefold.checkpoints.start import Finished, FromScratch, Resume, Start
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -70,9 +70,9 @@ def resumed(start: Start) -> Resume:
 def test_a_first_start_is_anew(recipe_file: Path) -> None:
     for mode in ("auto", "disabled"):
         start = find_start(recipe(recipe_file, f"recover.mode={mode}"), overwrite=False)
-        assert isinstance(start, Anew)
+        assert isinstance(start, FromScratch)
         assert (start.step, start.started_from, start.overwrite) == (0, None, False)
-        assert str(start.facts()["start"]).startswith("anew; ")
+        assert str(start.facts()["start"]).startswith("from scratch; ")
     with start.open_folder(recipe(recipe_file)) as folder:
         assert folder.recipe.exists()
 
@@ -84,7 +84,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(recipe_file: Path) -> N
     (unfinished / "run.json").write_text("{")
     start = resumed(find_start(loaded, overwrite=False))
     assert (start.step, start.in_place, start.changes, start.started_from) == (8, True, (), None)
-    assert start.facts() == {"start": f"goes on after step 8, from {left.checkpoints}/step-000008"}
+    assert start.facts() == {"start": f"continues after step 8, from {left.checkpoints}/step-000008"}
     with start.open_folder(loaded) as folder:
         folder.started()
         assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == list(range(1, 9))
@@ -95,8 +95,8 @@ def test_a_run_without_a_whole_checkpoint_starts_anew_and_says_so(recipe_file: P
     left = run(loaded)
     CheckpointStore(left.checkpoints).begin(1)
     start = find_start(loaded, overwrite=False)
-    assert start == Anew("anew; the run before (killed) had saved no checkpoint", overwrite=True)
-    assert isinstance(start, Anew)
+    assert start == FromScratch("from scratch; the run before (killed) had saved no checkpoint", overwrite=True)
+    assert isinstance(start, FromScratch)
     assert not start.open_folder(loaded).metrics.exists()
 
 
@@ -119,7 +119,7 @@ def test_disabled_and_overwrite_do_not_look_at_checkpoints(recipe_file: Path) ->
         find_start(recipe(recipe_file, "recover.mode=disabled"), overwrite=False)
     for mode in ("auto", "disabled"):
         start = find_start(recipe(recipe_file, f"recover.mode={mode}"), overwrite=True)
-        assert isinstance(start, Anew)
+        assert isinstance(start, FromScratch)
         assert start.overwrite
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_the_other_command_is_refused(recipe_file: Path) -> None
     run(recipe(recipe_file), 4)
     kinds: dict[str, type[SFTRecipe | DPORecipe | RMRecipe]] = {"sft": SFTRecipe, "dpo": DPORecipe, "rm": RMRecipe}
     for command, kind in kinds.items():
-        words = f"checkpoint of `fivefold train`, from which `fivefold {command}` cannot go on"
+        words = f"checkpoint of `fivefold train`, from which `fivefold {command}` cannot continue"
         with pytest.raises(ValueError, match=words):
             find_start(load_recipe(recipe_file, [], kind), overwrite=False)
 
@@ -275,7 +275,7 @@ def test_the_order_of_the_data_goes_on_or_begins_again_if_a_change_is_accepted(r
         ({"seed": 2}, "seed", "seed: 1 -> 2"),
     ):
         other = sampler(**changed)
-        with pytest.raises(ValueError, match=f"(?s)training data is not that of the checkpoint.*{words}"):
+        with pytest.raises(ValueError, match=f"(?s)training data is not the one of the checkpoint.*{words}"):
             start.restore_order(recipe(recipe_file, "recover.accept_changes=[ref.path]"), other)
         note = start.restore_order(recipe(recipe_file, f"recover.accept_changes=[{accepted}]"), other)
         assert note is not None
@@ -369,7 +369,9 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file_and_the_way_on(rec
     file = left.checkpoints / "step-000008/trainer/__1_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + b"!")
-    with pytest.raises(DamagedCheckpointError, match=rf"(?s){file} is damaged.*delete .*8 to go on from step-000004"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"(?s){file} is damaged.*delete .*8 to continue from step-000004"
+    ):
         find_start(loaded, overwrite=False)
     assert resumed(find_start(recipe(recipe_file, "recover.verify=false"), overwrite=False)).step == 8
     for damage in (lambda: file.write_bytes(b""), file.unlink):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.checkpoints.due import Schedule
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import MetricHistory, RunState
-from fivefold.checkpoints.schedule import Schedule
 from fivefold.config.schema.run import PeriodicConfig, RecoverConfig
 from tests.unit.checkpoints.examples import run_state
 

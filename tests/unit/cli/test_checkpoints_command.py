@@ -21,7 +21,8 @@ from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.config.load import load_recipe, resolved_yaml
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.state.state_store import StateWriter, StoredRange, finish
+from fivefold.engine.state.dcp_files import finish
+from fivefold.engine.state.state_store import StateWriter, StoredRange
 from fivefold.families.read import load_shape
 from tests.e2e.documents import DOCS, indented_commands
 from tests.unit.checkpoints.examples import manifest_of, run_state, save
@@ -202,7 +203,7 @@ def test_a_model_is_not_exported_from_a_damaged_checkpoint_or_with_another_confi
     out = tmp_path / "out"
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
-    assert f"{config} is not that of the model" in invoke(trained, "--export", "10", "-o", out).stderr
+    assert f"{config} does not describe the model" in invoke(trained, "--export", "10", "-o", out).stderr
     shutil.rmtree(tmp_path / "model")
     result = invoke(trained, "--export", "10", "-o", out)
     assert result.exit_code == 2

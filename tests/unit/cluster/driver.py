@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines
 
 from fivefold.cli.main import app
-from fivefold.cluster import watch
+from fivefold.cluster import failures
 from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.config.schema.train import TrainRecipe
@@ -51,5 +51,5 @@ if __name__ == "__main__":
     module = types.ModuleType("fivefold.train")
     module.train = train  # type: ignore[attr-defined]
     sys.modules["fivefold.train"] = module
-    watch.STACK_TIMEOUT_S = engines.SOON_S
+    failures.STACK_TIMEOUT_S = engines.SOON_S
     app()

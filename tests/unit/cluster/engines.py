@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fivefold.cluster.role import Part
 from fivefold.observe.progress import counting
 
 HANG_S = 300.0
@@ -240,3 +241,14 @@ def broken_build(rank: int) -> Engine:
         raise ValueError("no such checkpoint")
     time.sleep(HANG_S)
     return engine
+
+
+class Tally(Part):
+    """Counts what it gets, for the engine that holds it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._total = engine, 0
+
+    def add(self, number: int) -> str:
+        self._total += number
+        return self._engine.echo(self._total)

@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import pytest
 import ray
-from engines import Engine, GlooEngine, gone, listening_addresses
+from engines import Engine, GlooEngine, Tally, gone, listening_addresses
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fivefold.cluster.group import STREAM_AHEAD, WorkerGroup, fetch, put
 from fivefold.cluster.nodes import Node
-from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, worker_environment
-from fivefold.cluster.role import Role
+from fivefold.cluster.role import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE, Role, worker_environment
 from fivefold.cluster.session import Session
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
@@ -39,6 +38,12 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
     assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)]) == ["0:a", "1:b", "2:c"]
     with pytest.raises(ValueError, match="arguments for 2 ranks, but has 3"):
         group.call_each(Engine.echo, [("a",), ("b",)])
+
+
+def test_a_part_of_the_held_object_is_made_once_in_each_process(session: Session) -> None:
+    group = launch(session, 2)
+    assert group.call(Tally.add, 2) == ["0:2", "1:2"]
+    assert group.control(Tally.add, 3) == ["0:5", "1:5"]
 
 
 def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +90,7 @@ def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(sessi
     # What goes on at once lies on rows of its own.
     events = [json.loads(line) for line in (session.logs / "actor-0.events").read_text().splitlines()]
     rows = {event["name"]: event["thread"] for event in events}
-    assert rows == {"build": "main", "run_until_told": "main", "total": "beside", "tell_to_stop": "beside"}
+    assert rows == {"build": "main", "run_until_told": "main", "total": "parallel", "tell_to_stop": "parallel"}
 
 
 def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session) -> None:

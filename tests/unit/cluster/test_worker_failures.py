@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engines import SOON_S, Engine, GlooEngine, broken_build, gone, wait_for_file
 
-from fivefold.cluster import watch
+from fivefold.cluster import failures, watch
 from fivefold.cluster.errors import PhaseTimeout, WorkerError
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.role import Role
@@ -22,7 +22,7 @@ from fivefold.observe.timers import PhaseTimers
 @pytest.fixture(autouse=True)
 def _machine_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stacks, and the cause of a rank that has lost a peer, take as long as they need."""
-    monkeypatch.setattr(watch, "STACK_TIMEOUT_S", SOON_S)
+    monkeypatch.setattr(failures, "STACK_TIMEOUT_S", SOON_S)
     monkeypatch.setattr(watch, "SETTLE_S", (*watch.SETTLE_S[:2], SOON_S))
 
 
@@ -55,7 +55,7 @@ def test_the_cause_is_named_first_and_its_consequences_after_it(
     """The driver hears of the cause after its consequence."""
     settle, has_failed = watch.Watch._settle, tmp_path / "rank 0 has failed"
 
-    def settled(self: watch.Watch, first: watch.Failure) -> list[watch.Failure]:
+    def settled(self: watch.Watch, first: failures.Failure) -> list[failures.Failure]:
         has_failed.touch()
         return settle(self, first)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.engine.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fivefold.engine.kernels.elementwise import rotate_halves, rotate_neighbours
-from fivefold.engine.rope import cos_sin, inverse_frequencies
+from fivefold.engine.kernels.elementwise import cos_sin, rotate_halves, rotate_neighbours
+from fivefold.engine.rope import inverse_frequencies
 from fivefold.families.read import read_shape
 
 ORIGINAL = {"original_max_position_embeddings": 64}

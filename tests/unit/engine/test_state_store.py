@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from xxhash import xxh3_128
 
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenPart, finish
+from fivefold.engine.state.dcp_files import WrittenPart, finish
+from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange
 from fivefold.engine.state.stored_state import StoredState
 
 SHAPE = (37, 50)
@@ -95,7 +96,7 @@ def test_any_part_of_a_tensor_is_read_from_any_ranges(
 def test_large_pieces_are_read_in_blocks_and_several_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.engine.state.state_store._FILE_BYTES", 2000)
+    monkeypatch.setattr("fivefold.engine.state.dcp_files._FILE_BYTES", 2000)
     monkeypatch.setattr("fivefold.engine.state.stored_state._BLOCK", 64)
     tensor = torch.randn(SHAPE)
     parts = save(tmp_path, tensor, (100, 700, 1333))
@@ -145,7 +146,7 @@ def test_memory_is_used_again_for_the_next_snapshot(tmp_path: Path, tensor: Tens
 def test_state_is_written_without_a_copy_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("fivefold.engine.state.state_store._FILE_BYTES", 2000)
+    monkeypatch.setattr("fivefold.engine.state.dcp_files._FILE_BYTES", 2000)
     monkeypatch.setattr("fivefold.engine.state.state_store.CHUNK_ELEMENTS", chunk)
     tensor, parts, given = torch.randn(SHAPE), [], 0
 
@@ -169,7 +170,7 @@ def test_state_is_written_without_a_copy_by_several_threads(
 def test_a_write_without_a_copy_that_failed_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor
 ) -> None:
-    monkeypatch.setattr("fivefold.engine.state.state_store._FILE_BYTES", 2000)
+    monkeypatch.setattr("fivefold.engine.state.dcp_files._FILE_BYTES", 2000)
     writer = StateWriter(0, list(ranges(SHAPE, ())))
     with files_of_at_most(1000), pytest.raises(OSError, match=r"File too large: '.*/__0_\d\.distcp'"):
         writer.write(tmp_path, [tensor], {})

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.waiting import Saved, read_waiting
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.types import Completion, Prompt

@@ -14,7 +14,7 @@ import pytest
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import SamplerState
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.experience import waiting
 from fivefold.experience.group import Group
 from fivefold.experience.source import Experience

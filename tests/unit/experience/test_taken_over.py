@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoints.changes import Change
-from fivefold.checkpoints.start import Anew, Resume
+from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import Checkpoint
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.engine.state.state_store import finish
+from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.waiting import SAMPLED_WITH, WaitingGroups, taken_over
 from fivefold.rollout.protocol import Begun, GenerationRequest
 from tests.unit.checkpoints.examples import run_state
@@ -52,7 +52,7 @@ def test_samples_of_the_same_distribution_are_taken_over(checkpoint: Checkpoint)
 
 
 def test_a_run_without_a_checkpoint_of_samples_takes_nothing_over(tmp_path: Path) -> None:
-    for start in (Anew("first"), resumed(Checkpoint(3, tmp_path), Change("gconfig.top_p", 1.0, 0.5))):
+    for start in (FromScratch("first"), resumed(Checkpoint(3, tmp_path), Change("gconfig.top_p", 1.0, 0.5))):
         saved, note = taken_over(start)
         assert (list(saved.groups), list(saved.begun), note) == ([], [], None)
 

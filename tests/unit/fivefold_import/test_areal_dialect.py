@@ -203,7 +203,7 @@ def test_areal_says_whether_old_log_probs_are_computed(tmp_path: Path) -> None:
         # The decoupled loss computes them anyway.
         (["actor.use_decoupled_loss=true"], None, "implied"),
         ([f"{key}=false", "actor.use_decoupled_loss=true"], None, "implied"),
-        # The rollout's log-probs are those of a distribution that top_p or top_k has cut.
+        # The rollout's log-probs describe a distribution that top_p or top_k has cut.
         (["gconfig.top_p=0.9"], None, "unsupported"),
         (["gconfig.top_k=50"], None, "unsupported"),
         (["gconfig.top_p=0.9", f"{key}=true"], True, "mapped"),

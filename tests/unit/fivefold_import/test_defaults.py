@@ -27,7 +27,7 @@ def test_rows_of_tables_name_keys_of_the_recipe_and_their_defaults_can_be_conver
     mapped = {key: row for key, row in rows.items() if isinstance(row.rule, Mapped)}
     assert len(mapped) > 40
     known = {key for schema in COMMANDS for key in known_keys(schema)}
-    options = ("actor.loss_kwargs.", "actor.rollout_correction.")  # those of the loss that is chosen
+    options = ("actor.loss_kwargs.", "actor.rollout_correction.")  # options of the loss that is chosen
     assert [
         row.rule.key for row in mapped.values() if row.rule.key not in known and not row.rule.key.startswith(options)
     ] == []

@@ -227,7 +227,7 @@ def test_values_that_the_recipe_refuses_are_taken_back(tmp_path: Path) -> None:
             f"{actor}kl_loss_type",
             {"actor.kl_in": "loss"},
         ),
-        # The rollout's log-probabilities are those of a distribution that top_p has cut.
+        # The rollout's log-probabilities describe a distribution that top_p has cut.
         (
             "areal",
             "actor: {recompute_logprob: false}\ngconfig: {top_p: 0.9}",

@@ -78,7 +78,7 @@ def test_secrets_are_not_repeated(tmp_path: Path) -> None:
     assert "stats_logger.wandb.api_key=***" in output.read_text(encoding="utf-8")
     assert "not-for-everybody" not in output.read_text(encoding="utf-8")
     assert "not-for-everybody" not in json.dumps(report.as_dict())
-    # The names of token counts look like those of secrets.
+    # The names of token counts look like names of secrets.
     entries = {entry["key"]: entry["value"] for entry in report.as_dict()["entries"]}
     assert entries["actor.mb_spec.max_tokens_per_mb"] == "9216"
 

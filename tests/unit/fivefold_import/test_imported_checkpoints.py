@@ -1,4 +1,4 @@
-"""Checkpoints and saved weights of the frameworks: when they are written, how many stay, and whether a run goes on."""
+"""Checkpoints and saved weights of the frameworks: when they are written, how many stay, and whether a run resumes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_whether_a_run_goes_on_from_its_newest_checkpoint() -> None:
         ("areal", "recover.mode=sometimes", [], None, "unsupported"),
         ("verl", "trainer.resume_mode=auto", [], "auto", "mapped"),
         ("verl", "trainer.resume_mode=disable", [], "disabled", "mapped"),
-        # Checkpoints are still written, and a run in a free folder starts anew.
+        # Checkpoints are still written, and a run in a free folder starts from scratch.
         ("verl", "trainer.resume_mode=disable", ["trainer.save_freq=20"], None, "implied"),
         ("roll", "resume_from_checkpoint=false", ["save_steps=20"], None, "implied"),
         ("trinity", "continue_from_checkpoint=false", ["trainer.save_interval=20"], None, "implied"),

@@ -1,4 +1,4 @@
-"""Batches of passes without gradients become token budgets of their own."""
+"""Batches of passes without gradients become their own token budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that a source's profiler records are those of `profile.steps`."""
+"""The steps that a source's profiler records become `profile.steps`."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) 
     assert len(keys) == 11
     assert keys <= conversion.unsupported()
     assert "reward.fn=judge" in conversion["rewards.judge.model_args.model_name_or_path"].note
-    # A classifier on devices of its own is a model as well.
+    # A classifier on its own devices is a model as well.
     placed = "rewards: {score: {worker_cls: my.Worker, world_size: 2, device_mapping: '0-1'}}\n"
     conversion = convert_text("roll", tmp_path, placed)
     assert {"rewards.score.world_size", "rewards.score.device_mapping"} <= conversion.unsupported()

@@ -114,7 +114,7 @@ def test_a_converted_checkpoint_is_where_the_actor_starts() -> None:
 
 
 def test_a_warmup_in_steps_of_the_trainer_is_one_in_updates() -> None:
-    """A step of the trainer trains `train_batch_size` experiences, of which a step here has several."""
+    """A step of the trainer trains `train_batch_size` experiences; a step here has several of those."""
     optimizer = "algorithm.optimizer."
     words = ["buffer.batch_size=64", "algorithm.repeat_times=8", "buffer.train_batch_size=256", "buffer.total_epochs=1"]
     given = [

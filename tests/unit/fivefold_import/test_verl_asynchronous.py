@@ -1,4 +1,4 @@
-"""verl's trainers whose rollout has devices of its own."""
+"""verl's trainers whose rollout has its own devices."""
 
 from __future__ import annotations
 

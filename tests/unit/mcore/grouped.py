@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.mcore.experts import GroupedLinear
+from fivefold.mcore.layers import GroupedLinear
 
 
 def check_grouped_linear(

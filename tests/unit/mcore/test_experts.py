@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fivefold.engine.kernels.grouped_mm import add_grouped_product
+from fivefold.engine.kernels.matmul import add_grouped_product
 from tests.unit.mcore.grouped import check_grouped_linear, check_main_grad
 
 

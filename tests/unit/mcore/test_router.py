@@ -8,7 +8,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from fivefold.mcore.router import GroupChoice
+from fivefold.mcore.group_choice import GroupChoice
 
 N_EXPERTS, HIDDEN, N_TOKENS = 24, 16, 200
 

@@ -12,12 +12,12 @@ import pytest
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.experience.samples import accuracy, as_record, judge, reward_metrics
+from fivefold.experience.samples import accuracy, as_record, model_scores, reward_metrics, rewarded
+from fivefold.experience.samples import judged as by_functions
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.responses import Generated
 from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Prompt, Sample
 from tests.unit.rewards.conftest import Write
@@ -55,7 +55,9 @@ class FixedScores(RewardModel):
 
 def judged(samples: list[Sample], rewards: RewardSet, model: RewardModel | None = None) -> list[Sample]:
     lengths_N = np.array([len(sample.response_text) for sample in samples])
-    return judge(Generated(samples, RemoteBatch(lengths_N, lengths_N, ()), {}), rewards, model)
+    batch = RemoteBatch(lengths_N, lengths_N, ())
+    scores = {} if model is None else model_scores(samples, batch, rewards, model)
+    return rewarded(samples, by_functions(samples, rewards), rewards, scores)
 
 
 SUMS: dict[str, dict[str, Any]] = {

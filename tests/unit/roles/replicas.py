@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,18 @@ import torch
 
 from fivefold.algorithms.distillation import coarse_divergence
 from fivefold.algorithms.loss import Loss, LossInputs
+from fivefold.algorithms.metrics import Metrics
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.engine import MicroBatchConfig
-from fivefold.engine.peak_memory import PeakMemory
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.distillation import TopK
+from fivefold.engine.energies import Energies
+from fivefold.engine.heads import Logprobs, Score
+from fivefold.engine.metrics import PeakMemory
+from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
+from fivefold.roles import trainer as trainer_module
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.types import Batch, StepResult
@@ -65,25 +72,22 @@ class Engine:
         return {name: torch.where(batch.mask_T.bool(), rows.float(), 0.0) for name, rows in predictions.items()}
 
     @torch.no_grad()
-    def compute_logprobs(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_T, entropy_T = self._predictions(share.batch, temperature).values()
-        return logprobs_T, entropy_T
+    def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
+        batch = share.batch
+        if isinstance(what, Values):
+            rows = list(self._predictions(batch, 1.0).values())
+        else:
+            assert isinstance(what, Logprobs | TopK)
+            log_p = self._rows(batch, what.temperature).log_softmax(1)
+            if isinstance(what, TopK):
+                best = log_p.topk(what.k)
+                rows = [*best.indices.T.float(), *best.values.T.float()]
+            else:
+                squares = [log_p.exp().square().sum(1).float()] if isinstance(what, Energies) else []
+                rows = [*self._predictions(batch, what.temperature).values(), *squares]
+        return what.columns(torch.stack(rows), batch.mask_T)
 
-    @torch.no_grad()
-    def compute_values(self, share: Share) -> torch.Tensor:
-        return self._predictions(share.batch, 1.0)["values"]
-
-    @torch.no_grad()
-    def compute_squares(self, share: Share, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_T, _ = self.compute_logprobs(share, temperature=temperature)
-        return logprobs_T, self._rows(share.batch, temperature).softmax(1).square().sum(1).float()
-
-    @torch.no_grad()
-    def compute_top_k(self, share: Share, k: int, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_TK, tokens_TK = self._rows(share.batch, temperature).log_softmax(1).topk(k)
-        return tokens_TK, logprobs_TK.float()
-
-    def forward_backward(self, share: Share, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, share: Share, loss: Loss) -> Metrics:
         weight = self._model.weight
         self.gradient = torch.zeros_like(weight)
         for indices in share.micro_batches:
@@ -107,10 +111,10 @@ class Worker(TrainerWorker):
     """One replica."""
 
     def __init__(self, rank: int, n: int, engine: Engine, reference: Engine | None, meeting: Meeting) -> None:
-        self.rank, self.engine = rank, engine
-        self._engine: Any = engine
+        self.rank = rank
+        self.engine: Any = engine
         self._reference: Any = reference
-        self._offloads_reference = False
+        self.spec: Any = SimpleNamespace(offloads_reference=False)
         self._peaks = PeakMemory()
         self._first_ranks = list(range(n))
         self._meeting = meeting
@@ -182,6 +186,6 @@ def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens
 
 def without_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the columns themselves take the place of references to them."""
-    for module in (remote_batch, baselines):
+    for module in (remote_batch, trainer_module, baselines):
         for name in ("put", "fetch"):
-            monkeypatch.setattr(module, name, lambda columns: columns)
+            monkeypatch.setattr(module, name, lambda columns: columns, raising=False)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.algorithms.gae import GAE, EstimateMoments
-from fivefold.algorithms.kl_in_reward import KLInReward
+from fivefold.algorithms.gae import EstimateMoments, Estimates
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
@@ -28,15 +27,12 @@ VALUES, REWARD = [0.5, 0.25, 0.75], 2.0
 class OneCompletion:
     """Processes of a critic that estimate over one completion instead of those of a batch."""
 
-    def deal(self, batch: RemoteBatch, gae: GAE, kl: KLInReward | None) -> tuple[None, GAE]:
-        return None, gae
-
-    def keep(self, method: object, plan: None, gae: GAE) -> tuple[tuple[()], list[EstimateMoments]]:
+    def compute(self, batch: RemoteBatch, estimates: Estimates) -> tuple[tuple[()], list[EstimateMoments]]:
         n = len(VALUES)
         fields = {"values": torch.tensor(VALUES), "rewards": torch.full((n,), REWARD)}
-        one = Batch((n,), torch.zeros(n, dtype=torch.int64), torch.ones(n), fields)
-        self.advantages_T, self.returns_T = gae.estimate(one)
-        return (), [EstimateMoments.of(one.with_fields(advantages=self.advantages_T, returns=self.returns_T))]
+        moments, columns = estimates(Batch((n,), torch.zeros(n, dtype=torch.int64), torch.ones(n), fields))
+        self.advantages_T, self.returns_T = columns["advantages"], columns["returns"]
+        return (), [moments]
 
 
 def estimates(*keys: str) -> tuple[list[float], list[float], bool]:

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.packing import BatchPlanner
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers

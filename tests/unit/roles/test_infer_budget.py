@@ -10,7 +10,8 @@ import pytest
 
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import TrainedMicroBatchConfig
-from fivefold.engine.sharing import BatchPlanner
+from fivefold.engine.heads import Logprobs
+from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer import Trainer
@@ -41,8 +42,8 @@ def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: in
         group = CountingGroup()
         trainer = Trainer(group, BatchPlanner(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
         batch = RemoteBatch(LENGTHS, LENGTHS, (Piece(None, np.arange(len(LENGTHS))),))
-        trainer.logprobs(batch, "own", 1.0, "old_logprobs")
-        trainer.logprobs(batch, "reference", 1.0, "ref_logprobs")
+        trainer.score(batch, Logprobs())
+        trainer.score(batch, Logprobs(), "reference")
         trainer.update(batch, SFTLoss())
         counts[most] = group.counts
     assert counts == {None: [8, 8, 8], 40: [infer, infer, 8]}

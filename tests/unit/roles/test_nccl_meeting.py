@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nccl_sender, "NcclLink", NotedLink)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    sends, route = SendsWeights(Weights(), timeout_s=1.0), Route(TRANSPORTS["nccl"], "float32", checksum=False)  # type: ignore[arg-type]
+    worker: Any = SimpleNamespace(engine=Weights(), spec=SimpleNamespace(timeout_s=1.0))
+    sends, route = SendsWeights(worker), Route(TRANSPORTS["nccl"], "float32", checksum=False)
     links: list[Any] = []
     for n_left in range(3):
         links.append(sends.open_link(route, "unique_id"))

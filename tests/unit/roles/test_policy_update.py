@@ -11,9 +11,12 @@ import torch
 
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments
+from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.energies import Energies
+from fivefold.engine.heads import Score
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
@@ -21,7 +24,6 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.types import Batch, Columns, Prompt, Sample
 from fivefold.update import baselines
 from fivefold.update.policy import PolicyUpdate
-from fivefold.update.updates import average_updates
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 ONE_UPDATE = "actor.ppo_n_minibatches=1"
@@ -37,7 +39,7 @@ class RecordingActor(Actor):
         self.changes: list[Any] = []
         self.n_recomputed = 0
 
-    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         self.n_recomputed += 1
         return ()
 
@@ -48,7 +50,8 @@ class RecordingActor(Actor):
         self.losses.append(loss)
         self.batches.append(batch)
         self.changes.append(change)
-        return UpdateResult({"lr": 1.0, **self.measured}, skipped=False)
+        measured = {"lr": 1.0, **self.measured}
+        return UpdateResult({name: Metric(value) for name, value in measured.items()}, skipped=False)
 
 
 class FollowingReference:
@@ -57,7 +60,7 @@ class FollowingReference:
     def __init__(self) -> None:
         self.refreshed: list[int] = []
 
-    def logprobs(self, batch: RemoteBatch, temperature: float, column: str) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         return ()
 
     def follow(self, actor: RecordingActor) -> None:
@@ -186,46 +189,6 @@ def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences_of
     assert plain.n_recomputed == 0
 
 
-def test_effective_sample_sizes_follow_from_the_weights() -> None:
-    weights, known = [2.0, 1.0, 0.5], 3 / 4  # a fourth token has no log-prob of the rollout
-    sums = {"rollout_ratio": sum(weights) / 4, "rollout_ratio_square": sum(w * w for w in weights) / 4}
-    zeros = dict.fromkeys(("rollout_mismatch", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse"), 0.0)
-    result = UpdateResult({**sums, **zeros, "rollout_mismatch_share": known, "lr": 1.0}, skipped=False)
-    averages = average_updates([result])
-    assert averages["rollout_ratio"] == pytest.approx(sum(weights) / 3)
-    assert averages["rollout_ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
-    assert "rollout_ratio_square" not in averages
-
-
-def test_means_over_tokens_weigh_updates_by_their_trained_tokens() -> None:
-    """All completions of the second update were cut off, and of the third one no log-prob of the rollout is known."""
-    known = dict.fromkeys(("rollout_mismatch", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse"), 0.1)
-    known |= {"rollout_ratio": 1.0, "rollout_ratio_square": 1.0, "rollout_mismatch_share": 1.0}
-    unknown = dict.fromkeys(known, 0.0)
-    first = {"entropy": 1.0, "ratio/max": 2.0, "loss": 3.0, "grad_norm": 1.0, "experts/dead": 4.0, **known}
-    second = {"entropy": 0.0, "loss": 0.0, "grad_norm": 0.0, "experts/dead": 2.0, **unknown}
-    third = {"entropy": 2.0, "ratio/max": 1.0, "loss": 6.0, "grad_norm": 2.0, "experts/dead": 0.0, **unknown}
-    rows = zip((first, second, third), (10, 0, 30), strict=True)
-    averages = average_updates([UpdateResult({**row, "lr": 1.0}, skipped=False, n_trained=n) for row, n in rows])
-    assert averages["entropy"] == pytest.approx((10 * 1.0 + 30 * 2.0) / 40)
-    assert averages["rollout_mismatch_share"] == pytest.approx(10 / 40)
-    assert averages["rollout_mismatch_kl"] == pytest.approx(0.1)
-    assert averages["rollout_ess"] == pytest.approx(1.0)
-    assert averages["ratio/max"] == 2.0
-    # These belong to an update as a whole.
-    assert (averages["loss"], averages["grad_norm"], averages["experts/dead"]) == pytest.approx((3.0, 1.0, 2.0))
-
-
-def test_metrics_over_no_token_are_left_out() -> None:
-    none = {"entropy": 0.0, "rollout_mismatch_share": 0.0, "loss": 0.0}
-    masked = average_updates([UpdateResult({**none, "lr": 1.0}, skipped=False, n_trained=0)])
-    assert masked == {"loss": 0.0, "lr": 1.0, "skipped_updates": 0.0}
-    sums = ("rollout_mismatch", "rollout_mismatch_kl", "rollout_mismatch_kl_reverse", "rollout_ratio")
-    unknown = dict.fromkeys((*sums, "rollout_ratio_square", "rollout_mismatch_share"), 0.0)
-    told = average_updates([UpdateResult({**unknown, "entropy": 1.0, "lr": 1.0}, skipped=False, n_trained=5)])
-    assert told == {"entropy": 1.0, "rollout_mismatch_share": 0.0, "lr": 1.0, "skipped_updates": 0.0}
-
-
 def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None:
     stale = "rollout.max_head_offpolicyness=1"
     actor = RecordingActor(rollout_mismatch_kl=0.01)
@@ -251,7 +214,9 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
         monkeypatch.setattr(baselines, name, lambda columns: columns)
 
     class Actor(RecordingActor):
-        def energies(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+        def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
+            assert isinstance(what, Energies)
+            self.n_recomputed += 1
             nan = np.nan
             rows = [[nan, nan, nan, nan, 0.5], [nan, nan, nan, 0.2, 0.3], [nan, nan, 1, 1, 1], [nan, 2, 2, 2, 2]]
             order = [2, 0, 3, 1]  # a replica has any sequences
@@ -274,4 +239,4 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
         [0, *[1 / 3] * 3, 1],
     ]
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    assert actor.n_recomputed == 0, "the energies come with the old log-probs"
+    assert actor.n_recomputed == 1, "the energies come with the old log-probs"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.config.schema.engine import MicroBatchConfig
-from fivefold.engine.sharing import BatchPlanner, Share
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
 from fivefold.types import Batch, Columns

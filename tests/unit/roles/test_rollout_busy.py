@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.cluster.rendezvous import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
+from fivefold.cluster.role import NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.roles import rollout_worker
 from fivefold.roles.rollout_worker import RolloutWorker

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.cluster import watch
+from fivefold.cluster import failures
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
@@ -468,12 +468,12 @@ def test_a_server_that_hangs_in_a_transfer_ends_it_and_says_where(
     with pytest.raises(ServerDied, match=r"the server did not reply to /\S+ within 0.5 s, .* by NCCL") as failure:
         engine.load_buckets(buckets(), 2)
     # It answers GET requests, as one does that waits for another: then the other one is the cause.
-    assert any(words in str(failure.value) for words in watch._PEER_LOSS)
+    assert any(words in str(failure.value) for words in failures._PEER_LOSS)
     with monkeypatch.context() as silent:
         silent.setattr(HttpClient, "is_healthy", lambda self, limit_s: False)
         with pytest.raises(ServerDied, match="by NCCL") as failure:
             engine.load_buckets(buckets(), 2)
-    assert not any(words in str(failure.value) for words in watch._PEER_LOSS)
+    assert not any(words in str(failure.value) for words in failures._PEER_LOSS)
 
 
 @ALL

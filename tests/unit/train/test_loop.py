@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from fivefold import evaluate, train
-from fivefold.checkpoints.start import Anew
+from fivefold.algorithms.metrics import Metric
+from fivefold.checkpoints.start import FromScratch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.heads import Logprobs, Score
 from fivefold.experience.stream import Stream
 from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
@@ -136,12 +138,18 @@ class FixedActor(Actor):
     def device_names(self) -> list[str | None]:
         return [None]
 
-    def logprobs(self, batch: RemoteBatch, temperature: float) -> tuple[Piece, ...]:
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         return ()
 
     def update(self, *_: Any) -> UpdateResult:
-        metrics = {"loss": 0.0, "grad_norm": self._grad_norm, "lr": 1e-6}
-        return UpdateResult(metrics, skipped=not math.isfinite(self._grad_norm), non_finite=("layers.0",))
+        skipped = not math.isfinite(self._grad_norm)
+        metrics = {
+            "loss": Metric(0.0),
+            "grad_norm": Metric(self._grad_norm),
+            "lr": Metric(1e-6, reduce="last"),
+            "skipped_updates": Metric(float(skipped), reduce="sum"),
+        }
+        return UpdateResult(metrics, skipped, non_finite=("layers.0",))
 
 
 def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -154,7 +162,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
-    state, _ = state_at_start(setup.recipe, Anew("anew"), setup.sampler, setup.ground, setup.total_steps)
+    state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
         train._loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
@@ -250,8 +258,8 @@ class NotedTrainer(Trainer):
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
 
-    def logprobs(self, batch: RemoteBatch, model: str, temperature: float, column: str) -> tuple[Piece, ...]:
-        self._log.append(f"{self._name}: {column} of its {model} model")
+    def score(self, batch: RemoteBatch, what: Score, model: str = "own") -> tuple[Piece, ...]:
+        self._log.append(f"{self._name}: {what.name} of its {model} model")
         return ()
 
     def release(self) -> None:
@@ -261,14 +269,14 @@ class NotedTrainer(Trainer):
 def test_roles_on_the_same_devices_release_their_memory() -> None:
     log: list[str] = []
     actors, references = NotedTrainer("actor", log), NotedTrainer("ref", log)
-    batch = RemoteBatch(np.array([3]), np.array([1]), ())
-    HostedModel(Actor(actors)).logprobs(batch, 1.0, "ref_logprobs")
+    batch, what = RemoteBatch(np.array([3]), np.array([1]), ()), Logprobs(1.0, "ref_logprobs")
+    HostedModel(Actor(actors)).score(batch, what)
     assert log == ["actor: ref_logprobs of its reference model"]
     log.clear()
-    FrozenModel(references).logprobs(batch, 1.0, "ref_logprobs")
+    FrozenModel(references).score(batch, what)
     assert log == ["ref: ref_logprobs of its own model"]
     log.clear()
-    FrozenModel(references, Turn(neighbour=Actor(actors))).logprobs(batch, 1.0, "ref_logprobs")
+    FrozenModel(references, Turn(neighbour=Actor(actors))).score(batch, what)
     assert log == ["actor: release", "ref: ref_logprobs of its own model", "ref: release"]
 
 

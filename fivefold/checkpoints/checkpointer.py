@@ -1,0 +1,157 @@
+"""Decides when a checkpoint is due, and writes it while training continues.
+
+is_due   after each step
+begin    the state is copied                        training waits
+commit   the checkpoint is written                  in the background
+finish   the last checkpoint is on the disk         training waits, before the next `begin` and at the end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from math import isfinite
+from types import TracebackType
+from typing import Self
+
+from fivefold.checkpoints.due import Schedule
+from fivefold.checkpoints.run_state import MetricHistory, RunState
+from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.writer import Begun, CheckpointWriter, StateOwner
+from fivefold.config.problems import did_you_mean
+from fivefold.config.schema.run import RunConfig
+from fivefold.observe.timers import PhaseTimers
+
+EVALUATION = "eval/"
+"""Beginning of the names of metrics that only steps with an evaluation have."""
+
+
+class Checkpointer:
+    """Decides when a checkpoint is due, and writes it. It is a context manager; only one thread may use it."""
+
+    def __init__(
+        self,
+        recipe: RunConfig,
+        store: CheckpointStore,
+        owners: Mapping[str, StateOwner],
+        timers: PhaseTimers,
+        *,
+        schedule: Schedule,
+        history: MetricHistory | None,
+        note: Callable[[str], None],
+        is_ours: Callable[[], bool],
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            recipe: the recipe, whose section `recover` is followed, and which is saved with each checkpoint.
+            store: the run's checkpoints.
+            owners: whose state is saved, by the folder of a checkpoint that gets it.
+            timers: timers of the driver; the copy counts for the phase `checkpoint`, the rest for `checkpoint write`.
+            schedule: the frequencies of `recover`.
+            history: values of the metric `recover.keep_best` at the steps before; None if there are none.
+            note: shows a line of text to the user.
+            is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
+        """
+        self._config = recipe.recover
+        self._store = store
+        self._timers = timers
+        self._schedule = schedule
+        best = self._config.keep_best
+        if history is None or history.name != best:
+            history = None if best is None else MetricHistory(best, {})
+        self._history = history
+        self._note = note
+        self._writer = CheckpointWriter(recipe, store, owners, timers, note, is_ours)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._begun: Begun | None = None
+        self._writing: Future[None] | None = None
+        self._has_told = False
+        """Whether the user knows that a step lacks the metric of `recover.keep_best`."""
+
+    @property
+    def longest_write(self) -> float:
+        """Longest time, in seconds, that a checkpoint took to be copied and written."""
+        return self._writer.longest_write
+
+    def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
+        if not self._config.is_enabled:
+            return False
+        self._look_for_metric(step, metrics)
+        return self._schedule.is_due(step) or self._is_best(metrics)
+
+    def begin(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Copy the state of the run; if the checkpoint before is not on the disk yet, wait for it first.
+
+        Raises:
+            RunFailed: a checkpoint could not be written.
+        """
+        with self._timers.phase("checkpoint"):
+            self.finish()
+            if self._history is not None and (value := self._kept_value(metrics)) is not None:
+                self._history = self._history.with_value(state.step, value)
+            saved = datetime.now(UTC).isoformat(timespec="seconds")
+            began = time.monotonic()
+            folder = self._writer.copy(state.step)
+            seconds = time.monotonic() - began
+            self._begun = Begun(folder, replace(state, kept_metric=self._history), saved, seconds)
+            self._schedule.done()
+
+    def commit(self) -> None:
+        """Write the checkpoint that was begun, if any, in the background. What it refers to must be on the disk.
+
+        Raises:
+            RunFailed: an earlier checkpoint could not be written.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._writing = self._pool.submit(self._writer.write, begun)
+        elif self._writing is not None and self._writing.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            RunFailed: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure nobody waits: the workers may be gone, and a checkpoint that is not committed does not count.
+        self._pool.shutdown(wait=error is None, cancel_futures=True)
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether `metrics` have a larger value of `recover.keep_best` than every checkpoint that is kept."""
+        if self._history is None or (value := self._kept_value(metrics)) is None:
+            return False
+        kept = {checkpoint.step for checkpoint in self._store.all()}
+        return all(value > other for step, other in self._history.values.items() if step in kept)
+
+    def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the user, once, that a step lacks the metric of `recover.keep_best`, whose name may be misspelled."""
+        if self._history is None or self._has_told:
+            return
+        name = self._history.name
+        # Steps without an evaluation say nothing about its metrics.
+        of_its_kind = [one for one in metrics if one.startswith(EVALUATION) == name.startswith(EVALUATION)]
+        if of_its_kind and name not in metrics:
+            meant = did_you_mean(name, of_its_kind)
+            self._note(f"recover.keep_best={name}: step {step} has no such metric{meant}")
+            self._has_told = True
+
+    def _kept_value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the value of `recover.keep_best`; None if there is none, or one that is not finite."""
+        value = None if self._history is None else metrics.get(self._history.name)
+        return value if value is not None and isfinite(value) else None

@@ -1,0 +1,162 @@
+"""The tensors of a model's Hugging Face files: the one list that weight mappings, optimizers and plans read.
+
+ModelShape ──tensors──> name, full shape, cut       in the model's order
+names ──Trained──> the tensors that a run trains
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Literal
+
+from fivefold.families.family import Family, MLPNames
+from fivefold.families.registry import find_family
+from fivefold.families.shape import LatentAttention, ModelShape
+
+Shape = tuple[int, ...]
+Cut = Literal["whole", "rows", "columns", "vocabulary"]
+"""How tensor parallelism cuts a tensor: not at all, its rows (outputs), its columns (inputs), or its rows, padded to a
+multiple of the ranks, as the vocabulary is."""
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+"""A value head: the names of a model for token classification with one label. A model for sequence classification,
+which a reward model is, has the weight alone."""
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """One tensor of a model, or the same tensor of all experts of a layer."""
+
+    name: str
+    """Hugging Face name; of experts, a pattern with an `{expert}` field."""
+    shape: Shape
+    """Full shape; of one expert."""
+    cut: Cut = "whole"
+    layer: int | None = None
+    """None outside the layers."""
+    n_experts: int | None = None
+    """Experts that have such a tensor; None for a tensor that belongs to no expert."""
+    keeps_float32: bool = False
+    """Whether it is float32 whatever the dtype of the model: offsets of routers, which no gradient changes."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name, or the names of all experts' tensors."""
+        if self.n_experts is None:
+            return (self.name,)
+        return tuple(self.name.format(expert=expert) for expert in range(self.n_experts))
+
+    def elements(self, ranks: int) -> int:
+        """Return the elements, padding included, that each of `ranks` tensor-parallel ranks has; of one expert."""
+        rows, width = self.shape[0], prod(self.shape[1:])
+        if self.cut == "vocabulary":
+            return -(-rows // ranks) * width
+        return rows * width // (1 if self.cut == "whole" else ranks)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which tensors of a model are trained: those that match none of the patterns.
+
+    Frozen tensors have no gradient buffer, no optimizer state and no part in checkpoints.
+    """
+
+    frozen: tuple[str, ...] = ()
+    """Patterns of Hugging Face names, with `*`, `?` and `[...]` as in the shell."""
+
+    def __contains__(self, name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+
+ALL, NONE = Trained(), Trained(("*",))
+
+
+def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
+    """Return the tensors of a model, in its order.
+
+    Raises:
+        ValueError: a family that is not known, or one that names no experts where the shape has them.
+    """
+    return tuple(_tensors(shape, find_family(shape.family)))
+
+
+def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:
+    table = (shape.vocab, shape.hidden)
+    yield WeightTensor(EMBEDDING, table, "vocabulary")
+    for layer, is_moe in enumerate(shape.moe_layers):
+        yield _norm(f"model.layers.{layer}.input_layernorm.weight", shape.hidden, layer)
+        yield from _attention(shape, layer)
+        yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", shape.hidden, layer)
+        if is_moe:
+            yield from _moe(shape, family, layer)
+        else:
+            yield from _mlp(family.mlp, shape.hidden, shape.ffn_hidden, layer)
+    yield WeightTensor("model.norm.weight", (shape.hidden,))
+    if shape.value_head:
+        yield WeightTensor(VALUE_WEIGHT, (1, shape.hidden))
+        if shape.value_bias:
+            yield WeightTensor(VALUE_BIAS, (1,))
+    elif not shape.tied_embeddings:
+        yield WeightTensor(OUTPUT, table, "vocabulary")
+
+
+def _norm(name: str, width: int, layer: int) -> WeightTensor:
+    return WeightTensor(name, (width,), layer=layer)
+
+
+def _attention(shape: ModelShape, layer: int) -> Iterator[WeightTensor]:
+    attention = f"model.layers.{layer}.self_attn"
+    if shape.latent is not None:
+        yield from _latents(shape, shape.latent, attention, layer)
+    else:
+        widths = {"q": shape.query_width, "k": shape.key_width, "v": shape.value_width}
+        for letter, width in widths.items():
+            yield WeightTensor(f"{attention}.{letter}_proj.weight", (width, shape.hidden), "rows", layer)
+        if shape.qkv_bias:
+            for letter, width in widths.items():
+                yield WeightTensor(f"{attention}.{letter}_proj.bias", (width,), "rows", layer)
+        if shape.qk_norm:
+            yield from (_norm(f"{attention}.{letter}_norm.weight", shape.head_dim, layer) for letter in "qk")
+    yield WeightTensor(f"{attention}.o_proj.weight", (shape.hidden, shape.output_width), "columns", layer)
+
+
+def _latents(shape: ModelShape, latent: LatentAttention, attention: str, layer: int) -> Iterator[WeightTensor]:
+    """Yield the projections of multi-head latent attention: those down are whole on every rank, those up are cut."""
+    hidden, rank = shape.hidden, latent.query_rank
+    up = shape.n_heads * (latent.nope_dim + latent.value_dim)
+    if rank is not None:
+        yield WeightTensor(f"{attention}.q_a_proj.weight", (rank, hidden), layer=layer)
+    yield WeightTensor(f"{attention}.kv_a_proj_with_mqa.weight", (latent.shared_dim, hidden), layer=layer)
+    if rank is None:
+        yield WeightTensor(f"{attention}.q_proj.weight", (shape.query_width, hidden), "rows", layer)
+    else:
+        yield _norm(f"{attention}.q_a_layernorm.weight", rank, layer)
+        yield WeightTensor(f"{attention}.q_b_proj.weight", (shape.query_width, rank), "rows", layer)
+    yield _norm(f"{attention}.kv_a_layernorm.weight", latent.kv_rank, layer)
+    yield WeightTensor(f"{attention}.kv_b_proj.weight", (up, latent.kv_rank), "rows", layer)
+
+
+def _mlp(names: MLPNames, hidden: int, ffn: int, layer: int, n_experts: int | None = None) -> Iterator[WeightTensor]:
+    """Yield a gated MLP: dense, the shared expert, or all routed experts."""
+    for name in (names.gate, names.up):
+        yield WeightTensor(f"model.layers.{layer}.{name}", (ffn, hidden), "rows", layer, n_experts)
+    yield WeightTensor(f"model.layers.{layer}.{names.down}", (hidden, ffn), "columns", layer, n_experts)
+
+
+def _moe(shape: ModelShape, family: Family, layer: int) -> Iterator[WeightTensor]:
+    prefix, names, hidden = f"model.layers.{layer}", family.moe, shape.hidden
+    if names is None:
+        raise ValueError(f"{prefix} has experts, but the model family {family.model_type!r} names none")
+    yield WeightTensor(f"{prefix}.{names.router}", (shape.n_experts, hidden), layer=layer)
+    if names.bias is not None:
+        yield WeightTensor(f"{prefix}.{names.bias}", (shape.n_experts,), layer=layer, keeps_float32=True)
+    yield from _mlp(names.expert, hidden, shape.expert_ffn_hidden, layer, shape.n_experts)
+    if names.shared is not None:
+        yield from _mlp(names.shared, hidden, shape.shared_expert_ffn_hidden, layer)
+    if names.shared_gate is not None:
+        yield WeightTensor(f"{prefix}.{names.shared_gate}", (1, hidden), layer=layer)

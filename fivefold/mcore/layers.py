@@ -1,0 +1,192 @@
+"""What a decoder layer is made of, on stock PyTorch kernels: norm, attention on packed sequences, experts, residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.utils import divide
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from fivefold.engine.context_parallel import PackedAttention
+from fivefold.engine.kernels.elementwise import split_heads, swiglu
+from fivefold.engine.kernels.matmul import add_grouped_product, grouped_mm, main_grad, mark_accumulated
+from fivefold.engine.sequences import packed_attention
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich 2019), whose gradient Megatron-Core sums over sequence-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Return a residual connection with dropout in Megatron-Core's calling convention; rate 0 launches no kernel."""
+
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, rate: float
+    ) -> torch.Tensor:
+        output, bias = output_and_bias
+        if bias is not None:
+            output = output + bias
+        return residual + (F.dropout(output, rate, training) if rate > 0 else output)
+
+    return add
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Values that Megatron-Core passes to every layer unchanged: the packing, and the rotation of each token."""
+
+    attention: PackedAttention
+    cos_T1D: torch.Tensor
+    """[T, 1, rotated channels], in the model's dtype: cosines of the rotation at each token's position."""
+    sin_T1D: torch.Tensor
+    """[T, 1, rotated channels]: sines of the same rotation."""
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention, its projections and q/k norms, on [T, 1, hidden] packed tokens."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSequences, **_unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        projected, _ = self.linear_qkv(hidden_states)
+        if self.checkpoint_core_attention and torch.is_grad_enabled():
+            output = tensor_parallel.checkpoint(partial(self._attend, packed=packed_seq_params), False, projected)
+        else:
+            output = self._attend(projected, packed=packed_seq_params)
+        return self.linear_proj(output)
+
+    def _attend(self, projected: torch.Tensor, *, packed: PackedSequences) -> torch.Tensor:
+        """Return the attention [T, 1, heads * D] of joint projections [T, 1, ...], before the output projection."""
+        query, key, value = split_heads(
+            projected.squeeze(1),
+            self.q_layernorm.weight if self.config.qk_layernorm else None,
+            self.k_layernorm.weight if self.config.qk_layernorm else None,
+            packed.cos_T1D,
+            packed.sin_T1D,
+            self.num_query_groups_per_partition,
+            self.config.layernorm_epsilon,
+            self.hidden_size_per_attention_head,
+        )
+        return self.core_attention(query, key, value, packed.attention).flatten(1).unsqueeze(1)
+
+
+class PackedCoreAttention(nn.Module):
+    """Softmax attention of the local queries over the keys of the whole context-parallel group."""
+
+    def __init__(self, *, pg_collection: Any, **_unused: Any) -> None:
+        super().__init__()
+        self.cp_group: dist.ProcessGroup = pg_collection.cp
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedAttention
+    ) -> torch.Tensor:
+        """Attend from query [T, heads, d] with key and value [T, kv_heads, d], all of this rank's tokens.
+
+        Returns:
+            [T, heads, d].
+        """
+        return packed_attention(query, key, value, packed, self.cp_group)
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts, down(silu(gate(x)) * up(x) * probability), for tokens sorted by expert.
+
+    weight1 [experts, 2 * ffn / etp, hidden] holds gate above up, weight2 [experts, hidden, ffn / etp] holds down: the
+    orientation of Hugging Face's files, so that loading and exporting only slice.
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_unused: Any) -> None:
+        super().__init__(config=config)
+        width = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
+        self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, partition_dim=1)
+        self.recomputes_activation = (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        )
+        self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, partition_dim=2)
+
+    def _parameter(self, *shape: int, partition_dim: int) -> nn.Parameter:
+        weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=torch.cuda.current_device()))
+        # Every rank holds other experts or another shard of them, so each counts in the gradient norm.
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=1)
+        weight.allreduce = False  # type: ignore[attr-defined]  # reduced over the expert data-parallel group, not over the dense one
+        return weight
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Apply each token's expert.
+
+        Args:
+            permuted_local_hidden_states: [N, hidden], sorted by expert.
+            tokens_per_expert: int64 [experts].
+            permuted_probs: [N], the router's probabilities.
+
+        Returns:
+            [N, hidden], a partial sum if etp > 1; and None, because there is no bias.
+        """
+        tokens = permuted_local_hidden_states
+        groups = self._groups(tokens, tokens_per_expert)
+        gate_up = self._multiply(tokens, self.weight1, groups)
+        if not (self.recomputes_activation and torch.is_grad_enabled()):
+            return self._multiply(swiglu(gate_up, permuted_probs), self.weight2, groups), None
+        activation = CheckpointWithoutOutput()
+        output = self._multiply(activation.checkpoint(swiglu, gate_up, permuted_probs), self.weight2, groups)
+        activation.discard_output_and_register_recompute(output)
+        return output, None
+
+    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> Any:
+        """Return where each expert's rows are, as `_multiply` takes it."""
+        return tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
+
+    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: Any) -> torch.Tensor:
+        """Return rows [N, I] times the transposes of weight [experts, O, I], each row times its expert's: [N, O]."""
+        product: torch.Tensor = GroupedLinear.apply(rows, weight, groups)
+        return product
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Rows ends[e-1] .. ends[e] of x [N, I] times the transpose of weight[e], weight [E, O, I]. Returns [N, O].
+
+    The weight's gradient is added to its `main_grad` within the product where Megatron's DDP keeps one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return grouped_mm(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grouped_mm(grad, weight, ends)
+        if not weight.requires_grad:
+            return grad_x, None, None
+        buffer = main_grad(weight)
+        if buffer is None:
+            return grad_x, grouped_mm(grad.t(), x, ends), None
+        add_grouped_product(buffer, grad, x, ends)
+        return grad_x, mark_accumulated(weight), None
