@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from fivefold.planning.lengths import Lengths, log_normal
+from fivefold.planning.simulation.lengths import Lengths, log_normal
 
-from fivefold.planning.simulation import N_STEPS, N_WARM_UP, Setting, simulate
+from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Completion, Prompt
