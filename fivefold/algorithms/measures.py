@@ -12,7 +12,7 @@ from fivefold.algorithms.sequences import PolicyTokens, Sequences
 N_PARTS = 4
 """Parts of equal length into which the trained tokens of a sequence are divided."""
 PART = "entropy_quarter"
-"""Name of the mean entropy in a part, before `/<part>`, which counts from 1."""
+"""Name of the mean entropy in a part, before `/<i>`, which counts from 1."""
 
 
 def parts(sequences: Sequences) -> torch.Tensor:
@@ -25,7 +25,7 @@ def parts(sequences: Sequences) -> torch.Tensor:
 
 
 def entropy_by_part(entropy_T: torch.Tensor, sequences: Sequences) -> Metrics:
-    """Return the mean entropy of each part's trained tokens."""
+    """Return the mean entropy of the trained tokens in each part i, `entropy_quarter/<i>`."""
     part_T, trained_T = parts(sequences), sequences.mask_T.bool()
     metrics: Metrics = {}
     for number in range(N_PARTS):

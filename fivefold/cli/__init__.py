@@ -1,1 +1,1 @@
-"""The command line: one file a command, each of which imports what it runs only when it is called."""
+"""The command line: one file a command, which imports what it runs only when called."""

@@ -26,12 +26,12 @@ Verify = Annotated[
 ]
 Export = Annotated[
     str | None,
-    typer.Option(metavar="WHICH", help="Write the model of one as a Hugging Face folder: a step, latest or best."),
+    typer.Option(metavar="WHICH", help="Write the model of a step, latest or best as a Hugging Face folder."),
 ]
 Out = Annotated[Path | None, typer.Option("-o", "--out", help="With --export: folder to write to.", show_default=False)]
 WeightType = Annotated[
     Literal["float32", "bfloat16"] | None,
-    typer.Option(help="With --export: number format of the weights.  [default: that of the run]", show_default=False),
+    typer.Option(help="With --export: number format of the weights.  [default: as in the run]", show_default=False),
 ]
 Model = Annotated[
     str | None,
@@ -72,7 +72,7 @@ def checkpoints(
         from fivefold.checkpoints.listing import find_checkpoints
 
         if sum((verify, export is not None, prune is not None)) > 1:
-            raise ValueError("--verify, --export and --prune are three things to do: give one at a time")
+            raise ValueError("--verify, --export and --prune exclude each other: give one at a time")
         if export is None and (out or dtype or model or overwrite):
             raise ValueError("--out, --dtype, --model and --overwrite belong to --export: add it, or drop them")
         found = find_checkpoints(run)
@@ -85,10 +85,10 @@ def checkpoints(
 
 
 def _list(found: list[Checkpoint], verify: bool) -> None:
-    """Print a table of the checkpoints, and what is wrong with them.
+    """Print a table of the checkpoints and what is wrong with them.
 
     Raises:
-        typer.Exit: with exit code 1, if anything is.
+        typer.Exit: with exit code 1, if anything is wrong.
     """
     listing = _examined(found, deep=verify)
     _print(_table(listing))
@@ -141,7 +141,7 @@ def _prune(found: list[Checkpoint], run: Path, keep: int) -> None:
 
 
 def _examined(found: list[Checkpoint], *, deep: bool) -> Listing:
-    """Compare checkpoints with their manifests, behind a bar if every file is read."""
+    """Compare checkpoints with their manifests, with a progress bar if every file is read."""
     from fivefold.checkpoints.listing import examine
 
     if not deep:

@@ -49,7 +49,7 @@ class RunningCommand:
     """A subcommand while it runs."""
 
     recipe: RunConfig | None = None
-    """The recipe, set once it is loaded. An interrupted command then says where its run left its results."""
+    """The recipe, once it is loaded: an interrupted command says where its run left its results."""
 
 
 def screen_kind(*, quiet: bool, as_json: bool) -> ScreenKind:
@@ -139,7 +139,7 @@ def _saved_results(recipe: RunConfig | None) -> str:
 
 
 def _how_to_go_on() -> str:
-    """Return how to go on with the run from its last checkpoint."""
+    """Return how to resume the run from its last checkpoint."""
     from fivefold.observe.machine import command_line
 
-    return f"To go on, run the same command again: {command_line()}"
+    return f"To resume, run the same command again: {command_line()}"

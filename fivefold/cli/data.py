@@ -29,7 +29,7 @@ Source = Annotated[
 
 @data_app.command()
 def arithmetic(out: OutFolder, seed: Seed = 1) -> None:
-    """Sums and differences of several numbers: the quickstart's task, and the demonstrations its model learnt from."""
+    """Sums and differences of several numbers: the quickstart's task, and its model's demonstrations."""
     with reporting_errors():
         from fivefold.data.arithmetic import write_arithmetic
         from fivefold.observe.durable import naming

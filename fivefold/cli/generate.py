@@ -89,7 +89,7 @@ def generate(
 
 
 def _prompts(texts: Sequence[str], file: IO[str] | None) -> list[str]:
-    """Return the prompts given as options, then those in `file`; those of standard input if there are neither."""
+    """Return the prompts given as options, then those in `file`; without either, those from standard input."""
     if not texts and file is None and not sys.stdin.isatty():
         file = sys.stdin
     prompts = [*texts, *(line for line in _lines(file) if line.strip())]
@@ -111,7 +111,7 @@ def _lines(file: IO[str] | None) -> list[str]:
 
 
 def _is_text(prompt: str) -> bool:
-    """Whether all of it are characters: bytes of a command line that are not UTF-8 become halves of characters."""
+    """Whether it is all characters: bytes of a command line that are not UTF-8 become halves of characters."""
     return not any("\ud800" <= character <= "\udfff" for character in prompt)
 
 
@@ -128,7 +128,7 @@ def _generation_config(**values: Any) -> GenerationConfig:
 
 
 def _print_completions(prompt: str, completions: Sequence[str], *, chat: bool, as_json: bool) -> None:
-    """Print each completion behind its prompt, which it goes on; the answer to a message has a line of its own."""
+    """Print each completion right after its prompt; the answer to a message gets a separate line."""
     if as_json:
         typer.echo(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
         return

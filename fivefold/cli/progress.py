@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
-"""Is told of progress: what is being done, units done, units in all."""
+"""Receives progress: the current task, units done, units in total."""
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def report(runs: Runs, out: Out = Path("report.html")) -> None:
 
 
 def watch(runs: Runs, port: Port = 0) -> None:
-    """Show the same page live, for runs that go on.
+    """Show the same page live, for runs in progress.
 
     The page is served to this machine alone, under an address with a token, until Ctrl-C. To see it from another
     machine, lead its port there: ssh -L 8000:127.0.0.1:8000 HOST.
@@ -107,7 +107,7 @@ def _first_and_last(steps: str) -> tuple[int, int]:
 
 
 def list_runs(folder: Folder = Path("runs"), as_json: AsJson = False) -> None:
-    """List runs, and how to go on with the newest one.
+    """List runs, and how to resume the newest one.
 
     \b
     Examples:
@@ -178,6 +178,6 @@ def _print_table(found: list[Run]) -> None:
     console.print(table)
     if commands := [(run, command) for run in found if (command := next_command(run))]:
         (newest, command), *others = commands
-        console.print(Text(f"{newest.name} goes on with: {command}"), soft_wrap=True)
+        console.print(Text(f"To resume {newest.name}: {command}"), soft_wrap=True)
         if n := len(others):
             console.print(f"{n} more {'runs have' if n > 1 else 'run has'} not finished: --json has each command.")

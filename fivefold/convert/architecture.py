@@ -5,7 +5,7 @@ llama.embedding_length        ->   hidden_size                               con
 blk.3.attn_q.weight           ->   model.layers.3.self_attn.q_proj.weight    model.safetensors
 blk.3.ffn_gate_exps.weight    ->   model.layers.3.mlp.experts.0.gate_proj.weight, one tensor an expert
 
-What is special to one architecture stands with its family, in `fivefold.families`.
+What is special to one architecture is with its family, in `fivefold.families`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LAYER_TENSORS = {
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
 }
-"""Modules of a layer that all families call alike."""
+"""Modules of a layer with the same name in all families."""
 _LAYER_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 
@@ -73,7 +73,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> tuple[Family, GGUFArchitectu
     """
     name, known = metadata.get("general.architecture"), converted_families()
     if name not in known:
-        raise ValueError(f"general.architecture is {name!r}; those that can be converted are {', '.join(known)}")
+        raise ValueError(f"general.architecture is {name!r}; the convertible ones are {', '.join(known)}")
     return known[name]
 
 
@@ -112,7 +112,7 @@ def hf_config(metadata: Mapping[str, Any], *, vocab_size: int, tied_embeddings: 
     Args:
         metadata: all of the file's key-value pairs.
         vocab_size: rows of the embedding.
-        tied_embeddings: whether the file has no output tensor of its own.
+        tied_embeddings: whether the file has no separate output tensor.
 
     Raises:
         ValueError: another architecture, a key that is missing, or one that stands for something not implemented.
@@ -165,5 +165,5 @@ def _head_dim(own: Mapping[str, Any], implied: int, prefix: str) -> int:
 
 
 def _shortest(value: float) -> float:
-    """Return the number that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the number that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
     return float(f"{value:.7g}")

@@ -22,7 +22,7 @@ from fivefold.families.read import load_shape
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE = "_scale_inv"
-"""What follows the name of a weight in that of its scales."""
+"""Suffix of a weight's name in the name of its scales."""
 
 
 def convert_fp8(
@@ -40,7 +40,7 @@ def convert_fp8(
         out: the folder to write. It appears when it is complete.
         dtype: dtype of the weights, apart from routers' offsets, which are float32.
         overwrite: whether an earlier model folder at `out` may be replaced.
-        progress: is told how far the conversion is.
+        progress: receives how far the conversion is.
 
     Raises:
         ValueError: no such model, one that is quantized in another way or whose weights are not whole, or something at
@@ -71,7 +71,7 @@ def _block_size(folder: Path) -> tuple[int, int]:
 
 
 class _Dequantized:
-    """The tensors of a folder, those of float8 times the scales of their blocks."""
+    """The tensors of a folder; float8 tensors are multiplied by the scales of their blocks."""
 
     def __init__(self, stored: HFWeights, block: tuple[int, int]) -> None:
         self._stored, self._block = stored, block
@@ -103,7 +103,7 @@ class _Dequantized:
         return tensor[index] if index else tensor
 
     def _is_scale(self, name: str) -> bool:
-        """Return whether a tensor holds the scales of one that is quantized; of any other, they would be a stray."""
+        """Return whether a tensor holds the scales of a quantized one; any other scales would be a stray."""
         weight = name.removesuffix(_SCALE)
         return weight != name and weight in self._stored.names and self._stored.dtype(weight) is None
 

@@ -59,7 +59,7 @@ def convert_gguf(
         out: the folder to write. It appears when it is complete.
         dtype: dtype of the weights in the folder.
         overwrite: whether an earlier model folder at `out` may be replaced.
-        progress: is told how far the conversion is.
+        progress: receives how far the conversion is.
 
     Returns:
         The model's shape.
@@ -78,7 +78,7 @@ def convert_gguf(
 
 @dataclass(frozen=True)
 class _GGUFModel:
-    """An open file that has been found whole and convertible."""
+    """An open file that is complete and convertible."""
 
     metadata: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -164,7 +164,7 @@ def _check_tensors(
             if (found if source.expert is None else found[1:]) != expected[name]:
                 problems.append(f"{source.name} has shape {found}, but {name} is {expected[name]}")
     if problems:
-        raise ValueError("the file's tensors are not those of its metadata's model: " + "; ".join(problems[:10]))
+        raise ValueError("the file's tensors do not fit the model in its metadata: " + "; ".join(problems[:10]))
 
 
 def _dequantize(tensor: ReaderTensor, expert: int | None) -> Tensor:

@@ -46,7 +46,7 @@ class Converted:
 
     shape: ModelShape
     n_tensors: int
-    """Number of Hugging Face tensors, all of which were compared."""
+    """Number of Hugging Face tensors; all were compared."""
     left_out: str | None
     """What the source held besides, and was not converted."""
 
@@ -58,7 +58,7 @@ def left_out(*, optimizer: bool = False, further_layers: bool) -> str | None:
 
 
 def has_further_layers(weights: HFWeights, shape: ModelShape) -> bool:
-    """Return whether a Hugging Face folder holds layers for multi-token prediction besides those of `shape`."""
+    """Return whether a Hugging Face folder holds layers for multi-token prediction in addition to `shape`."""
     return any(is_further_layer(name, shape) for name in weights.names)
 
 
@@ -72,7 +72,7 @@ def convert_to_torch_dist(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write a Hugging Face model as a Megatron-Core checkpoint, with the model's config and tokenizer beside it.
+    """Write a Hugging Face model as a Megatron-Core checkpoint, with the model's config and tokenizer next to it.
 
     Args:
         source: the model's folder, hub name, or `package:<name>`.
@@ -80,9 +80,9 @@ def convert_to_torch_dist(
         dtype: dtype of the weights; None: as they are.
         spec: the layer spec of the models that will load the checkpoint, on which one name depends.
         stacked: write a parameter of all layers as one tensor, where the layers are alike. Megatron-Core wants that
-            unless `moe_layer_freq` is a list or it was told that layers are not homogeneous.
+            unless `moe_layer_freq` is a list or its layers are declared not homogeneous.
         overwrite: whether an earlier model folder at `out` may be replaced.
-        progress: is told how far the conversion is.
+        progress: receives how far the conversion is.
 
     Raises:
         ValueError: no such model, one whose weights are not whole or that no engine trains, or something at `out`.
@@ -119,13 +119,13 @@ def convert_from_torch_dist(
     """Write a Megatron-Core checkpoint as a Hugging Face folder.
 
     Args:
-        source: the checkpoint, or Megatron-LM's folder of several, of which the newest is taken.
+        source: the checkpoint, or Megatron-LM's folder of several, whose newest is taken.
         out: the folder to write. It appears when it is complete.
-        config: folder or hub name of the model whose config and tokenizer are those of the checkpoint; None: they are
-            in the checkpoint's folder, as `convert_to_torch_dist` leaves them.
+        config: folder or hub name of the model with the checkpoint's config and tokenizer; None: they are in the
+            checkpoint's folder, as `convert_to_torch_dist` leaves them.
         dtype: dtype of the weights; None: as they are.
         overwrite: whether an earlier model folder at `out` may be replaced.
-        progress: is told how far the conversion is.
+        progress: receives how far the conversion is.
 
     Raises:
         ValueError: no such checkpoint, one that is not whole or holds another model, no config, or something at `out`.
@@ -192,7 +192,7 @@ class _Writer:
         return max(elements, key=lambda dtype: elements[dtype])
 
     def write(self, folder: Path, progress: Progress | None) -> None:
-        """Write all tensors, and the objects that Megatron-Core wants beside them."""
+        """Write all tensors, and the objects that Megatron-Core wants with them."""
         total = sum(prod(part.sizes) for parts in self._parts.values() for part in parts)
         done = 0
         with CheckpointFiles(folder) as files:

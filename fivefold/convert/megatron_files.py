@@ -69,7 +69,7 @@ class CheckpointFiles:
             key: name of the tensor.
             shape: shape of the whole tensor.
             offsets: index of the chunk's first element in it.
-            chunk: the chunk, of as many dimensions, contiguous and with storage of its own.
+            chunk: the chunk, of as many dimensions, contiguous and with its own storage.
 
         Raises:
             OSError: the disk is full, or the file system refuses to write; the error names the file.
@@ -146,7 +146,7 @@ class _File:
     def save(self, content: Any) -> None:
         try:
             torch.save(content, self)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch replaces the error of a failed write by one of its own
+        except RuntimeError as error:  # torch replaces the error of a failed write
             raise self._error or error from None
 
     def write(self, data: Any) -> int:

@@ -23,7 +23,7 @@ def with_rope_scaling(config: Mapping[str, Any], factors_D: Tensor) -> dict[str,
     """Return `config` with the scaling that leads to factors of its frequencies.
 
     Raises:
-        ValueError: they are not those of any of Llama 3.1 to 3.3.
+        ValueError: they belong to none of Llama 3.1 to 3.3.
     """
     scaling = {"rope_type": "llama3", "factor": round(float(factors_D.max()), 4), **_PUBLISHED}
     scaled = {**config, "rope_scaling": scaling}

@@ -16,7 +16,7 @@ from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.paths import user_path
 
 Progress = Callable[[str, int, int], None]
-"""Is told of a conversion's progress: what is being done, elements done, elements in all."""
+"""Receives a conversion's progress: the current task, elements done, elements in total."""
 
 
 def free_target(out: str | Path, *, overwrite: bool) -> Path:
@@ -43,7 +43,7 @@ def free_target(out: str | Path, *, overwrite: bool) -> Path:
 def written_beside(target: Path) -> Iterator[Path]:
     """Give an empty folder, which takes the place of `target` when the block ends, and is removed if the block fails.
 
-    The block has to see to it that its files are on the disk.
+    The block must make sure that its files are on disk.
     """
     partial = folder_swap.begin(target)
     try:
@@ -56,7 +56,7 @@ def written_beside(target: Path) -> Iterator[Path]:
 def streamed(
     weights: TensorReader, tensors: Mapping[str, TensorSpec], progress: Progress | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each of `tensors` as `weights` has it, in its dtype, and tell how many elements are written."""
+    """Yield each of `tensors` as `weights` has it, in its dtype, and report how many elements are written."""
     done, total = 0, sum(spec.n_elements for spec in tensors.values())
     for name, spec in tensors.items():
         yield name, weights.read(name).to(spec.dtype)

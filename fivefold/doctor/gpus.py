@@ -17,7 +17,7 @@ from fivefold.doctor.finding import Finding, gib
 MIB = 2**20
 SMI_TIMEOUT_S = 20.0
 BUSY = 0.1
-"""Share of a GPU's memory in use from which on another program is taken to run on it."""
+"""From this share of a GPU's memory in use, another program is assumed to run on it."""
 FIELDS = "name,memory.total,memory.used,compute_cap,driver_version"
 COMPILERS = ("cc", "gcc", "clang")
 TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -30,9 +30,9 @@ class Gpu:
 
     name: str
     memory: int | None
-    """Size of its memory, in bytes; None: nvidia-smi does not tell it, as of GPUs that share the host's memory."""
+    """Size of its memory, in bytes; None: nvidia-smi does not report it, as for GPUs that share the host's memory."""
     used: int | None
-    """Memory that programs hold, in bytes; None: nvidia-smi does not tell it, as in a container on a part of a GPU."""
+    """Memory that programs hold, in bytes; None: nvidia-smi does not report it, as in a container on part of a GPU."""
     capability: tuple[int, int]
     """Compute capability, such as (9, 0)."""
     driver: str
@@ -49,7 +49,7 @@ class Gpus:
     links: Mapping[Pair, str] | None = None
     """Kind of link between each pair, in nvidia-smi's words (`NV18`, `PIX`, `SYS`); None if it is not known."""
     unreachable: tuple[Pair, ...] = ()
-    """Pairs of visible devices of which one cannot access the other's memory directly."""
+    """Pairs of visible devices where one cannot access the other's memory directly."""
     error: str | None = None
     """Why nvidia-smi fails; None if it works or is not installed."""
 
@@ -95,7 +95,7 @@ def visible(gpus: Gpus, environment: Mapping[str, str]) -> Gpus:
 
 
 def unreachable_pairs(n_devices: int) -> tuple[Pair, ...]:
-    """Return the pairs of torch's devices of which one cannot access the other's memory directly."""
+    """Return the pairs of torch's devices where one cannot access the other's memory directly."""
     if n_devices < 2:
         return ()
     import torch
@@ -143,7 +143,7 @@ def parse_links(text: str, n: int) -> dict[Pair, str]:
 
 
 def check_gpus(gpus: Gpus) -> list[Finding]:
-    """Judge which GPUs there are, who else uses them, and how they are connected."""
+    """Report which GPUs exist, who else uses them, and how they are connected."""
     if gpus.error is not None:
         fix = "start the container with --gpus all, or reinstall the driver"
         return [Finding("GPUs", "problem", f"nvidia-smi fails: {gpus.error}", fix)]

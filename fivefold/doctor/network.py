@@ -1,4 +1,4 @@
-"""Names, ports and proxies, by which the processes of a run find one another."""
+"""Names, ports and proxies, by which the processes of a run find each other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def resolves(name: str) -> bool:
 
 
 def check_host_name(name: str, resolvable: bool) -> Finding:
-    """Check the host's name, whose address gloo looks up unless it is told an interface."""
+    """Check the host's name, whose address gloo looks up unless an interface is set."""
     if resolvable:
         return Finding("host name", "ok", f"{name} has an address", NOTHING_TO_DO)
     fix = f"runs on one machine work; for several nodes add '<address> {name}' to /etc/hosts"

@@ -1,4 +1,4 @@
-"""What is installed and what Fivefold asks for, read from the metadata of packages, none of which is imported."""
+"""What is installed and what Fivefold asks for, read from the metadata of packages without importing them."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ class Needs:
 
 
 def applicable(lines: Iterable[str]) -> tuple[Requirement, ...]:
-    """Return the requirements whose markers hold on this machine, without those of extras."""
+    """Return the requirements whose markers hold on this machine, without extras."""
     requirements = (Requirement(line) for line in lines)
     return tuple(each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""}))

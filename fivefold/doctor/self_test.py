@@ -181,7 +181,7 @@ def _advice(phase: str, device: Device) -> str:
 
 
 def compare(alone: Losses, shared: Sequence[Losses], device: Device, seconds: float) -> Finding:
-    """Compare the losses of the two processes with those of the process alone.
+    """Compare the losses of the two processes with the single process's.
 
     Args:
         alone: loss before and after the update in the process alone.
@@ -208,4 +208,4 @@ def compare(alone: Losses, shared: Sequence[Losses], device: Device, seconds: fl
     fix = "do not train in this state: install Fivefold in a new environment and try again"
     if device == "cuda":
         fix = "do not train in this state: try NCCL_P2P_DISABLE=1, then each pair of GPUs with CUDA_VISIBLE_DEVICES"
-    return Finding(NAME, "problem", f"the losses differ from those of one process, {where}", fix, lines)
+    return Finding(NAME, "problem", f"the losses differ from a single process's, {where}", fix, lines)

@@ -1,4 +1,4 @@
-"""Python and packages: which versions there are, and which of them contradict one another."""
+"""Python and packages: the installed versions, and the ones that contradict each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fivefold.doctor.packages import Needs, Packages
 from fivefold.layout.backends import BACKENDS, Backend
 
 SHOWN = ("torch", "megatron-core", "ray", "transformers")
-"""Packages with a line of their own. The others share one line, except for those that have a problem."""
+"""Packages with separate lines. The others share one line, except the ones with a problem."""
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Libraries that are compiled against one build of torch. transformers imports them if they are installed."""
@@ -28,9 +28,9 @@ class OptionalPackage:
     names: tuple[str, ...]
     """Distributions that provide it."""
     absent: str
-    """What to tell a user who does not have it."""
+    """Advice for a user who does not have it."""
     present: str
-    """What to tell a user who has it."""
+    """Advice for a user who has it."""
     releases_for_torch: Mapping[str, str] = field(default_factory=dict)
     """Which releases were built for which torch: a pip requirement by torch's major.minor version."""
 
@@ -40,7 +40,7 @@ class OptionalPackage:
         return cls(
             backend.title,
             backend.distributions,
-            absent=f"only for rollout.backend={backend.name}:..., in an environment of its own if need be "
+            absent=f"only for rollout.backend={backend.name}:..., in its own environment if necessary "
             "(docs/rollout.md); the built-in engine needs nothing",
             present=f"rollout.backend={backend.name}:... uses it",
             releases_for_torch=backend.releases_for_torch,
@@ -108,7 +108,7 @@ def _optional(package: OptionalPackage, packages: Packages, torch_cuda: str | No
     if unmet := packages.unmet(name):
         fix = (
             _fitting(package, name, packages)
-            or f"install what it asks for in an environment of its own, or uninstall {name}"
+            or f"install what it asks for in a separate environment, or uninstall {name}"
         )
         return Finding(package.title, "warning", f"{version}, but {_clash(unmet, packages)}", fix)
     if package.title == "TransformerEngine" and (clash := _other_cuda(packages, torch_cuda)):

@@ -107,7 +107,7 @@ def _collectives(torch: TorchBuild) -> Finding:
 def _has_kernels(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
     """Say whether kernels for `architectures` run on a GPU.
 
-    Binary code (`sm_`) runs on GPUs of its own major version and of its minor version or a newer one. PTX (`compute_`)
+    Binary code (`sm_`) runs on GPUs with its major version and its minor version or a newer one. PTX (`compute_`)
     is compiled for any newer GPU.
     """
     for architecture in architectures:

@@ -36,7 +36,7 @@ def invoke(*args: str | Path) -> Result:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with three checkpoints, of which the first is the best."""
+    """A run with three checkpoints; the first is the best."""
     store = CheckpointStore(tmp_path / "trial-0/checkpoints")
     history = MetricHistory("eval/accuracy", {10: 0.75, 20: 0.5})
     for step in (10, 20, 1000):

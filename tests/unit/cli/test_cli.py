@@ -255,7 +255,7 @@ def test_no_command_is_cut_short_in_the_list() -> None:
 
 
 def test_help_imports_none_of_the_libraries_that_a_run_needs() -> None:
-    """`--help` and `--version` are quick; a recipe that is wrong is told before torch is imported."""
+    """`--help` and `--version` are quick; a wrong recipe is reported before torch is imported."""
     code = """
 import sys
 from typer.testing import CliRunner

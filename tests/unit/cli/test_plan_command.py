@@ -196,7 +196,7 @@ def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> 
         assert choice["actor"].startswith("megatron:d")
         assert choice["rollout"].startswith("sglang:d")
     assert "rollout.max_head_offpolicyness=" in text
-    # Weights go through host memory, and so beside the next step where there is one.
+    # Weights go through host memory, and so in parallel with the next step, if any.
     assert choices[0]["weights_overlap"] is None
     [beside] = {tuple(c["weights_overlap"].values()) for c in choices[1:] if not c["colocate"]}
     assert sum(beside) == pytest.approx(next(c["update_seconds"] for c in choices if not c["colocate"]))
@@ -205,7 +205,7 @@ def test_a_look_ahead_is_simulated_on_the_divisions_of_the_gpus(recipe: str) -> 
 
 
 def test_a_look_ahead_of_held_requests_reads_nothing_anew(recipe: str) -> None:
-    """Where the rollout has devices of its own."""
+    """Where the rollout has separate devices."""
     arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "--lengths", "mean=3000,max=8192")
     vllm = (
         "actor.backend=megatron:d2t2",

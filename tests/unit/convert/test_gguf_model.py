@@ -161,7 +161,7 @@ def other_splitting(file: GGUFFile) -> None:
         (other_factors, r"rope_freqs\.weight does not hold the factors of Llama 3\.1 to 3\.3"),
         (missing_tensor, r"blk\.1\.ffn_down\.weight is missing"),
         (wrong_shape, r"blk\.0\.attn_k\.weight has shape \(64, 64\)"),
-        (other_architecture, r"'gemma'; those that can be converted are llama, qwen2"),
+        (other_architecture, r"'gemma'; the convertible ones are llama, qwen2"),
         (sentencepiece, r"tokenizer\.ggml\.model is 'llama'"),
         (other_splitting, r"tokenizer\.ggml\.pre is 'default'"),
     ],

@@ -1,4 +1,4 @@
-"""Tiny random models of each family and their GGUF files, whose keys and names are those of the gguf package."""
+"""Tiny random models of each family and their GGUF files, with the gguf package's keys and names."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. .venv/bin/python tests/unit/fivefold_import/golden.py      # writes them all; read the difference
 
-A golden file has the recipe, the keys that the user has to give, the keys that are unsupported with the reason for each,
-the problems and the notes.
+A golden file has the recipe, the keys that the user has to give, the keys that are unsupported (not their reasons, many of
+which are the schema's messages), the problems and the notes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def converted(framework: Framework, fixture: str) -> str:
         "command": report.command,
         "recipe": recipe,
         "to_give": list(report.to_give),
-        "unsupported": {entry.key: entry.note for entry in report.unsupported},
+        "unsupported": [entry.key for entry in report.unsupported],
         "problems": list(report.problems),
         "notes": list(report.notes),
     }

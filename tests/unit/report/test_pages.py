@@ -160,8 +160,8 @@ def test_runs_are_listed_with_the_command_that_goes_on(run: Path, tmp_path: Path
     assert (first.step, first.state, second.state) == (3, "finished", "interrupted")
     for width in ("80", "160"):
         shown = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": width}).output
-        assert "made/trial-2 goes on with: fivefold train made.yaml trial_name=trial-2" in shown
-        assert "trial-1 goes on" not in shown
+        assert "To resume made/trial-2: fivefold train made.yaml trial_name=trial-2" in shown
+        assert "To resume made/trial-1" not in shown
         assert "…" not in shown
     lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
     found = {Path(facts["folder"]).name: facts for facts in map(json.loads, lines)}
@@ -181,8 +181,8 @@ def test_only_the_newest_run_that_has_not_finished_has_its_command_in_the_list(t
         status = json.loads((folder / "status.json").read_text())
         write_json(folder / "status.json", status | {"began": f"2030-01-0{number + 1}T00:00:00+00:00"})
     shown = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": "160"}).output
-    assert [line for line in shown.splitlines() if "goes on with" in line] == [
-        "made/trial-2 goes on with: fivefold train made.yaml trial_name=trial-2"
+    assert [line for line in shown.splitlines() if "To resume" in line] == [
+        "To resume made/trial-2: fivefold train made.yaml trial_name=trial-2"
     ]
     assert "2 more runs have not finished: --json has each command." in shown
     lines = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output.splitlines()
