@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from fivefold.planning.simulation.lengths import Lengths, log_normal
 
+from fivefold.planning.simulation.lengths import Lengths, log_normal
 from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
