@@ -69,6 +69,13 @@ class Evaluation:
     """`pass_at/<k>` of prompts with several completions: the chance that one of k is right."""
 
     @property
+    def told(self) -> str:
+        """The accuracy, and the reward where it is another number, as a text."""
+        accuracy, reward = f"{self.accuracy:.3f}", f"{self.reward:.3f}"
+        # Right answers may not be worth 1, or others not 0.
+        return f"{accuracy if reward == accuracy else f'{accuracy}, reward {reward}'} on {self.n_prompts} prompts"
+
+    @property
     def measures(self) -> dict[str, float]:
         """All that was measured, by name."""
         return {

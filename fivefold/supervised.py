@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
-from fivefold.checkpoints.weights import WeightSaver
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
@@ -25,24 +24,23 @@ from fivefold.data.preferences import Pair, load_pairs
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sft import SFTExample
 from fivefold.observe.columns import PAIR_COLUMNS, Column
-from fivefold.observe.errors import RunFailed
-from fivefold.observe.jsonl import records
 from fivefold.observe.screens import ScreenKind
+from fivefold.observe.step_log import SampleLog
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.launch import launch_models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rules.models import check_examples
-from fivefold.run.keeper import keep
-from fivefold.run.profiling import StepProfiler
+from fivefold.run.profiling import recorder
 from fivefold.run.setup import OpenRun, lay_groundwork
-from fivefold.run.speed import SupervisedSpeed, known_peak
-from fivefold.run.state_owners import load_states, state_owners
+from fivefold.run.speed import StepSpeed, Worked
+from fivefold.run.state_owners import state_owners
+from fivefold.run.steps import StepDone, begin, run_steps
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
-from fivefold.update.updates import SkipGuard
+from fivefold.update.updates import Skips
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -210,69 +208,54 @@ def run_supervised(
 
 def _execute(setup: Setup[Item], start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
     """Start the models, with the state of a checkpoint, and run the loop."""
-    ground = setup.ground
-    models = launch_models(run.session, setup.recipe, ground.placement, setup.total_steps)
-    load_states(start, models, setup.recipe, run.timers)
-    run.folder.write_engines({"actor": models.actor.effective_config()})
-    run.folder.started()
+    models = launch_models(run.session, setup.recipe, setup.ground.placement, setup.total_steps)
+    begin(start, models, setup.recipe, run)
     return run_loop(setup, models, run, state, began)
 
 
 def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, began: float) -> RunState:
-    """Run the training loop from `state` on. Returns the state after its last step."""
-    recipe, method, timers, actor = setup.recipe, setup.method, run.timers, models.actor
-    saver, weights = setup.schedule(recipe.saver), WeightSaver(recipe.saver, run.folder.weights, actor.save)
-    profiler = StepProfiler(recipe.profile, run.folder.profile, {"actor": actor})
-    peak = known_peak(recipe.cluster, actor.device_names(), run.screen.note)
-    ground = setup.ground
-    speed = SupervisedSpeed(recipe, ground.placement, ground.shape, ground.others, peak)
-    guard = SkipGuard()
-    guard.in_a_row = state.skips_in_a_row
-    with keep(
-        run, recipe, state_owners(models, recipe, timers), state, setup.schedule(recipe.recover), began
-    ) as keeper:
-        run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
-        if state.step == 0:
-            state = replace(state, evaluation_before=_held_out(setup, models, run, "before training"))
-        timers.take()
-        for step in range(state.step + 1, setup.total_steps + 1):
-            step_began = time.perf_counter()
-            with profiler.step(step):
-                learnt = method.update(models, setup.sampler.next_batch(), timers)
-            guard.count(learnt.result, step)
-            seconds = timers.take()
-            metrics = metric_values(learnt.result.metrics) | speed.metrics(learnt.trained, learnt.scored, seconds)
-            metrics["seconds/step"] = time.perf_counter() - step_began
-            if guard.problem is not None:
-                keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
-                raise RunFailed(guard.problem)
-            state = replace(
-                state, step=step, sampler=setup.sampler.state_dict(), weight_version=step, skips_in_a_row=guard.in_a_row
-            )
-            try:
-                if saver.is_due(step):
-                    with timers.phase("save"):
-                        weights.save(step)
-                    saver.done()
-                if step == setup.total_steps:
-                    state = replace(state, evaluation_last=_held_out(setup, models, run, "after training"))
-                    if state.evaluation_last is not None:
-                        metrics |= {f"eval/{name}": state.evaluation_last[name] for name in method.measured}
-                state = keeper.after_step(state, metrics)
-            finally:
-                seconds |= timers.take()
-                keeper.metrics.write(step, metrics | {f"seconds/{phase}": value for phase, value in seconds.items()})
-            run.screen.step(step, metrics, seconds)
-            keeper.step_logged(state)
-    return state
+    """Run the steps after `state`. Returns the state after the last one."""
+    owners = state_owners(models, setup.recipe, run.timers)
+    return run_steps(setup, Supervised(setup, models, run), models, run, state, owners, began)
 
 
-def _held_out(setup: Setup[Item], models: Models, run: OpenRun, when: str) -> dict[str, float] | None:
-    """Evaluate the held-out examples; None if there are none."""
-    if setup.valid is None:
+class Supervised(Generic[Item]):
+    """The steps of supervised training."""
+
+    def __init__(self, setup: Setup[Item], models: Models, run: OpenRun) -> None:
+        """Take the models, which have their processes."""
+        self._setup, self._models, self._run = setup, models, run
+        self._speed = StepSpeed.of(setup.recipe, setup.ground, models, run.screen.note)
+        self._recorded = recorder(setup.recipe.profile, run.folder.profile, models.trained)
+
+    def begin(self, state: RunState) -> None:
+        """Do nothing: a step needs no other."""
+
+    def step(self, state: RunState, samples: SampleLog) -> StepDone:
+        """Make one optimizer step on the next examples."""
+        began, step, timers = time.perf_counter(), state.step + 1, self._run.timers
+        with self._recorded(step):
+            learnt = self._setup.method.update(self._models, self._setup.sampler.next_batch(), timers)
+        seconds, whole = timers.take(), time.perf_counter() - began
+        skips = Skips(in_a_row=state.skips_in_a_row).after(learnt.result, step)
+        metrics = metric_values(learnt.result.metrics)
+        metrics["tokens_per_second"] = learnt.trained.n_tokens / seconds["train"]
+        metrics |= self._speed.metrics(Worked(learnt.trained, learnt.scored), seconds)
+        position = self._setup.sampler.state_dict()
+        state = replace(state, step=step, sampler=position, weight_version=step, skips_in_a_row=skips.in_a_row)
+        return StepDone(state, metrics, seconds, whole, problem=skips.problem)
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Evaluate the held-out examples; None if there are none."""
+        setup = self._setup
+        if setup.valid is None:
+            return None
+        with self._run.timers.phase("evaluation"):
+            measures = setup.method.measure(self._models, setup.valid.examples)
+        found, when = setup.method.told(measures), "after training" if step else "before training"
+        self._run.screen.note(f"held-out {found} {when}, on {len(setup.valid):,} {setup.method.unit}", style="cyan")
+        return {name: measures[name] for name in setup.method.measured}
+
+    def take_news(self) -> str | None:
+        """Return nothing: nothing happens between steps."""
         return None
-    with run.timers.phase("evaluation"):
-        measures = setup.method.measure(models, setup.valid.examples)
-    n = len(setup.valid)
-    run.screen.note(f"held-out {setup.method.told(measures)} {when}, on {n:,} {setup.method.unit}", style="cyan")
-    return measures

@@ -22,22 +22,22 @@ ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
 import sys
 from pathlib import Path
-from fivefold import train
 from fivefold.cli.main import app
+from fivefold.run import steps
 
 begun, step = Path(sys.argv[1]), int(sys.argv[2])
 sys.argv = ["fivefold", *sys.argv[3:]]
-inner = train._Loop.step
+inner = steps._Loop.step
 
-def traced(self, number, *rest):
-    if number == step:
+def traced(self, state):
+    if state.step + 1 == step:
         begun.touch()
     try:
-        return inner(self, number, *rest)
+        return inner(self, state)
     finally:
         begun.unlink(missing_ok=True)
 
-train._Loop.step = traced
+steps._Loop.step = traced
 app()
 """
 HOOK = '''

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fivefold.config.schema.machines import ClusterConfig
 
 GIB = 2**30
 
@@ -78,3 +81,17 @@ def find_gpu(name: str) -> Gpu:
     near = [gpu.name for gpu in fitting] or difflib.get_close_matches(wanted, GPUS, n=1, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"no GPU {name!r} is known: {hint}The GPUs are {', '.join(GPUS)}")
+
+
+def device_peak(config: ClusterConfig, devices: Sequence[str | None]) -> float | None:
+    """Return the FLOP/s that a device can compute, the mean of all devices; None if it is not known.
+
+    Args:
+        config: the recipe's section, which may say it.
+        devices: names of the devices that the processes compute on; None for a CPU.
+    """
+    if config.device_peak_tflops is not None:
+        return config.device_peak_tflops * 1e12
+    peaks = [None if name is None else peak_flops(name) for name in devices]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / len(known) if known and len(known) == len(peaks) else None

@@ -6,10 +6,6 @@ then copied from it, or averaged with it, and checkpoints have them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,18 +15,12 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.ema import EMA
 from fivefold.roles.models import ModelHandle, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.snapshots import written
 from fivefold.roles.trainer_worker import Model
-
-if TYPE_CHECKING:
-    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 class FrozenModel(ModelHandle):
     """A frozen model in its own processes. Its methods give it its devices while they run."""
 
-    kept: ClassVar[tuple[Offloadable, ...]] = PARAMS
-    """The parts of its state that a checkpoint has, if it follows the actor."""
     _which: Model = "own"
     """The model that its processes call so."""
 
@@ -48,29 +38,6 @@ class FrozenModel(ModelHandle):
         """Let the weights follow the actor's, which must be on its devices; they travel through host memory."""
         with self.working(*PARAMS) as trainer:
             trainer.group.feed(EMA.follow, actor.host_buckets())
-
-    def snapshot(self, folder: Path) -> None:
-        """Copy the weights to host memory, for `write_snapshot`.
-
-        Raises:
-            OSError: they are written at once (`TrainerSpec.copies_state`), and some rank could not write.
-        """
-        with self.working(*PARAMS) as trainer:
-            written(trainer.group, trainer.group.call(EMA.take, folder))
-
-    def write_snapshot(self) -> Sequence[WrittenPart]:
-        """Write the files of the last snapshot, in parallel to whatever the processes do. Returns what each rank wrote.
-
-        Raises:
-            OSError: some rank could not write.
-        """
-        group = self.trainer.group
-        return written(group, group.control(EMA.write))
-
-    def load_state(self, folder: Path) -> None:
-        """Load weights that `write_snapshot` has written below `folder`, on this layout or any other."""
-        with self.working(*PARAMS) as trainer:
-            trainer.group.call(EMA.load, folder)
 
 
 class HostedModel(FrozenModel):

@@ -24,6 +24,7 @@ from fivefold.planning.decisions import WhileGenerating, copies_state, while_gen
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models, Roles
 from fivefold.roles.frozen import FrozenModel, HostedModel
+from fivefold.roles.hand_over import RolesInTurn
 from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_followers import launch_followers, rollout_role
@@ -59,13 +60,12 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         groups["rollout"].call(RolloutWorker.sleep)
     groups |= _start(session, recipe, placement, specs, together)
     models = _models(recipe, placement, specs, groups, route, waiting.offloaded)
-    rollout = Rollout(
-        groups["rollout"],
-        shares_devices=bool(placement.sharers("rollout")),
-        is_server=placement["rollout"].layout.is_server,
-    )
+    in_turn = bool(placement.sharers("rollout"))
+    is_server = placement["rollout"].layout.is_server
+    rollout = Rollout(groups["rollout"], shares_devices=in_turn, is_server=is_server)
     rollout.meet(models.actor)
-    return Roles(models.actor, models.further, models.frozen, rollout=rollout)
+    kind = RolesInTurn if in_turn else Roles
+    return kind(models.actor, models.further, models.frozen, rollout=rollout)
 
 
 def launch_models(session: Session, recipe: Recipe, placement: Placement, n_steps: int) -> Models:

@@ -16,23 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.algorithms.loss import Loss
-from fivefold.config.schema.run import ProfileConfig
 from fivefold.engine.contract import Offloadable
 from fivefold.engine.heads import Score
-from fivefold.roles.profiler import Profiler
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.snapshots import Snapshots, written
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import BatchChange, TrainerWorker, UpdateResult
-
-if TYPE_CHECKING:
-    from fivefold.engine.state.dcp_files import WrittenPart
 
 
 @dataclass
@@ -142,9 +135,6 @@ class ModelHandle:
 class TrainedModel(ModelHandle):
     """A model that is trained."""
 
-    kept: ClassVar[tuple[Offloadable, ...]] = ("params", "optimizer")
-    """The parts of its state that a checkpoint has."""
-
     def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         """Compute a score of the trained tokens under the current weights, as columns."""
         return self.trainer.score(batch, what)
@@ -157,44 +147,10 @@ class TrainedModel(ModelHandle):
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
         return self.trainer.update(batch, loss, change)
 
-    def effective_config(self) -> dict[str, Any]:
-        """Return the whole configuration of the library that the model runs on."""
-        return self.trainer.group.call_first(TrainerWorker.effective_config)
-
     def device_names(self) -> list[str | None]:
         """Return the name of each process's GPU; None for a CPU process."""
         return self.trainer.group.call(TrainerWorker.device_name)
 
-    def start_profile(self, config: ProfileConfig) -> None:
-        """Begin to record what some of the processes do."""
-        self.trainer.group.call(Profiler.start, config)
-
-    def write_profile(self, folder: Path) -> None:
-        """Write what they have recorded."""
-        self.trainer.group.call(Profiler.write, folder)
-
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         self.trainer.group.call_first(TrainerWorker.save, folder)
-
-    def snapshot(self, folder: Path) -> None:
-        """Copy the training state to host memory, for `write_snapshot`.
-
-        Raises:
-            OSError: the state is written at once (`TrainerSpec.copies_state`), and some rank could not write.
-        """
-        group = self.trainer.group
-        written(group, group.call(Snapshots.take, folder))
-
-    def write_snapshot(self) -> list[WrittenPart]:
-        """Write the files of the last snapshot, in parallel to whatever the processes do. Returns what each rank wrote.
-
-        Raises:
-            OSError: some rank could not write.
-        """
-        group = self.trainer.group
-        return written(group, group.control(Snapshots.write))
-
-    def load_state(self, folder: Path) -> None:
-        """Load the training state that was written below `folder`, on this layout or any other."""
-        self.trainer.group.call(Snapshots.load, folder)

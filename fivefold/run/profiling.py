@@ -1,33 +1,38 @@
-"""Traces of some steps: which ranks of the roles that are trained record what they do, and where that is written."""
+"""Traces of some steps: which ranks of the models that are trained record what they do, and where that is written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from fivefold.config.schema.run import ProfileConfig
 from fivefold.roles.models import TrainedModel
+from fivefold.roles.profiler import Profiler
+
+Recorder = Callable[[int], AbstractContextManager[object]]
+"""Records the block in which a step, whose number it gets, trains."""
 
 
-@dataclass(frozen=True)
-class StepProfiler:
-    """Records the steps that the recipe names."""
+def recorder(config: ProfileConfig, folder: Path, models: Mapping[str, TrainedModel]) -> Recorder:
+    """Return what records the steps that the recipe names.
 
-    config: ProfileConfig
-    folder: Path
-    """Folder of all traces of the run."""
-    roles: Mapping[str, TrainedModel]
+    Args:
+        config: the section of the recipe.
+        folder: folder of all traces of the run.
+        models: the models that are trained, by role.
+    """
+    return partial(_recorded, config, folder, models) if config.steps else nullcontext
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Record the block, if step `step` is to be recorded."""
-        if step not in self.config.steps:
-            yield
-            return
-        for role in self.roles.values():
-            role.start_profile(self.config)
+
+@contextmanager
+def _recorded(config: ProfileConfig, folder: Path, models: Mapping[str, TrainedModel], step: int) -> Iterator[None]:
+    if step not in config.steps:
         yield
-        for name, role in self.roles.items():
-            role.write_profile(self.folder / f"step-{step:06}" / name)
+        return
+    for model in models.values():
+        model.trainer.group.call(Profiler.start, config)
+    yield
+    for name, model in models.items():
+        model.trainer.group.call(Profiler.write, folder / f"step-{step:06}" / name)

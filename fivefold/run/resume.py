@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Item, Resume
-from fivefold.checkpoints.store import TRAINER
 from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.layout.parallel import describe
@@ -74,23 +72,6 @@ def state_at_start(
         kept_metric=earlier.kept_metric,
     )
     return kept, note
-
-
-class StateLoader(Protocol):
-    """A role whose state is in a checkpoint."""
-
-    def load_state(self, folder: Path) -> None:
-        """Load the state below `folder`."""
-
-
-def load_state(start: FromScratch | Resume, folder: str, role: StateLoader) -> None:
-    """Load the state of a role from `folder` of the checkpoint from which the run goes on, if there is one.
-
-    A run that goes on from a checkpoint without a critic, which `recover.accept_changes` must allow, begins a new one;
-    and a reference that begins to follow the actor begins with its first weights.
-    """
-    if isinstance(start, Resume) and (folder == TRAINER or (start.checkpoint.path / folder).is_dir()):
-        role.load_state(start.checkpoint.path / folder)
 
 
 def start_facts(start: FromScratch | Resume, note: str | None) -> dict[str, object]:

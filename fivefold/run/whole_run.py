@@ -56,6 +56,11 @@ class RunSetup(ABC, Generic[Item]):
         """Names of what evaluations measure and the summary has."""
 
     @property
+    def evaluations_due(self) -> PeriodicConfig:
+        """When held-out data are evaluated, besides before the first step and after the last one."""
+        return PeriodicConfig()
+
+    @property
     def expert_sampler(self) -> EpochSampler[Any] | None:
         """Reads an expert's examples; None: there are none."""
         return None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fivefold.algorithms.imitation import EXPERT, NLL_WEIGHT, ExpertWeight, Imitation
+from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.examples import Examples
+from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch
 from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
 from fivefold.types import Columns
+from fivefold.update.step import Part, Prepared, StepOutcome
 
 RIGHT = "is_right"
 """Name of the scalar that is 1 for completions that count as right, else 0."""
@@ -32,35 +36,27 @@ class ExpertTerm:
     """Whether each sequence counts alike, instead of each token."""
 
 
+@dataclass(frozen=True)
 class ExpertExamples:
-    """Draws the expert's examples of each step, and deals them out to its updates."""
+    """An expert's examples, from which each step draws some."""
 
-    def __init__(
-        self, config: ExpertDatasetConfig, examples: Examples[SFTExample], n_minibatches: int, seed: int
-    ) -> None:
-        """Take the data, and begin with its first examples.
-
-        Args:
-            config: weights, and the examples of a step, a multiple of `n_minibatches`.
-            examples: the data.
-            n_minibatches: updates in a pass over a step's samples.
-            seed: seed of the order of the examples.
-        """
-        self._config = config
-        self.usage = examples.usage
-        """The number of rows used, read and too long, as a text for the user."""
-        self.sampler = examples.sampler(config, seed)
-        """Reads the examples; its position is behind those that were drawn."""
-        self._n_minibatches = n_minibatches
-        self._weight = ExpertWeight(config.weight, config.last_weight, config.warmup_steps, config.decay_steps)
-        self.parts: list[Columns] = []
-        """The step's examples, by update."""
-        self._n_dealt = 0
-        self.weight = 0.0
-        """mu of the step."""
+    config: ExpertDatasetConfig
+    """Weights, and the examples of a step, a multiple of `n_minibatches`."""
+    examples: Examples[SFTExample]
+    sampler: EpochSampler[SFTExample]
+    """Reads the examples; its position is after those that were drawn."""
+    n_minibatches: int
+    """Updates in a pass over a step's samples."""
 
     @staticmethod
-    def of(recipe: TrainRecipe, ground: Groundwork) -> ExpertExamples | None:
+    def of(
+        config: ExpertDatasetConfig, examples: Examples[SFTExample], n_minibatches: int, seed: int
+    ) -> ExpertExamples:
+        """Return the examples, in an order that `seed` decides."""
+        return ExpertExamples(config, examples, examples.sampler(config, seed), n_minibatches)
+
+    @staticmethod
+    def load(recipe: TrainRecipe, ground: Groundwork) -> ExpertExamples | None:
         """Return the examples of a recipe; None if it has none.
 
         Raises:
@@ -71,25 +67,71 @@ class ExpertExamples:
             return None
         examples = load_sft(config, ground.tokenizer)
         check_examples(ground.shape, "expert_dataset", examples.longest, examples.largest_token)
-        return ExpertExamples(config, examples, recipe.actor.ppo_n_minibatches, recipe.seed)
+        return ExpertExamples.of(config, examples, recipe.actor.ppo_n_minibatches, recipe.seed)
 
-    @property
-    def imitation(self) -> Imitation:
-        """How the loss of the step's updates has the examples."""
-        return Imitation(1.0 - self.weight, self._config.token_weight)
+    def draw(self) -> list[Columns]:
+        """Return the next step's examples, by mini-batch."""
+        examples, n = self.sampler.next_batch(), self.n_minibatches
+        return [sft_columns(examples[part::n]) for part in range(n)]
 
-    def draw(self, step: int) -> None:
-        """Draw the examples of training step `step`, counted from 1."""
-        examples, n = self.sampler.next_batch(), self._n_minibatches
-        self.parts = [sft_columns(examples[part::n]) for part in range(n)]
-        self._n_dealt = 0
-        self.weight = self._weight(step)
+    def imitation(self, step: int) -> Imitation:
+        """Return how the loss of training step `step`, counted from 1, has the examples."""
+        return Imitation(1.0 - self.weight(step), self.config.token_weight)
 
-    def next(self) -> ExpertTerm:
-        """Return the term of the next update; each pass over a step's samples has all of its examples."""
-        columns = self.parts[self._n_dealt % self._n_minibatches]
-        self._n_dealt += 1
-        return ExpertTerm(columns, self.weight, self._config.loss_aggregation == "sequence_mean")
+    def weight(self, step: int) -> float:
+        """Return mu of training step `step`, counted from 1."""
+        config = self.config
+        return ExpertWeight(config.weight, config.last_weight, config.warmup_steps, config.decay_steps)(step)
+
+    def term(self, step: int, given: Sequence[Columns], number: int) -> ExpertTerm:
+        """Return the expert's share of the loss of the update `number` of a step, counted from 0.
+
+        Each pass over the step's samples has all of the examples in `given`, which were drawn for the step.
+        """
+        by_sequence = self.config.loss_aggregation == "sequence_mean"
+        return ExpertTerm(given[number % self.n_minibatches], self.weight(step), by_sequence)
+
+
+@dataclass(frozen=True)
+class Imitated(Part):
+    """Trains on an expert's responses, and on the policy's own right ones by their likelihood."""
+
+    experts: ExpertExamples | None
+    positive_coeff: float
+    """Weight of the mean over tokens of right completions."""
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Add the scalar `is_right`, if right completions weigh anything."""
+        if self.positive_coeff == 0:
+            return step
+        is_right_N = np.array([sample.is_right for sample in step.samples], dtype=np.float32)
+        return replace(step, batch=step.batch.with_scalars(**{RIGHT: is_right_N}))
+
+    def before(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
+        """Draw the step's examples, of which each pass over its samples has all."""
+        if self.experts is None:
+            return outcome
+        given = self.experts.draw()
+        state = replace(outcome.state, expert_sampler=self.experts.sampler.state_dict())
+        return replace(outcome, given=given, state=state)
+
+    def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
+        """Add the terms."""
+        imitation = Imitation() if self.experts is None else self.experts.imitation(step.step)
+        return replace(loss, imitation=imitation)
+
+    def minibatch(
+        self, batch: RemoteBatch, loss: PolicyLoss, step: Prepared, outcome: StepOutcome, number: int
+    ) -> RemoteBatch:
+        """Add the examples of the update, and what each sequence weighs."""
+        term = None if self.experts is None else self.experts.term(step.step, outcome.given, number)
+        return with_imitation(batch, loss.normalizer(batch.totals()), term, self.positive_coeff)
+
+    def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
+        """Measure mu."""
+        if self.experts is None:
+            return outcome
+        return outcome.measured({"imitation_weight": self.experts.weight(step.step)})
 
 
 def with_imitation(batch: RemoteBatch, divisor: float, expert: ExpertTerm | None, positive_coeff: float) -> RemoteBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
@@ -13,56 +14,57 @@ MOST_SKIPPED = 3
 """Updates in a row without a finite gradient, after which the run ends: it will not recover by itself."""
 
 
-class SkipGuard:
-    """Tells of a run whose gradients are repeatedly not finite, and which is to end."""
+@dataclass(frozen=True)
+class Skips:
+    """The last updates of a role that were skipped one after the other, because their gradient was not finite."""
 
-    def __init__(self, role: str = "actor") -> None:
-        """Count no update yet; `role` is the role whose updates are counted."""
-        self._role = role
-        self.in_a_row = 0
-        """Number of the last updates that were skipped one after the other."""
-        self.problem: str | None = None
-        """Why the run is to end: `MOST_SKIPPED` updates in a row were skipped. None: it goes on."""
+    role: str = "actor"
+    in_a_row: int = 0
+    problem: str | None = None
+    """Why the run is to end: `MOST_SKIPPED` updates in a row were skipped. None: it continues."""
 
-    def count(self, result: UpdateResult, step: int) -> None:
-        """Count updates that were skipped in a row."""
-        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
-        if self.in_a_row >= MOST_SKIPPED:
-            self.problem = (
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
-                f"{_where(result)}. The {self._role}'s weights are those before them. "
-                f"Lower {self._role}.optimizer.lr, or look at what these steps trained on"
-            )
+    def after(self, result: UpdateResult, step: int) -> Skips:
+        """Return the skips after an update of training step `step`."""
+        in_a_row = self.in_a_row + 1 if result.skipped else 0
+        if in_a_row < MOST_SKIPPED:
+            return Skips(self.role, in_a_row)
+        return Skips(
+            self.role,
+            in_a_row,
+            f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one at step {step}"
+            f"{_where(result)}. The {self.role}'s weights are those before them. "
+            f"Lower {self.role}.optimizer.lr, or look at what these steps trained on",
+        )
 
 
 def make_updates(
     config: ActorConfig | CriticConfig,
     groups: Sequence[int],
     seed: Callable[[int], str],
-    update: Callable[[list[int]], UpdateResult],
-    guard: SkipGuard,
+    update: Callable[[int, list[int]], UpdateResult],
+    skips: Skips,
     step: int,
-) -> dict[str, float]:
-    """Make the updates of all epochs and mini-batches of a step, or those until the guard finds a problem.
+) -> tuple[dict[str, float], Skips]:
+    """Make the updates of all epochs and mini-batches of a step, or those until too many in a row were skipped.
 
-    Returns the metrics of all of them together.
+    Returns the metrics of all of them together, and the skips after them.
 
     Args:
         config: numbers of epochs and of mini-batches.
         groups: the group of each of the step's sequences; a mini-batch has whole groups.
         seed: returns the seed of an epoch's random split into mini-batches.
-        update: makes the update on the sequences with these indices.
-        guard: counts the updates that are skipped.
+        update: makes the update of a number, counted from 0, on the sequences with these indices.
+        skips: the skips before the step.
         step: the training step.
     """
     results: list[UpdateResult] = []
     for epoch in range(config.ppo_epochs):
         for indices in minibatches(groups, config.ppo_n_minibatches, seed(epoch)):
-            results.append(update(indices))
-            guard.count(results[-1], step)
-            if guard.problem is not None:
-                return metric_values(merge_metrics(result.metrics for result in results))
-    return metric_values(merge_metrics(result.metrics for result in results))
+            results.append(update(len(results), indices))
+            skips = skips.after(results[-1], step)
+            if skips.problem is not None:
+                return metric_values(merge_metrics(result.metrics for result in results)), skips
+    return metric_values(merge_metrics(result.metrics for result in results)), skips
 
 
 def _where(result: UpdateResult) -> str:

@@ -53,6 +53,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
+from fivefold.roles.models import MovedBytes
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rules.recipe import check_recipe
@@ -230,7 +231,8 @@ def test_the_page_of_metrics_lists_the_numbers_of_an_evaluation() -> None:
 class FixedTrainer(Actor):
     """Computes the loss of two tokens, and no step."""
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.moved = MovedBytes()
 
     def update(self, batch: RemoteBatch, loss: Any, kl: object = None) -> UpdateResult:
         ones_T = torch.ones(2)

@@ -18,7 +18,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import evaluate
 from fivefold.rollout.servers import command
-from fivefold.train import set_up
+from fivefold.train_setup import set_up
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import README, as_listed, listed_metrics, shell_commands
 from tests.e2e.reward_models import write_reward_model

@@ -140,6 +140,11 @@ class TrainedModelConfig(EngineConfig):
         return False
 
     @property
+    def epochs(self) -> int:
+        """Times that a step trains on each of its sequences."""
+        return 1
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of a training step."""
         return 1

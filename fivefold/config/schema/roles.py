@@ -310,6 +310,11 @@ class ActorConfig(TrainedModelConfig):
         return self.kl_ctl > 0
 
     @property
+    def epochs(self) -> int:
+        """Times that a step trains on each of its samples."""
+        return self.ppo_epochs
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of a training step."""
         return self.ppo_epochs * self.ppo_n_minibatches
@@ -428,6 +433,11 @@ class CriticConfig(TrainedModelConfig):
     def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
         """As `offload` says."""
         return self.offload.by_part
+
+    @property
+    def epochs(self) -> int:
+        """Times that a step trains on each of its samples."""
+        return self.ppo_epochs
 
     @property
     def updates_per_step(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,20 +145,23 @@ def test_the_weight_rises_and_falls_by_its_schedule() -> None:
 def test_each_pass_over_a_step_has_all_of_its_examples_and_the_position_goes_on() -> None:
     config = ExpertDatasetConfig(path="x", batch_size=2, weight=0.4)
     data = Examples(tuple(SFTExample((1,), (i, i + 1)) for i in range(7)), n_rows=7, n_too_long=0)
-    experts = ExpertExamples(config, data, n_minibatches=2, seed=1)
+    experts = ExpertExamples.of(config, data, n_minibatches=2, seed=1)
+
+    def dealt(given: Sequence[Columns], step: int, updates: range) -> list[tuple[int, ...]]:
+        return [tuple(experts.term(step, given, number).columns.values["tokens"]) for number in updates]
+
     drawn = []
     for step in range(1, 4):
-        experts.draw(step)
-        passes = [[tuple(experts.next().columns.values["tokens"]) for _ in range(2)] for _ in range(2)]
+        given = experts.draw()
+        passes = [dealt(given, step, updates) for updates in (range(2), range(2, 4))]
         assert passes[0] == passes[1]
         assert len(set(passes[0])) == 2
         drawn.append(passes[0])
     assert len({tokens for step in drawn for tokens in step}) == 6, "no example comes twice in an epoch"
-    again = ExpertExamples(config, data, n_minibatches=2, seed=1)
-    again.draw(1)
+    again = ExpertExamples.of(config, data, n_minibatches=2, seed=1)
+    again.draw()
     state = again.sampler.state_dict()
-    other = ExpertExamples(config, data, n_minibatches=2, seed=1)
+    other = ExpertExamples.of(config, data, n_minibatches=2, seed=1)
     other.sampler.load_state_dict(state)
-    other.draw(2)
-    assert [tuple(other.next().columns.values["tokens"]) for _ in range(2)] == drawn[1]
-    assert other.imitation == Imitation(0.6)
+    assert dealt(other.draw(), 2, range(2)) == drawn[1]
+    assert other.imitation(2) == Imitation(0.6)

@@ -23,8 +23,7 @@ from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler
 from fivefold.observe.run_dir import RunDir
-from fivefold.roles.models import TrainedModel
-from fivefold.run.resume import load_state
+from fivefold.run.state_owners import load_state
 from tests.unit.checkpoints.examples import FINGERPRINTS, manifest_of, run_state, save
 
 MINIMAL = """\
@@ -395,7 +394,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(recipe_file: Path) -> None:
         find_start(recipe(recipe_file), overwrite=False)
 
 
-class NotedRole(TrainedModel):
+class NotedRole:
     """A role that notes the folders that it was told to load."""
 
     def __init__(self) -> None:
@@ -414,9 +413,9 @@ def test_a_new_critic_begins_anew_beside_an_actor_that_goes_on(recipe_file: Path
     role = NotedRole()
     (start.checkpoint.path / TRAINER).mkdir(exist_ok=True)
     for name in (TRAINER, "critic"):
-        load_state(start, name, role)
+        load_state(start, name, role.load_state)
     assert role.loaded == [TRAINER]
     (start.checkpoint.path / "critic").mkdir()
-    load_state(start, "critic", role)
+    load_state(start, "critic", role.load_state)
     assert role.loaded == [TRAINER, "critic"]
     assert folder.checkpoints in start.checkpoint.path.parents

@@ -45,7 +45,7 @@ def invoke(*args: str, text: str | None = None) -> Result:
 )
 def test_a_plan_refuses_a_loss_and_an_advantage_as_the_training_does(word: str, message: str) -> None:
     from fivefold.config.load import load_recipe
-    from fivefold.train import set_up
+    from fivefold.train_setup import set_up
 
     path = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
     with pytest.raises(ValueError, match=re.escape(message)) as refused:

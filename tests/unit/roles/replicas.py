@@ -30,7 +30,7 @@ from fivefold.roles import trainer as trainer_module
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.types import Batch, StepResult
-from fivefold.update import baselines
+from fivefold.update import token_advantages
 
 VOCAB = 11
 RATE = 0.05
@@ -186,6 +186,6 @@ def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens
 
 def without_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the columns themselves take the place of references to them."""
-    for module in (remote_batch, trainer_module, baselines):
+    for module in (remote_batch, trainer_module, token_advantages):
         for name in ("put", "fetch"):
             monkeypatch.setattr(module, name, lambda columns: columns, raising=False)

@@ -10,14 +10,20 @@ import pytest
 import torch
 
 from fivefold.algorithms.gae import EstimateMoments, Estimates
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.heads import Score
 from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.actor import Actor
+from fivefold.roles.devices import Models
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer import Trainer
 from fivefold.types import Batch
-from fivefold.update.critic import CriticUpdate
+from fivefold.update.compose import policy_update
+from fivefold.update.critic import Critic
+from fivefold.update.step import Prepared, UpdateState
 
 PPO = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
 VALUES, REWARD = [0.5, 0.25, 0.75], 2.0
@@ -26,6 +32,9 @@ VALUES, REWARD = [0.5, 0.25, 0.75], 2.0
 
 class OneCompletion:
     """Processes of a critic that estimate over one completion instead of those of a batch."""
+
+    def score(self, batch: RemoteBatch, what: Score) -> tuple[()]:
+        return ()
 
     def compute(self, batch: RemoteBatch, estimates: Estimates) -> tuple[tuple[()], list[EstimateMoments]]:
         n = len(VALUES)
@@ -38,10 +47,12 @@ class OneCompletion:
 def estimates(*keys: str) -> tuple[list[float], list[float], bool]:
     """Return advantages and returns of the completion, and whether the former are whitened."""
     recipe, processes = load_recipe(PPO, list(keys), TrainRecipe), OneCompletion()
-    assert recipe.critic is not None
-    update = CriticUpdate(recipe, recipe.critic, TrainedModel(cast(Trainer, processes)), PhaseTimers())
-    _, whitening, _ = update.advantages(RemoteBatch(np.array([3]), np.array([3]), ()), None)
-    return processes.advantages_T.tolist(), processes.returns_T.tolist(), whitening is not None
+    models = Models(object.__new__(Actor), {"critic": TrainedModel(cast(Trainer, processes))})
+    parts = policy_update(recipe, models, PhaseTimers(), vocab=128).parts
+    [critic] = [part for part in parts if isinstance(part, Critic)]
+    batch, state = RemoteBatch(np.array([3]), np.array([3]), ()), UpdateState(AlgorithmState.of(recipe.actor), {})
+    prepared = critic.prepare(Prepared(1, [], batch, state, np.array([REWARD], np.float32)))
+    return processes.advantages_T.tolist(), processes.returns_T.tolist(), bool(prepared.changes)
 
 
 def by_formula(gamma: float, lam: float) -> list[float]:

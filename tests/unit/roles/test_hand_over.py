@@ -15,8 +15,8 @@ from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
-from fivefold.roles.devices import Roles
 from fivefold.roles.frozen import FrozenModel
+from fivefold.roles.hand_over import RolesInTurn
 from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer
@@ -122,7 +122,7 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     memory = PARAMS + GRADS + OPTIMIZER + PARAMS + BUCKETS
     actor, rollout = SharedActor(device, offloaded), SharedRollout(device, memory)
-    roles = Roles(actor, rollout=rollout)
+    roles = RolesInTurn(actor, rollout=rollout)
     for step in range(3):
         if step > 0:
             with roles.training(timers):
@@ -153,7 +153,7 @@ def test_the_weights_go_too_once_the_cache_does_not_fit_beside_them() -> None:
     share = PARAMS + 30
     device.memory = PARAMS + share + 3
     actor, rollout = SharedActor(device, ("grads", "optimizer")), ServerRollout(device, share)
-    roles = Roles(actor, rollout=rollout)
+    roles = RolesInTurn(actor, rollout=rollout)
     roles.send_weights(0, timers)
     assert (device.used["params"], rollout.cache) == (PARAMS, 30)
     with roles.training(timers):
@@ -185,7 +185,7 @@ def test_a_server_that_dies_while_it_takes_weights_gets_them_again_in_the_same_m
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + PARAMS + BUCKETS + GRADS + OPTIMIZER
     rollout = DyingServer(device, memory)
-    roles = Roles(SharedActor(device, OFFLOADABLE), rollout=rollout)
+    roles = RolesInTurn(SharedActor(device, OFFLOADABLE), rollout=rollout)
     for version in (0, 1):
         roles.send_weights(version, timers)
         with roles.training(timers):
@@ -226,7 +226,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
     device, timers = Device(), PhaseTimers()
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     rollout = DyingAsleep(device, share=PARAMS + 100)
-    roles = Roles(SharedActor(device, offloaded), rollout=rollout)
+    roles = RolesInTurn(SharedActor(device, offloaded), rollout=rollout)
     for version in range(3):
         roles.send_weights(version, timers)
         assert (rollout.version, device.used["params"]) == (version, kept)
@@ -238,7 +238,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = Roles(SharedActor(device, ("grads", "optimizer")), rollout=SharedRollout(device, 0))
+    roles = RolesInTurn(SharedActor(device, ("grads", "optimizer")), rollout=SharedRollout(device, 0))
     roles.send_weights(0, timers)
     roles.take_moved()
     assert roles.take_moved() == {}
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() ->
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + GRADS + OPTIMIZER
     actor, rollout = SharedActor(device, ("grads", "optimizer")), SharedRollout(device, memory)
-    roles = Roles(actor, rollout=rollout)
+    roles = RolesInTurn(actor, rollout=rollout)
     with roles.on_device(actor, timers, "params", "optimizer"):
         # Before the first weights there are none to send again.
         assert device.used["optimizer"] == OPTIMIZER
@@ -271,7 +271,7 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
     actor, rollout = SharedActor(device, OFFLOADABLE), SharedRollout(device, 10 * PARAMS)
     trainer = Trainer(SharedGroup(device, "critic's "), actor.trainer._planner)  # type: ignore[arg-type]
     critic = TrainedModel(trainer, Turn(OFFLOADABLE, actor, OFFLOADABLE, actor.in_turn))
-    roles = Roles(actor, {"critic": critic}, rollout=rollout)
+    roles = RolesInTurn(actor, {"critic": critic}, rollout=rollout)
 
     def used() -> set[str]:
         return {name for name, size in device.used.items() if size and name not in ("cache", "rollout's weights")}
@@ -298,7 +298,7 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
 
 def test_a_frozen_model_works_beside_the_training_only_on_devices_of_its_own() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = Roles(actor := SharedActor(device, OFFLOADABLE), rollout=SharedRollout(device, 10 * PARAMS))
+    roles = RolesInTurn(actor := SharedActor(device, OFFLOADABLE), rollout=SharedRollout(device, 10 * PARAMS))
     alone, shared = FrozenModel(actor.trainer), FrozenModel(actor.trainer, Turn(neighbour=actor, lock=actor.in_turn))
     worked = {id(model): threading.Event() for model in (alone, shared)}
 

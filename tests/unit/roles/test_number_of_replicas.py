@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.batches import minibatches
@@ -22,14 +23,15 @@ from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
+from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.teacher import Teacher
 from fivefold.types import Columns, Completion, Prompt, Sample, Trajectory
-from fivefold.update.critic import critic_update
+from fivefold.update.compose import policy_update
 from fivefold.update.expert_examples import ExpertExamples
-from fivefold.update.policy import PolicyUpdate
+from fivefold.update.step import UpdateState
+from fivefold.update.updates import Skips
 from tests.unit.roles.replicas import RATE, VOCAB, Bigrams, trainer, without_object_store
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
@@ -87,25 +89,20 @@ def gradients(overrides: tuple[str, ...], n_replicas: int, max_tokens: int = 20)
     """Return the gradients of all updates of a step, the critic's behind the actor's."""
     recipe = load_recipe(QUICKSTART, [*COMMON, *overrides], TrainRecipe)
     policy, value = Bigrams(1), Bigrams(2, is_critic=True)
-    actors = trainer(n_replicas, policy, Bigrams(3), max_tokens)
-    timers = PhaseTimers()
-    critic = None if recipe.critic is None else TrainedModel(trainer(n_replicas, value, max_tokens=max_tokens))
-    model = FrozenModel(trainer(n_replicas, Bigrams(4)))
-    expert = recipe.expert_dataset
-    examples = tuple(SFTExample((token,), (token + 1, token + 2)) for token in range(4))
-    actor = Actor(actors)
-    update = PolicyUpdate(
-        recipe,
-        actor,
-        HostedModel(actor) if recipe.actor.kl_ctl else None,
-        timers,
-        critic_update(recipe, critic, timers, 0),
-        None if recipe.teacher is None else Teacher(model, recipe.actor.distill, VOCAB),
-        None if expert is None else ExpertExamples(expert, Examples(examples, 4, 0), recipe.actor.ppo_n_minibatches, 1),
+    actor = Actor(trainer(n_replicas, policy, Bigrams(3), max_tokens))
+    further = (
+        {} if recipe.critic is None else {"critic": TrainedModel(trainer(n_replicas, value, max_tokens=max_tokens))}
     )
+    frozen = {} if recipe.teacher is None else {"teacher": FrozenModel(trainer(n_replicas, Bigrams(4)))}
+    if recipe.actor.kl_ctl:
+        frozen["ref"] = HostedModel(actor)
+    expert, tokens = recipe.expert_dataset, range(4)
+    examples = Examples(tuple(SFTExample((token,), (token + 1, token + 2)) for token in tokens), 4, 0)
+    experts = None if expert is None else ExpertExamples.of(expert, examples, recipe.actor.ppo_n_minibatches, 1)
+    update = policy_update(recipe, Models(actor, further, frozen), PhaseTimers(), VOCAB, experts)
+    state = UpdateState(AlgorithmState.of(recipe.actor), {role: Skips(role) for role in ("actor", "critic")})
     samples, columns = samples_of_a_step()
-    batch, _ = update.prepare(samples, RemoteBatch.of(columns))
-    update.run(batch, [sample.prompt.index for sample in samples], step=1)
+    update.run(update.prepare(1, samples, RemoteBatch.of(columns), (), state))
     return [*policy.gradients, *value.gradients]
 
 

@@ -13,17 +13,22 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Score
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
+from fivefold.roles.devices import Models
+from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.types import Batch, Columns, Prompt, Sample
-from fivefold.update import baselines
-from fivefold.update.policy import PolicyUpdate
+from fivefold.update import token_advantages
+from fivefold.update.compose import policy_update
+from fivefold.update.step import StepOutcome, UpdateState
+from fivefold.update.updates import Skips
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 ONE_UPDATE = "actor.ppo_n_minibatches=1"
@@ -54,8 +59,8 @@ class RecordingActor(Actor):
         return UpdateResult({name: Metric(value) for name, value in measured.items()}, skipped=False)
 
 
-class FollowingReference:
-    """Records the number of the actor's updates before each refresh of its weights."""
+class FollowingReference(FrozenModel):
+    """Tells no log-probs, and records the number of the actor's updates before each refresh of its weights."""
 
     def __init__(self) -> None:
         self.refreshed: list[int] = []
@@ -63,32 +68,36 @@ class FollowingReference:
     def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
         return ()
 
-    def follow(self, actor: RecordingActor) -> None:
+    def follow(self, actor: Any) -> None:
         self.refreshed.append(len(actor.losses))
 
 
-def updates(actor: RecordingActor, *overrides: str, steps: int = 1, reference: Any = None) -> PolicyUpdate:
+def updates(
+    actor: RecordingActor, *overrides: str, steps: int = 1, reference: FollowingReference | None = None
+) -> StepOutcome:
+    """Return the outcome of the last step."""
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
-    update = PolicyUpdate(recipe, actor, reference, PhaseTimers())
+    models = Models(actor, frozen={"ref": reference or FollowingReference()} if recipe.actor.kl_ctl else {})
+    update = policy_update(recipe, models, PhaseTimers(), vocab=128)
     prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
     samples = [
         Sample(prompts[i // 2], "", "length" if i == 1 else "stop", 4, 1 + i, (0, 0), {"r": float(i % 2)})
         for i in range(4)
     ]
     batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
+    outcome = StepOutcome(UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()}))
     for step in range(1, steps + 1):
-        prepared, _ = update.prepare(samples, batch)
-        update.run(prepared, [0, 0, 1, 1], step)
-    return update
+        outcome = update.run(update.prepare(step, samples, batch, (), outcome.state))
+    return outcome
 
 
 def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> None:
     measured = {"rollout_mismatch_kl": 0.01}
     actor = RecordingActor(**measured)
-    update = updates(actor, ONE_UPDATE, steps=2)
+    outcome = updates(actor, ONE_UPDATE, steps=2)
     assert [loss.correction for loss in actor.losses] == [None, RolloutCorrection("token", 2.0)]
-    assert update.state.corrects_rollout
-    assert update.news is None  # it was told after the step before
+    assert outcome.state.algorithm.corrects_rollout
+    assert outcome.news is None  # it was told after the step before
     first = updates(RecordingActor(**measured), ONE_UPDATE)
     assert first.news is not None
     assert "disagree by 0.01 nats a token, more than 0.001: from the next step on" in first.news
@@ -211,7 +220,7 @@ def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None
 def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     # The columns themselves take the place of references to them.
     for name in ("put", "fetch"):
-        monkeypatch.setattr(baselines, name, lambda columns: columns)
+        monkeypatch.setattr(token_advantages, name, lambda columns: columns)
 
     class Actor(RecordingActor):
         def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:

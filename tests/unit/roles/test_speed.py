@@ -14,10 +14,10 @@ from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.flops import training_flops
 from fivefold.families.read import find_shape
-from fivefold.layout.gpus import peak_flops
+from fivefold.layout.gpus import device_peak, peak_flops
 from fivefold.layout.placement import place
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.run.speed import StepSpeed, SupervisedSpeed, device_peak
+from fivefold.run.speed import StepSpeed, Worked
 from fivefold.types import Columns
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
@@ -52,7 +52,7 @@ def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
     speed = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=1e12)
     batch = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
     seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0, "rollout": 3.0}
-    metrics = speed.metrics(batch, (), seconds, step_seconds=8.0)
+    metrics = speed.metrics(Worked(batch, batch), seconds)
     ranks = place(recipe)["actor"].layout.world_size
     flops = training_flops(shape, [40, 20], 12)
     assert metrics["mfu/train"] == pytest.approx(2 * flops / 2.0 / ranks / 1e12)
@@ -67,7 +67,9 @@ def test_each_phase_has_the_share_of_its_own_model_and_processes() -> None:
     assert {name for name in metrics if name.startswith(("mfu", "hfu"))} == {
         "mfu/train", "hfu/train", "mfu/values", "mfu/critic train", "hfu/critic train",
     }  # fmt: skip
-    without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(batch, (), seconds, 8.0)
+    without = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=None).metrics(
+        Worked(batch, batch), seconds
+    )
     assert without == {name: value for name, value in metrics.items() if name[1:3] != "fu"}
 
 
@@ -81,14 +83,15 @@ def test_the_experts_sequences_count_for_the_actors_training_alone() -> None:
         Columns(np.array([5], np.int32), {"mask": np.arange(5) >= 3}),
     ]
     seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0}
-    plain, metrics = (speed.metrics(batch, experts, seconds, step_seconds=8.0) for experts in ((), given))
+    alone, both = (Worked(batch, batch, experts) for experts in ((), given))
+    plain, metrics = (speed.metrics(worked, seconds) for worked in (alone, both))
     ranks = place(recipe)["actor"].layout.world_size
-    assert metrics["tokens_per_second"] == 75 / 8
+    assert (alone.n_tokens, both.n_tokens) == (60, 75)
     assert metrics["train/tokens_per_second_per_device"] == 2 * 75 / 2.0 / ranks
     flops = training_flops(shape, [40, 20, 10, 5], 12 + 4 + 2)
     assert metrics["mfu/train"] == pytest.approx(2 * flops / 2.0 / ranks / 1e12)
     assert {name for name in metrics if metrics[name] != plain[name]} == {
-        "tokens_per_second", "train/tokens_per_second_per_device", "train/tflops_per_device", "mfu/train", "hfu/train",
+        "train/tokens_per_second_per_device", "train/tflops_per_device", "mfu/train", "hfu/train",
     }  # fmt: skip
 
 
@@ -98,15 +101,16 @@ def test_supervised_training_counts_the_passes_that_it_makes() -> None:
     shape, placement = find_shape(recipe.actor.path), place(recipe)
     scored = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
     seconds = {"train": 2.0, "scores": 1.0, "reference": 0.5}
-    speed = SupervisedSpeed(recipe, placement, shape, {}, peak=1e12)
-    metrics = speed.metrics(scored.select([0]), scored, seconds)
+    speed = StepSpeed(recipe, placement, shape, {}, peak=1e12)
+    worked = Worked(scored.select([0]), scored)
+    metrics = speed.metrics(worked, seconds)
     ranks = placement["actor"].layout.world_size
-    assert metrics["tokens_per_second"] == 20.0
+    assert worked.n_tokens == 40
     assert metrics["train/tflops_per_device"] == metrics["mfu/train"]
     assert metrics["mfu/train"] == pytest.approx(training_flops(shape, [40], 8) / 2 / ranks / 1e12)
     assert metrics["mfu/scores"] == pytest.approx(training_flops(shape, [40, 20], 12) / 3 / ranks / 1e12)
     assert metrics["mfu/reference"] == pytest.approx(2 * metrics["mfu/scores"])
     larger = replace(shape, n_layers=2 * shape.n_layers, moe_layers=2 * shape.moe_layers)
-    other = SupervisedSpeed(recipe, placement, shape, {"ref": larger}, peak=1e12)
+    other = StepSpeed(recipe, placement, shape, {"ref": larger}, peak=1e12)
     metrics |= {"mfu/reference": training_flops(larger, [40, 20], 12) / 3 / 0.5 / ranks / 1e12}
-    assert other.metrics(scored.select([0]), scored, seconds) == pytest.approx(metrics)
+    assert other.metrics(worked, seconds) == pytest.approx(metrics)

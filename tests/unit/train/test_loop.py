@@ -36,8 +36,9 @@ from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
+from fivefold.train_setup import set_up
 from fivefold.types import Columns, Completion, Trajectory
-from fivefold.update.updates import MOST_SKIPPED, SkipGuard
+from fivefold.update.updates import MOST_SKIPPED, Skips
 from fivefold.weights.offer import WeightOffer
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
@@ -159,12 +160,12 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1", "recover.mode=disabled",
         "stats.logged_tokens=false",
     ]  # fmt: skip
-    setup = train.set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
+    setup = set_up(load_recipe(QUICKSTART, overrides, TrainRecipe))
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
-        train._loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
+        train.run_loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )
@@ -243,7 +244,7 @@ def test_an_evaluation_tells_the_chance_that_one_of_k_completions_is_right() -> 
             return [text for job in jobs for text in [str(job.prompt.ground_truth), *["no number"] * 3]]
 
     keys = ["valid_dataset.limit=3", "evaluator.greedy=false", "evaluator.n_samples=4"]
-    setup = train.set_up(load_recipe(QUICKSTART, keys, TrainRecipe))
+    setup = set_up(load_recipe(QUICKSTART, keys, TrainRecipe))
     assert setup.evaluator is not None
     with Stream(setup.recipe, FixedRollout(Halves(1)), setup.rewards, PhaseTimers(), lambda version: None) as stream:
         measures = setup.evaluator.run(stream).measures
@@ -285,10 +286,10 @@ def test_roles_on_the_same_devices_release_their_memory() -> None:
     [(("layers.0", "layers.3"), "first in layers.0, layers.3"), ((), "the norm of all of them is beyond float32")],
 )
 def test_a_run_ends_after_three_skipped_updates_and_says_where(non_finite: tuple[str, ...], where: str) -> None:
-    guard, skipped = SkipGuard(), UpdateResult({}, skipped=True, non_finite=non_finite)
+    skips, skipped = Skips(), UpdateResult({}, skipped=True, non_finite=non_finite)
     for result in (skipped, skipped, UpdateResult({}, skipped=False), skipped, skipped):
-        guard.count(result, step=4)
-        assert guard.problem is None
-    guard.count(skipped, step=4)
-    assert guard.problem is not None
-    assert re.search(f"3 updates in a row.*step 4.*{where}", guard.problem)
+        skips = skips.after(result, step=4)
+        assert skips.problem is None
+    skips = skips.after(skipped, step=4)
+    assert skips.problem is not None
+    assert re.search(f"3 updates in a row.*step 4.*{where}", skips.problem)

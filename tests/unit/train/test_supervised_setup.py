@@ -17,7 +17,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.dpo import LabelledAnswers
 from fivefold.sft import FineTuning, sft
 from fivefold.supervised import set_up
-from fivefold.train import set_up as set_up_train
+from fivefold.train_setup import set_up as set_up_train
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES, TINY = ROOT / "recipes", ROOT / "fivefold" / "models" / "tiny-moe"

@@ -1,0 +1,266 @@
+"""The loop of every command that trains: when results are saved, evaluated, checkpointed and shown, and when it ends.
+
+state ─> Training.step ─> problem? save? evaluate? ─> is a checkpoint due? is the run to end? ─> copy of the state
+  ^   ─> the step's metrics and samples are logged ─> the checkpoint is written in the background
+  └────────────────────────────────────────────────── a run that is to end ends here
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from fivefold.checkpoints.checkpointer import Checkpointer
+from fivefold.checkpoints.due import Schedule, TimeLimit
+from fivefold.checkpoints.run_state import RunState
+from fivefold.checkpoints.start import FromScratch, Resume
+from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.weights import WeightSaver
+from fivefold.checkpoints.writer import StateOwner
+from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
+from fivefold.config.schema.recipe import Recipe
+from fivefold.observe.errors import RunFailed, RunStopped
+from fivefold.observe.jsonl import records
+from fivefold.observe.step_log import MetricsLog, SampleLog
+from fivefold.roles.devices import Models
+from fivefold.roles.trainer_worker import TrainerWorker
+from fivefold.run.setup import OpenRun
+from fivefold.run.state_owners import load_states
+from fivefold.run.whole_run import RunSetup
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a training step came to."""
+
+    state: RunState
+    """The run after the step."""
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+    """Seconds of each phase."""
+    whole: float
+    """Seconds of the step."""
+    problem: str | None = None
+    """Why the run is to end."""
+    news: str | None = None
+    """What the user should know of the step."""
+    samples: Sequence[tuple[float, str, str]] = ()
+    """Samples to show: reward, prompt and response of each."""
+
+
+class Training(Protocol):
+    """What one kind of training does in a step."""
+
+    def begin(self, state: RunState) -> None:
+        """Do what comes before the first step."""
+
+    def step(self, state: RunState, samples: SampleLog) -> StepDone:
+        """Make the step after `state`; its samples go to the log before they are trained on."""
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Evaluate held-out data after `step`, and tell the user; None: there are none."""
+
+    def take_news(self) -> str | None:
+        """Return what else the user should know since the last call."""
+
+
+@dataclass
+class _Loop:
+    """The loop, with its logs and what decides when results are kept."""
+
+    setup: RunSetup[Any]
+    training: Training
+    models: Models
+    run: OpenRun
+    metrics: MetricsLog
+    samples: SampleLog
+    checkpoints: Checkpointer
+    limit: TimeLimit
+    request: EndRequest
+    seconds_before: float
+    """Time that earlier starts of the run have taken."""
+    began: float
+    """Time on `time.perf_counter` at which the command was started."""
+    saver: Schedule
+    evaluator: Schedule
+    ends_because: str | None = None
+    is_copied: bool = field(default=False)
+    """Whether the step has a checkpoint, whose state is copied and not written yet."""
+
+    def begin(self, state: RunState) -> RunState:
+        """Prepare the first step, and evaluate models that are not trained yet. Returns the state then."""
+        self.training.begin(state)
+        if state.step == 0:
+            evaluation = self.training.evaluate(0)
+            state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
+        self.run.timers.take()
+        self.models.take_moved()
+        return state
+
+    def step(self, state: RunState) -> RunState:
+        """Make the next step, and keep what is to be kept. Returns the state then."""
+        done = self.training.step(state, self.samples)
+        metrics = {**done.metrics, **_seconds(done.seconds), "seconds/step": done.whole, **self.models.take_moved()}
+        if done.problem is not None:
+            self.metrics.write(state.step + 1, metrics)
+            raise RunFailed(done.problem)
+        state = self._keep(done.state, metrics)
+        screen = self.run.screen
+        screen.step(state.step, metrics, done.seconds)
+        for note in filter(None, (done.news, self.training.take_news())):
+            screen.note(note)
+        if done.samples:
+            screen.samples(state.step, done.samples)
+        self._logged(state)
+        return state
+
+    def _keep(self, state: RunState, metrics: dict[str, float]) -> RunState:
+        """Save, evaluate and copy the state, as is due, and log the step's metrics, whatever fails."""
+        step = state.step
+        try:
+            if self.saver.is_due(step):
+                self._save(step)
+                self.saver.done()
+            if self.evaluator.is_due(step):
+                state = replace(state, evaluation_last=self.training.evaluate(step))
+                metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
+                self.evaluator.done()
+            state = replace(state, seconds=self.seconds_before + time.perf_counter() - self.began)
+            if self.request.made:
+                self.ends_because = "it was asked to"
+            elif self.limit.is_near(self.checkpoints.longest_write):
+                self.ends_because = "recover.save_before leaves no time for another step"
+            self.is_copied = self.ends_because is not None or self.checkpoints.is_due(step, metrics)
+            if self.is_copied:
+                self.checkpoints.begin(state, metrics)
+            return state
+        finally:
+            later = _seconds(self.run.timers.take()) | self.models.take_moved()
+            # What is saved may take one more hand-over, which counts for the step.
+            metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
+            self.metrics.write(step, metrics)
+
+    def _save(self, step: int) -> None:
+        """Save the models that are trained as Hugging Face folders."""
+        timers, config = self.run.timers, self.setup.recipe.saver
+        with timers.phase("save"):
+            for name, model in self.models.trained.items():
+                with self.models.on_device(model, timers, "params"):
+                    WeightSaver(config, self.run.folder.weights_of(name), model.save).save(step)
+
+    def _logged(self, state: RunState) -> None:
+        """Write the step's checkpoint in the background, now that metrics and samples are logged.
+
+        Raises:
+            RunFailed: a checkpoint could not be written.
+            RunStopped: the run ends early; its checkpoint is on the disk.
+        """
+        if self.run.events is not None:
+            self.run.events.step_ended(state.step)
+        if self.is_copied:
+            self.metrics.sync()
+            self.samples.sync()
+        self.checkpoints.commit()
+        if state.step == state.total_steps:
+            self.checkpoints.finish()
+        elif self.ends_because is not None:
+            self.checkpoints.finish()
+            raise RunStopped(
+                f"The run ended after step {state.step} of {state.total_steps}, because {self.ends_because}."
+            )
+
+
+def begin(start: FromScratch | Resume, models: Models, recipe: Recipe, run: OpenRun) -> None:
+    """Load the states of a checkpoint into models that have their processes; the run has started then."""
+    load_states(start, models, recipe, run.timers)
+    engines = {
+        name: model.trainer.group.call_first(TrainerWorker.effective_config) for name, model in models.trained.items()
+    }
+    run.folder.write_engines(engines)
+    run.folder.started()
+
+
+def run_steps(
+    setup: RunSetup[Any],
+    training: Training,
+    models: Models,
+    run: OpenRun,
+    state: RunState,
+    owners: Mapping[str, StateOwner],
+    began: float,
+) -> RunState:
+    """Run the steps after `state`. Returns the state after the last one.
+
+    Args:
+        setup: the run as it is known before a process is started.
+        training: what a step does.
+        models: the models that are trained and saved.
+        run: folder, screen and timers of the run.
+        state: the state of the run before its next step.
+        owners: whose state is saved, by the folder of a checkpoint that gets it.
+        began: time on `time.perf_counter` at which the command was started.
+    """
+    with _loop(setup, training, models, run, state, owners, began) as loop:
+        run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
+        state = loop.begin(state)
+        for _ in range(state.step, setup.total_steps):
+            state = loop.step(state)
+    return state
+
+
+@contextmanager
+def _loop(
+    setup: RunSetup[Any],
+    training: Training,
+    models: Models,
+    run: OpenRun,
+    state: RunState,
+    owners: Mapping[str, StateOwner],
+    began: float,
+) -> Iterator[_Loop]:
+    """Yield the loop. Inside the block, Ctrl-C and SIGTERM end the run after the step in progress.
+
+    Without checkpoints they end it at once, because there is nothing to save.
+    """
+    recipe, folder = setup.recipe, run.folder
+    config = recipe.recover
+    tensorboard = folder.tensorboard if "tensorboard" in recipe.stats.trackers else None
+    checkpoints = Checkpointer(
+        recipe,
+        CheckpointStore(folder.checkpoints),
+        owners,
+        run.timers,
+        schedule=setup.schedule(config),
+        history=state.kept_metric,
+        note=run.screen.note,
+        is_ours=folder.is_ours,
+    )
+    with (
+        MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
+        SampleLog(folder.samples, folder.sample_parts, run.trackers) as samples,
+        ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
+        checkpoints,
+    ):
+        yield _Loop(
+            setup=setup,
+            training=training,
+            models=models,
+            run=run,
+            metrics=metrics,
+            samples=samples,
+            checkpoints=checkpoints,
+            limit=TimeLimit(config.save_before if config.is_enabled else None, began=began),
+            request=request,
+            seconds_before=state.seconds,
+            began=began,
+            saver=setup.schedule(recipe.saver),
+            evaluator=setup.schedule(setup.evaluations_due),
+        )
+
+
+def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of phases as metrics."""
+    return {f"seconds/{phase}": value for phase, value in phases.items()}

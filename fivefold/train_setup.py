@@ -1,0 +1,140 @@
+"""A run of reinforcement learning as it is known before a process is started: what is checked, loaded and told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fivefold.algorithms.build import check_methods
+from fivefold.checkpoints.run_state import RunState
+from fivefold.config.algorithms import deviations
+from fivefold.config.schema.run import PeriodicConfig
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.prompts import PromptDataset, load_prompts
+from fivefold.data.rows import held_out_usage
+from fivefold.data.sampler import EpochSampler
+from fivefold.data.sft import end_token
+from fivefold.evaluate import Evaluator, check_judged, check_requests
+from fivefold.rewards.resolve import resolve_rewards
+from fivefold.rewards.reward_set import RewardSet
+from fivefold.roles.devices import Roles
+from fivefold.roles.launch import replica_spec
+from fivefold.roles.reward_model import RewardModel
+from fivefold.rollout.engines import check_server
+from fivefold.rollout.protocol import SamplingParams
+from fivefold.run.setup import lay_groundwork
+from fivefold.run.whole_run import RunSetup
+from fivefold.types import Prompt
+from fivefold.update.expert_examples import ExpertExamples
+from fivefold.update.samples import check_prompts
+from fivefold.weights.table import choose_route
+from fivefold.weights.transport import Route
+
+
+@dataclass(frozen=True)
+class TrainSetup(RunSetup[Prompt]):
+    """A run of reinforcement learning as it is known before a process is started."""
+
+    recipe: TrainRecipe
+    rewards: RewardSet
+    data: PromptDataset
+    evaluator: Evaluator | None
+    sampling: SamplingParams
+    experts: ExpertExamples | None
+    """Responses of an expert to learn beside the rewards; None: there are none."""
+    route: Route
+    """How weights travel from the actor to the rollout."""
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what the banner says about this kind of run."""
+        recipe, placement = self.recipe, self.ground.placement
+        devices = (
+            "CPU processes" if placement.is_cpu else f"{recipe.cluster.n_nodes} x {recipe.cluster.n_gpus_per_node} GPUs"
+        )
+        left_over = self.sampler.n_dropped
+        unused = f"; {left_over} prompts of each epoch fill no step" if left_over else ""
+        prompts, samples = recipe.train_dataset.batch_size, recipe.gconfig.n_samples
+        return {
+            "devices": devices,
+            "weight sync": self.route.transport.title,
+            "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
+            "prompts": self.data.usage,
+            **({} if self.experts is None else {"expert": self.experts.examples.usage}),
+            **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),
+            **({"held out": self._held_out(self.evaluator.data)} if self.evaluator else {}),
+            "steps": f"{self.total_steps} of {prompts} prompts x {samples} samples{unused}",
+        }
+
+    def _held_out(self, data: PromptDataset) -> str:
+        """Return what the banner says about the held-out prompts."""
+        held_out, trained = ((prompt.token_ids for prompt in each.prompts) for each in (data, self.data))
+        return held_out_usage(data.usage, held_out, trained)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of what evaluations measure and the summary has."""
+        return ("accuracy", "reward", "response_length")
+
+    @property
+    def evaluations_due(self) -> PeriodicConfig:
+        """When held-out prompts are evaluated, besides before the first step."""
+        return self.recipe.evaluator
+
+    @property
+    def expert_sampler(self) -> EpochSampler[Any] | None:
+        """Reads an expert's examples; None: there are none."""
+        return None if self.experts is None else self.experts.sampler
+
+    def evaluations(self, state: RunState) -> dict[str, Any]:
+        """Return what the summary says about evaluations, with the number of prompts that they had."""
+        return {
+            **super().evaluations(state),
+            "held_out_prompts": len(self.evaluator.data) if self.evaluator else 0,
+        }
+
+    def reward_model(self, roles: Roles) -> RewardModel | None:
+        """Return the reward model among the roles; None if there is none."""
+        model = roles.frozen.get("reward")
+        return None if model is None else RewardModel(model, end_token(self.ground.tokenizer))
+
+
+def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
+    """Check and load everything that needs no worker.
+
+    Args:
+        recipe: the recipe.
+        began: time of the run's first start; None: now.
+
+    Raises:
+        ValueError: a recipe, a model or a data set that cannot work.
+    """
+    ground = lay_groundwork(recipe, began)
+    route = choose_route(recipe, ground.placement)
+    check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
+    rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
+    data = load_prompts(recipe.train_dataset, ground.tokenizer)
+    rewards.check_prompts(data.prompts)
+    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
+    sampling = SamplingParams.for_training(recipe)
+    prompts = [*data.prompts, *(evaluator.data.prompts if evaluator else ())]
+    rewards.check_sources(prompts)
+    check_requests(ground.shape, prompts, sampling)
+    if recipe.reward.model is not None:
+        check_judged(ground.others["reward"], ground.tokenizer, prompts, sampling)
+    sampler = data.sampler(recipe.train_dataset, recipe.seed)
+    check_prompts(recipe, data.prompts)
+    check_methods(recipe)
+    return TrainSetup(
+        recipe=recipe,
+        ground=ground,
+        rewards=rewards,
+        data=data,
+        evaluator=evaluator,
+        sampling=sampling,
+        sampler=sampler,
+        experts=ExpertExamples.load(recipe, ground),
+        total_steps=recipe.n_steps(sampler.batches_per_epoch),
+        route=route,
+    )

@@ -1,0 +1,123 @@
+"""The policy update of a recipe: the parts that its keys switch on, in the order in which they act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fivefold.algorithms.build import build_advantage, build_policy_loss
+from fivefold.algorithms.gae import GAE
+from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.algorithms.sample_weights import SampleWeights
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.devices import Models
+from fivefold.update.critic import Critic
+from fivefold.update.expert_examples import ExpertExamples, Imitated
+from fivefold.update.loss_parts import CorrectedRollout, EntropyTarget
+from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
+from fivefold.update.reference import Reference
+from fivefold.update.samples import MaskTruncated, NumberedSequences, WeightedSamples
+from fivefold.update.step import Part
+from fivefold.update.teacher import Teacher, told
+from fivefold.update.token_advantages import PenaltyInReward, TokenBaselines, WhitenedAdvantages
+
+
+def policy_update(
+    recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int, experts: ExpertExamples | None = None
+) -> PolicyUpdate:
+    """Return the policy update of a recipe.
+
+    Args:
+        recipe: the recipe.
+        models: the actor, and the models that the recipe has besides.
+        timers: count the time of each phase.
+        vocab: number of tokens in the actor's vocabulary.
+        experts: an expert's examples; None: there are none.
+    """
+    loss = build_policy_loss(recipe.actor, recipe.gconfig)
+    shaping = RewardShaping.of(recipe.actor, recipe.gconfig)
+    parts = (
+        *_marks(recipe, loss, shaping, experts),
+        *_columns(recipe, models, loss, timers, vocab),
+        *_advantages(recipe, models, timers),
+        *_loss_parts(recipe, loss),
+    )
+    advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
+    return PolicyUpdate(recipe.actor, models.actor, recipe.seed, shaping, advantage, loss, parts)
+
+
+def _marks(
+    recipe: TrainRecipe, loss: PolicyLoss, shaping: RewardShaping | None, experts: ExpertExamples | None
+) -> Iterator[Part]:
+    """Yield what marks whole sequences, before anything is computed of their tokens."""
+    actor = recipe.actor
+    if actor.mask_truncated:
+        yield MaskTruncated()
+    if experts is not None or actor.positive_nll_coeff > 0:
+        yield Imitated(experts, actor.positive_nll_coeff)
+    if (weights := SampleWeights.of(actor)) is not None:
+        yield WeightedSamples(weights, shaping)
+    if loss.before is not None:
+        yield NumberedSequences(recipe.seed)
+
+
+def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: PhaseTimers, vocab: int) -> Iterator[Part]:
+    """Yield what computes log-probs of tokens."""
+    actor, temperature = recipe.actor, recipe.gconfig.temperature
+    # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
+    needed = _penalizes(recipe) or actor.has_several_updates or loss.before is not None
+    needed = needed and not loss.old_is_interpolated
+    recomputes = needed if actor.recompute_logprob is None else actor.recompute_logprob
+    if recomputes and not _has_token_baseline(recipe):  # which brings the old log-probs
+        yield OldLogprobs(models.actor, temperature, timers)
+    if (reference := models.frozen.get("ref")) is not None:
+        yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps)
+    if (teacher := models.frozen.get("teacher")) is not None:
+        yield Teacher(teacher, told(actor.distill, vocab, temperature), timers)
+
+
+def _advantages(recipe: TrainRecipe, models: Models, timers: PhaseTimers) -> Iterator[Part]:
+    """Yield what gives each token its advantage."""
+    actor = recipe.actor
+    estimator = actor.kl_estimator if _penalizes(recipe) else None
+    if recipe.critic is not None:
+        gae = GAE(actor.discount, actor.gae_lambda, recipe.critic.gae_lambda, actor.gae_length_alpha)
+        critic = models.further["critic"]
+        yield Critic(critic, recipe.critic, gae, actor.whitens, estimator, recipe.seed, timers)
+        return
+    if _has_token_baseline(recipe):
+        zero_tail = actor.advantage_kwargs.get("zero_tail", True)
+        yield TokenBaselines(models.actor, recipe.gconfig.temperature, zero_tail, timers)
+    else:
+        yield AdvantagesOfSamples()
+    if estimator is not None:
+        yield PenaltyInReward(estimator)
+    if actor.whitens:
+        yield WhitenedAdvantages(models.actor)
+
+
+def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss) -> Iterator[Part]:
+    """Yield what changes the loss from step to step."""
+    actor, age = recipe.actor, recipe.rollout.max_head_offpolicyness
+    is_auto = actor.rollout_correction.method == "auto"
+    may_correct = (
+        is_auto
+        and not recipe.rollout.omits_logprobs
+        and not recipe.gconfig.truncates_distribution
+        and actor.recompute_logprob is not False
+    )
+    if is_auto or age > 0:
+        threshold = actor.rollout_correction.auto_threshold
+        yield CorrectedRollout(may_correct, age, threshold, tells=not loss.old_is_rollout)
+    if actor.entropy_target is not None:
+        yield EntropyTarget()
+
+
+def _penalizes(recipe: TrainRecipe) -> bool:
+    """Return whether a KL penalty is part of the reward."""
+    return recipe.actor.kl_in == "reward" and recipe.actor.kl_ctl > 0
+
+
+def _has_token_baseline(recipe: TrainRecipe) -> bool:
+    return recipe.actor.advantage == "optimal_token_baseline"

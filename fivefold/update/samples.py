@@ -1,0 +1,66 @@
+"""What a loss knows of whole samples: which are not trained, what each weighs, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fivefold.algorithms.losses.covariance import NUMBER, sequence_numbers
+from fivefold.algorithms.metrics import effective_share
+from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.types import Prompt
+from fivefold.update.step import Part, Prepared
+
+
+class MaskTruncated(Part):
+    """Trains no token of completions that were cut off."""
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Take their tokens out of the mask."""
+        truncated = [index for index, sample in enumerate(step.samples) if sample.finish_reason == "length"]
+        return replace(step, batch=step.batch.untrained(truncated))
+
+
+@dataclass(frozen=True)
+class WeightedSamples(Part):
+    """Weighs the policy's cost by sample."""
+
+    weights: SampleWeights
+    shaping: RewardShaping | None
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Add the scalar `sample_weight`."""
+        lengths_N = torch.tensor([sample.n_sampled for sample in step.samples])
+        rewards_N = torch.tensor([sample.reward for sample in step.samples], dtype=torch.float64)
+        prompts = [sample.prompt for sample in step.samples]
+        shaped_N = rewards_N if self.shaping is None else self.shaping(rewards_N, lengths_N)
+        weights_N = self.weights(shaped_N, prompts, lengths_N)
+        weighted = step.batch.with_scalars(**{SAMPLE_WEIGHT: weights_N.float().numpy()})
+        share = effective_share(float(weights_N.mean()), float((weights_N**2).mean()))
+        return replace(step, batch=weighted).measured({"sample_weights/ess": share})
+
+
+@dataclass(frozen=True)
+class NumberedSequences(Part):
+    """Numbers the sequences for a loss that draws some of their tokens."""
+
+    seed: int
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Add the scalar `sequence_number`."""
+        numbers_N = sequence_numbers(f"{self.seed}-{step.step}", len(step.batch))
+        return replace(step, batch=step.batch.with_scalars(**{NUMBER: numbers_N}))
+
+
+def check_prompts(recipe: TrainRecipe, prompts: Sequence[Prompt]) -> None:
+    """Check the data of a recipe's loss.
+
+    Raises:
+        ValueError: a prompt lacks what its samples are weighted by.
+    """
+    if (weights := SampleWeights.of(recipe.actor)) is not None:
+        weights.difficulties(prompts)

@@ -1,0 +1,37 @@
+"""The teacher in an update: its log-probs of the tokens that the policy has sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fivefold.config.schema.roles import DistillConfig
+from fivefold.engine.distillation import TopK
+from fivefold.engine.heads import Logprobs
+from fivefold.observe.timers import PhaseTimers
+from fivefold.roles.frozen import FrozenModel
+from fivefold.update.step import Part, Prepared
+
+DEFAULT_TOP_K = 64
+"""Tokens of `actor.distill.over: top_k` if the recipe names no number."""
+
+
+@dataclass(frozen=True)
+class Teacher(Part):
+    """Draws the policy towards a teacher."""
+
+    model: FrozenModel
+    what: Logprobs | TopK
+    """The log-probs that it tells: of the sampled tokens, or of the most likely ones at each place."""
+    timers: PhaseTimers
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Add the column `teacher_logprobs`, or `teacher_tokens` and `teacher_token_logprobs`."""
+        with self.timers.phase("teacher"):
+            return replace(step, batch=step.batch.with_pieces(self.model.score(step.batch, self.what)))
+
+
+def told(config: DistillConfig, vocab: int, temperature: float) -> Logprobs | TopK:
+    """Return the log-probs that a teacher tells, of `vocab` tokens at most at each place."""
+    if config.over == "sampled":
+        return Logprobs(temperature, "teacher_logprobs")
+    return TopK(vocab if config.over == "full" else min(config.top_k or DEFAULT_TOP_K, vocab), temperature)
