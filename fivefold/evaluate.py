@@ -235,8 +235,8 @@ def _run(evaluator: Evaluator, stream: Stream) -> Evaluation:
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its setup
         raise RunFailed(str(error)) from error
     finally:
-        if news := stream.take_news():
-            print(news, file=sys.stderr)
+        if stream.take_news():
+            print("a server died and was started again; what it had not answered was asked again", file=sys.stderr)
 
 
 def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
