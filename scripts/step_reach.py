@@ -3,8 +3,8 @@
     .venv/bin/python scripts/step_reach.py                      # the third step of recipes/quickstart.yaml
     .venv/bin/python scripts/step_reach.py RECIPE key=value ... --step 2
 
-A hook that every Python process of the run loads notes each function of Fivefold that is called while the driver is in
-that step. Nested functions count with the function around them.
+Every Python process of the run loads a hook that puts a call at the head of each function of Fivefold, which notes the
+function if the driver is in that step. A profiler would not see the threads in which Ray calls an actor.
 """
 
 from __future__ import annotations
@@ -41,36 +41,33 @@ steps._Loop.step = traced
 app()
 """
 HOOK = '''
-import os, sys, threading
+import ast, builtins, os
+from importlib.machinery import SourceFileLoader
 
 _BEGUN, _FOUND, _ROOT = (os.environ[f"STEP_REACH_{name}"] for name in ("BEGUN", "FOUND", "ROOT"))
 _seen = set()
 
-def _note(code):
+def _note(file, line):
     """Note a function's first call in the step. One that was noted costs a look into a set."""
-    if code in _seen or not os.path.exists(_BEGUN):
-        return
-    _seen.add(code)
-    if not code.co_name.startswith("<") or code.co_name == "<lambda>":
+    if (file, line) not in _seen and os.path.exists(_BEGUN):
+        _seen.add((file, line))
         with open(_FOUND, "a") as found:
-            found.write(f"{code.co_filename}\\t{code.co_firstlineno}\\n")
+            found.write(f"{file}\\t{line}\\n")
 
-def _called(frame, event, argument):
-    if event == "call" and frame.f_code.co_filename.startswith(_ROOT):
-        _note(frame.f_code)
+def _traced(loader, name):
+    path = loader.get_filename(name)
+    if not path.startswith(_ROOT):
+        return _get_code(loader, name)
+    tree = ast.parse(loader.get_data(path), path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_documented = ast.get_docstring(node, clean=False) is not None
+            call = ast.parse(f"__step_reach__({path!r}, {node.lineno})").body[0]
+            node.body.insert(int(is_documented), ast.copy_location(call, node.body[0]))
+    return compile(ast.fix_missing_locations(tree), path, "exec")
 
-if hasattr(sys, "monitoring"):
-    # It sees threads that C++ code starts, too.
-    def _started(code, offset):
-        if not code.co_filename.startswith(_ROOT):
-            return sys.monitoring.DISABLE
-        _note(code)
-    sys.monitoring.use_tool_id(4, "step_reach")
-    sys.monitoring.register_callback(4, sys.monitoring.events.PY_START, _started)
-    sys.monitoring.set_events(4, sys.monitoring.events.PY_START)
-else:
-    threading.setprofile(_called)
-    sys.setprofile(_called)
+builtins.__step_reach__ = _note
+_get_code, SourceFileLoader.get_code = SourceFileLoader.get_code, _traced
 '''
 
 
@@ -95,13 +92,11 @@ def trace(recipe: str, overrides: list[str], step: int) -> set[tuple[Path, int]]
 
 
 def function_lines(file: Path, called: set[int]) -> int:
-    """Return the lines of a file's functions that were called, decorators included."""
+    """Return the lines of a file's functions that were called."""
     lines = set[int]()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-            if first in called:
-                lines.update(range(first, (node.end_lineno or first) + 1))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno in called:
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 
@@ -122,7 +117,7 @@ def main() -> None:
     rooms = defaultdict[str, list[Path]](list)
     for file in sizes:
         rooms[file.parts[1] if len(file.parts) > 2 else "."].append(file)
-    print(f"{'room':<16}{'modules':>8}{'functions':>11}{'files':>8}")
+    print(f"\n{'room':<16}{'modules':>8}{'functions':>11}{'files':>8}")
     for room, files in rooms.items():
         print(f"{room:<16}{len(files):>8}{sum(sizes[f][0] for f in files):>11}{sum(sizes[f][1] for f in files):>8}")
     print(f"{'all':<16}{len(sizes):>8}{sum(f for f, _ in sizes.values()):>11}{sum(n for _, n in sizes.values()):>8}\n")
