@@ -162,7 +162,7 @@ def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, comma
         shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
     result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert "goes on" in result.stdout
+    assert "continues after step" in result.stdout
     for mine, other in zip(rows(run / "metrics.jsonl"), rows(whole / "metrics.jsonl"), strict=True):
         names = [name for name in other if not is_timed(name)]
         assert {name: mine[name] for name in names} == {name: other[name] for name in names}

@@ -59,7 +59,7 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path, f
 
     second = fivefold(*command(tmp_path))
     assert second.returncode == 0, second.stderr + second.stdout
-    assert "goes on" in second.stdout
+    assert "continues after step" in second.stdout
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     recipe = load_recipe(QUICKSTART, list(KEYS), TrainRecipe)
     data = load_prompts(recipe.train_dataset, load_tokenizer(str(ROOT / "fivefold/models/tiny-moe")))

@@ -87,7 +87,10 @@ def test_a_run_starts_undecided_and_is_evaluated_at_its_end(runs: Runs, name: st
 
 def test_a_reference_in_processes_of_its_own_gives_the_same_bits(runs: Runs) -> None:
     beside, apart = runs.folder("dpo"), runs.folder("apart")
-    assert rows(apart) == rows(beside)
+    # Its weights leave the devices while it waits, which the metrics of its run count.
+    moved = [key for key in rows(apart)[0] if key.startswith("offload/")]
+    assert moved
+    assert [{key: row[key] for key in row if key not in moved} for row in rows(apart)] == rows(beside)
     saved = [load_file(run / "weights" / "model.safetensors") for run in (beside, apart)]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
@@ -150,7 +153,7 @@ def test_a_run_goes_on_with_the_same_bits(runs: Runs) -> None:
     shutil.rmtree(run / "weights")
     for step in range(3, N_STEPS + 1):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
-    assert "goes on" in runs.run("dpo")
+    assert "continues after step" in runs.run("dpo")
     assert rows(run) == rows(whole)
     mine, other = (load_file(path / "weights" / "model.safetensors") for path in (run, whole))
     assert mine.keys() == other.keys()

@@ -141,7 +141,7 @@ def test_a_run_starts_from_a_converted_checkpoint(undisturbed: Path) -> None:
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(undisturbed: Path, ended: Ended) -> None:
-    assert "goes on" in ended.output
+    assert "continues after step" in ended.output
     done = last_step(ended.copy)
     assert 1 < done < N_STEPS
     assert rows(ended.copy) == rows(undisturbed)[:done]
@@ -206,7 +206,7 @@ def test_supervised_fine_tuning_goes_on_with_the_same_bits(folder: Path, fivefol
         shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
     result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert "goes on" in result.stdout
+    assert "continues after step" in result.stdout
     assert [row["step"] for row in rows(run)] == list(range(1, N_STEPS + 1))
     assert rows(run) == rows(whole)
     weights = "weights/model.safetensors"
