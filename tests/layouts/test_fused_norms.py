@@ -23,7 +23,6 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.mcore import build
-from fivefold.mcore import engine as engine_module
 from fivefold.mcore.specs import TorchSpecProvider
 
 TOLERANCE = 1e-4
@@ -55,7 +54,7 @@ class FusedProvider(TorchSpecProvider):
 
 def fused(function: Callable[..., Any], case: Case, *arguments: Any) -> Any:
     """In a worker: call a function whose engine is built of layers with fused norms."""
-    with mock.patch.object(engine_module, "spec_provider", return_value=FusedProvider()):
+    with mock.patch.object(build, "spec_provider", return_value=FusedProvider()):
         return function(case, *arguments)
 
 

@@ -116,7 +116,8 @@ def attention_of(
 
 def saved_bytes(case: Case, folder: Path) -> int:
     """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
-    module, hidden, packed = attention_of(case.engine(folder), flash="flash_attention_2")
+    # Trained, because frozen weights need less of it.
+    module, hidden, packed = attention_of(case.engine(folder, OptimizerConfig()), flash="flash_attention_2")
     places = packed.attention.first_keys_K, packed.attention.second_keys_K
     known = [hidden, packed.cos_T1D, packed.sin_T1D, *module.parameters(), *places]
     ignored = {tensor.untyped_storage().data_ptr() for tensor in known if tensor is not None}
