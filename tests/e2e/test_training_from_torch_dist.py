@@ -67,7 +67,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(command: str, checkpoint: Pat
     truncated = Path(shutil.copytree(checkpoint, tmp_path / "truncated"))
     os.truncate(truncated / "__0_0.distcp", 1000)
     assert "__0_0.distcp is truncated: it has 1,000 bytes" in refusal(*start(truncated, "package:tiny-moe"))
-    assert "but dist_checkpointing_path names none" in refusal("actor.megatron.use_dist_checkpointing=true")
+    assert "dist_checkpointing_path is not set" in refusal("actor.megatron.use_dist_checkpointing=true")
     assert "set that to true, or drop the path" in refusal("actor.megatron.dist_checkpointing_path=x")
     assert "set one of them to false" in refusal(*start(checkpoint, checkpoint), "actor.init_from_scratch=true")
 
