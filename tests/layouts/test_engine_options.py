@@ -197,8 +197,8 @@ def trained_deterministically(case: Case, folder: Path, unwritten: bool) -> tupl
         make_deterministic()
         torch.utils.deterministic.fill_uninitialized_memory = unwritten
 
-    engine = "fsdp" if isinstance(case, FSDPCase) else "mcore"
-    with patch(f"fivefold.{engine}.engine.make_deterministic", filled):
+    builder = "fivefold.fsdp.engine" if isinstance(case, FSDPCase) else "fivefold.mcore.build"
+    with patch(f"{builder}.make_deterministic", filled):
         try:
             run = megatron_cases.train(case, folder, uneven_batch(), SFTLoss(), OptimizerConfig(lr=1e-2), 2)
             assert torch.are_deterministic_algorithms_enabled()
