@@ -68,8 +68,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(command: str, checkpoint: Pat
     os.truncate(truncated / "__0_0.distcp", 1000)
     assert "__0_0.distcp is truncated: it has 1,000 bytes" in refusal(*start(truncated, "package:tiny-moe"))
     assert "dist_checkpointing_path is not set" in refusal("actor.megatron.use_dist_checkpointing=true")
-    assert "set that to true, or drop the path" in refusal("actor.megatron.dist_checkpointing_path=x")
-    assert "set one of them to false" in refusal(*start(checkpoint, checkpoint), "actor.init_from_scratch=true")
+    unread = refusal("actor.megatron.dist_checkpointing_path=x")
+    assert "set actor.megatron.use_dist_checkpointing to true, or drop dist_checkpointing_path" in unread
+    random = refusal(*start(checkpoint, checkpoint), "actor.init_from_scratch=true")
+    assert "set actor.megatron.use_dist_checkpointing to false, or drop init_from_scratch" in random
 
 
 @pytest.mark.usefixtures("nothing_starts")
