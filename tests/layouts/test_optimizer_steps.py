@@ -45,7 +45,7 @@ def test_the_cosine_schedule_is_that_of_torch() -> None:
 def test_the_warm_up_may_be_a_number_of_updates() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     assert [learning_rate(step, config, 100) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="warmup_steps_proportion=0.1 has no effect with warmup_steps=4"):
+    with pytest.raises(ValueError, match=r"warmup_steps_proportion=0\.1 has no effect with warmup_steps=4"):
         OptimizerConfig(warmup_steps=4, warmup_steps_proportion=0.1)
 
 
