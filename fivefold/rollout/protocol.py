@@ -261,7 +261,7 @@ def complete(
     """
     engine.submit(0, requests, sampling)
     while engine.n_running:
-        for _, completions in engine.collect(seconds=1.0):
+        for _, completions in engine.collect(seconds=10.0):
             return completions
     if requests:
         raise RuntimeError("the engine has lost its requests")
