@@ -5,7 +5,7 @@ Hugging Face folder ──load──> parameters of every rank ──export─�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Bridge:
         if suspects:
             raise not_finite_weights(suspects, source)
 
-    def exporter(
+    def export(
         self,
         parameters: Mapping[str, Tensor],
         groups: ShardGroups,
@@ -104,17 +104,6 @@ class Bridge:
             WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
         """
         return Export(self.mappings, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
-
-    def export(
-        self,
-        parameters: Mapping[str, Tensor],
-        groups: ShardGroups,
-        *,
-        dtype: torch.dtype | None = None,
-        readers: frozenset[int] | None = None,
-    ) -> Iterator[Stack]:
-        """Yield every Hugging Face tensor once, as `exporter` does each time."""
-        yield from self.exporter(parameters, groups, dtype=dtype, readers=readers)
 
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:

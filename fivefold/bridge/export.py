@@ -66,7 +66,7 @@ class Item:
 
 
 class Export:
-    """Yields every Hugging Face tensor of a model, each time that it is iterated over; see `Bridge.exporter`.
+    """Yields every Hugging Face tensor of a model, each time that it is iterated over; see `Bridge.export`.
 
     All ranks build it together, which takes a few collectives, and iterate over it together.
 

@@ -187,7 +187,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         if readers not in self._exports:
-            self._exports[readers] = self._bridge.exporter(self.parameters.tensors, self._shards, readers=readers)
+            self._exports[readers] = self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
         return iter(self._exports[readers])
 
     def ema_weights(self, decay: float) -> EMAWeights:

@@ -81,7 +81,7 @@ class ForeignBridge(Bridge, ABC):
                 "set bridge_type to fivefold"
             )
 
-    def exporter(
+    def export(
         self,
         parameters: Mapping[str, Tensor],
         groups: ShardGroups,
@@ -89,7 +89,7 @@ class ForeignBridge(Bridge, ABC):
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
     ) -> Iterable[Stack]:
-        """Return what yields every Hugging Face tensor as the package exports it; see `Bridge.exporter`."""
+        """Return what yields every Hugging Face tensor as the package exports it; see `Bridge.export`."""
         reads = readers is None or torch.distributed.get_rank() in readers
         return _TheirExport(lambda: self._exported(parameters, groups), dtype, reads)
 

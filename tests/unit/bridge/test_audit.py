@@ -103,7 +103,7 @@ def test_a_parameter_without_a_mapping_is_an_error(dense: Case) -> None:
 def test_an_export_without_a_parameter_is_an_error(dense: Case) -> None:
     del dense.parameters["output_layer.weight"]
     with pytest.raises(WeightMismatchError, match=r"no pipeline stage has \(1\):\n    output_layer\.weight"):
-        next(Bridge(dense.shape).export(dense.parameters, ALONE))
+        next(iter(Bridge(dense.shape).export(dense.parameters, ALONE)))
 
 
 def test_a_failed_audit_writes_nothing(dense: Case) -> None:
