@@ -183,7 +183,7 @@ _SYNCHRONOUS = equals("rollout.max_head_offpolicyness", 0)
 _SAMPLES_MORE = "samples further completions with the weights of the step itself"
 _OVERLONG = reads_if(equals("overlong_reward_penalty", True), warns=True)
 _IN_SUM = reads_if(differs("advantage", "gdpo"))
-"""Of what changes the sum of several rewards."""
+"""Condition of keys that change the sum of several rewards."""
 
 
 class ActorConfig(TrainedModelConfig):

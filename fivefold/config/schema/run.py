@@ -14,7 +14,7 @@ from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.config.schema.rules import absent, differs, reads_if, rule
 
 _WRITES = reads_if(differs("mode", "disabled"), warns=True)
-"""Of the keys of checkpoints that are written."""
+"""Condition of keys that shape the checkpoints of a run."""
 
 
 class PeriodicConfig(Section):
