@@ -61,7 +61,7 @@ def generate(
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
     completions = complete(engine, requests, SamplingParams.from_config(config))
-    texts = decoded(tokenizer, completions)
+    texts = decoded(tokenizer, [completion.token_ids for completion in completions])
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 
 

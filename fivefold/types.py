@@ -1,15 +1,18 @@
 """The data that packages exchange: prompts, trajectories, samples and ragged batches.
 
-                      ┌─> Sample      what the driver knows: text, rewards, lengths
-Prompt ──rollout──> Trajectory
-                      └─> Columns     tokens, log-probs, versions: by reference to the trainer's processes, where
-                                      each data-parallel replica assembles a Batch of its own sequences
+                                 ┌─> Sample      what the driver knows: text, rewards, lengths
+Prompt ──environment──> Episode ─┤
+         Completion ...          └─> Columns     tokens, log-probs, versions: by reference to the trainer's processes,
+                                               where each data-parallel replica assembles a Batch of its own rows
+
+An episode is one row of a batch, however many sequences it has: advantages, divisors, mini-batches and steps count
+rows. Only the model sees where one sequence of a row ends and the next begins (`cuts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +20,9 @@ import numpy.typing as npt
 import torch
 
 FinishReason = Literal["stop", "length"]
+
+Cuts = tuple[tuple[int, ...], ...]
+"""Tokens of each sequence of each row; a row's sequences lie end to end."""
 
 NOT_SAMPLED = -1
 """Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
@@ -84,11 +90,6 @@ class Trajectory:
     versions  -1-1-1  7 7 7 -1-1  8 8
     """
 
-    group: int
-    """Index of the prompt: the trajectories of one prompt are a group, in which rewards are compared."""
-    data_source: str
-    finish_reason: FinishReason
-    """Why the last turn ended."""
     tokens_T: npt.NDArray[np.int32]
     mask_T: npt.NDArray[np.bool_]
     """True on tokens that the policy sampled, which are the trained ones."""
@@ -99,8 +100,6 @@ class Trajectory:
     routes_TLK: npt.NDArray[np.int16] | None = None
     """Experts of each token, by MoE layer; `UNKNOWN_EXPERT` where they are not known. None: the engine does not report
     them."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name, if the environment gives any."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("tokens_T", "mask_T", "logprobs_T", "versions_T")}
@@ -132,9 +131,6 @@ class Trajectory:
                     f"but {len(values)} {name}: the engine must give one for each token"
                 )
         return Trajectory(
-            group=prompt.index,
-            data_source=prompt.data_source,
-            finish_reason=completion.finish_reason,
             tokens_T=np.concatenate((np.array(prompt.token_ids, np.int32), completion.token_ids)),
             mask_T=np.repeat((False, True), (n_prompt, n_sampled)),
             logprobs_T=_after(n_prompt, 0, completion.logprobs),
@@ -148,16 +144,53 @@ def _after(n_prompt: int, filling: int, values: npt.NDArray[Any]) -> npt.NDArray
     return np.concatenate((np.full((n_prompt, *values.shape[1:]), filling, values.dtype), values))
 
 
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """What an environment makes of one task."""
+
+    trajectories: tuple[Trajectory, ...]
+    """At least one. Several, if the model saw prompts of which none continues the one before, such as after a template
+    that drops earlier thoughts."""
+    finish_reason: FinishReason
+    """Why the last turn ended."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name that the environment gives; reward functions add theirs."""
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            raise ValueError("an episode has no trajectory: an environment must return at least one")
+
+    @staticmethod
+    def single_turn(prompt: Prompt, completion: Completion) -> Episode:
+        """Return the episode of a prompt and its one completion; see `Trajectory.single_turn` for its errors."""
+        return Episode((Trajectory.single_turn(prompt, completion),), completion.finish_reason)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all trajectories."""
+        return sum(len(trajectory.tokens_T) for trajectory in self.trajectories)
+
+    @property
+    def sampled_versions(self) -> npt.NDArray[np.int32]:
+        """Version of the weights that sampled each sampled token."""
+        return np.concatenate([trajectory.versions_T[trajectory.mask_T] for trajectory in self.trajectories])
+
+    @property
+    def sampled_tokens(self) -> npt.NDArray[np.int32]:
+        """The sampled tokens."""
+        return np.concatenate([trajectory.tokens_T[trajectory.mask_T] for trajectory in self.trajectories])
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory as the driver knows it. Its tokens and log-probs are in the object store (see `Columns`)."""
+    """An episode as the driver knows it. Its tokens and log-probs are in the object store (see `Columns`)."""
 
     prompt: Prompt
     response_text: str
     """The sampled tokens, decoded without special tokens."""
     finish_reason: FinishReason
     n_tokens: int
-    """Tokens of the whole trajectory."""
+    """Tokens of the whole episode."""
     n_sampled: int
     """Tokens that the policy sampled."""
     versions: tuple[int, int]
@@ -204,22 +237,25 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Per-token values of N sequences laid end to end, T tokens in all. The object store shares arrays uncopied."""
+    """Per-token values of N rows laid end to end, T tokens in all. The object store shares arrays uncopied."""
 
     lengths_N: npt.NDArray[np.int32]
-    """Tokens of each sequence; they sum to T."""
+    """Tokens of each row; they sum to T."""
     values: Mapping[str, npt.NDArray[Any]]
     """Arrays [T, ...], by name."""
+    cuts: Cuts | None = None
+    """Tokens of each sequence of each row; None: each row is one sequence."""
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory]) -> Columns:
-        """Lay trajectories end to end. There is a column `routes` only if all of them have routes.
+    def of(episodes: Sequence[Episode]) -> Columns:
+        """Lay episodes end to end, a row each. There is a column `routes` only if all trajectories have routes.
 
         Raises:
-            ValueError: no trajectory.
+            ValueError: no episode.
         """
-        if not trajectories:
-            raise ValueError("there are no trajectories to lay end to end: give at least one")
+        if not episodes:
+            raise ValueError("there are no episodes to lay end to end: give at least one")
+        trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
         values: dict[str, npt.NDArray[Any]] = {
             "tokens": np.concatenate([t.tokens_T for t in trajectories]),
             "mask": np.concatenate([t.mask_T for t in trajectories]),
@@ -229,7 +265,25 @@ class Columns:
         routes = [t.routes_TLK for t in trajectories if t.routes_TLK is not None]
         if len(routes) == len(trajectories):
             values["routes"] = np.concatenate(routes)
-        return Columns(np.array([len(t.tokens_T) for t in trajectories], dtype=np.int32), values)
+        return Columns(np.array([e.n_tokens for e in episodes], dtype=np.int32), values, cuts_of(episodes))
+
+
+def cuts_of(episodes: Sequence[Episode]) -> Cuts | None:
+    """Return the tokens of each trajectory of each episode; None: each episode has one trajectory."""
+    if len(episodes) == sum(len(episode.trajectories) for episode in episodes):
+        return None
+    return tuple(tuple(len(t.tokens_T) for t in episode.trajectories) for episode in episodes)
+
+
+def joined_cuts(parts: Sequence[tuple[Sequence[int], Cuts | None]]) -> Cuts | None:
+    """Return the cuts of the rows of several parts, one part after the other; None: each row is one sequence.
+
+    Args:
+        parts: lengths and cuts of the rows of each part.
+    """
+    if all(cuts is None for _, cuts in parts):
+        return None
+    return tuple(row for lengths, cuts in parts for row in (cuts or ((int(length),) for length in lengths)))
 
 
 @dataclass(frozen=True)
@@ -246,24 +300,26 @@ class Totals:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences laid end to end without padding.
+    """Rows laid end to end without padding. A row is a sequence, or the sequences of one episode.
 
     A per-token field holds, at token t, what belongs to *predicting token t* from the tokens before it:
-    `logprobs[t] = log p(token[t] | token[<t])`. The first token of a sequence is predicted by nothing, so its
-    mask is 0 and its other fields are ignored.
+    `logprobs[t] = log p(token[t] | token[<t])` in its sequence. The first token of a sequence is predicted by nothing,
+    so its mask is 0 and its other fields are ignored.
 
         tokens   p p p r r r | p p r r          lengths (6, 4)
         mask     0 0 0 1 1 1 | 0 0 1 1
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; they sum to T."""
+    """Tokens of each row; they sum to T."""
     tokens_T: torch.Tensor
     """int64 [T]: token ids."""
     mask_T: torch.Tensor
     """float32 [T]: 1 on tokens that are trained (the response), else 0."""
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """[T, ...] each, by name: `advantages`, `old_logprobs`, `rollout_logprobs`, `ref_logprobs`, `versions`, ..."""
+    cuts: Cuts | None = None
+    """Tokens of each sequence of each row; None: each row is one sequence."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
@@ -276,8 +332,19 @@ class Batch:
                     f"Batch.{name} has shape {tuple(tensor.shape)}; the lengths sum to {total}, so it must be {wanted}"
                 )
 
+        if self.cuts is not None and tuple(map(sum, self.cuts)) != self.lengths:
+            raise ValueError(
+                f"Batch.cuts={self.cuts} do not sum to the lengths {self.lengths}: give the tokens of each sequence of "
+                "each row"
+            )
+
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, which attends to itself alone; they sum to T."""
+        return self.lengths if self.cuts is None else tuple(length for row in self.cuts for length in row)
 
     @property
     def n_tokens(self) -> int:
@@ -290,14 +357,14 @@ class Batch:
         return Totals(len(self), self.n_tokens, sum(trained), sum(count > 0 for count in trained))
 
     def offsets(self) -> list[int]:
-        """Return the start of each sequence, and T at the end: len(self) + 1 entries."""
+        """Return the start of each row, and T at the end: len(self) + 1 entries."""
         offsets = [0]
         for length in self.lengths:
             offsets.append(offsets[-1] + length)
         return offsets
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """Return the sequences at `indices`, in that order."""
+        """Return the rows at `indices`, in that order."""
         offsets = self.offsets()
         rows = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
         tokens = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
@@ -306,6 +373,7 @@ class Batch:
             tokens_T=self.tokens_T[tokens],
             mask_T=self.mask_T[tokens],
             fields={name: value[tokens] for name, value in self.fields.items()},
+            cuts=None if self.cuts is None else tuple(self.cuts[i] for i in indices),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -316,14 +384,15 @@ class Batch:
             self.tokens_T.to(device, non_blocking=True),
             self.mask_T.to(device, non_blocking=True),
             fields,
+            self.cuts,
         )
 
     def with_fields(self, **fields: torch.Tensor) -> Batch:
         """Return a copy with per-token fields added or replaced."""
-        return Batch(self.lengths, self.tokens_T, self.mask_T, {**self.fields, **fields})
+        return replace(self, fields={**self.fields, **fields})
 
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
-        """Split a per-token tensor [T, ...] into one tensor for each sequence."""
+        """Split a per-token tensor [T, ...] into one tensor for each row."""
         return list(values_T.split(list(self.lengths)))
 
 

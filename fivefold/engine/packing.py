@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import Batch, Totals
+from fivefold.types import Batch, Cuts, Totals
 
 Key = TypeVar("Key", int, float)
 
@@ -92,14 +92,20 @@ class BatchPlanner:
         """Return the planner of an engine."""
         return BatchPlanner(config.mb_spec, layout, attention_equals_rest_at(shape))
 
-    def plan(self, lengths: Sequence[int], *, with_gradient: bool = True) -> BatchPlan:
-        """Plan a mini-batch of sequences of these lengths, for passes with or without gradients. Deterministic.
+    def plan(self, lengths: Sequence[int], *, with_gradient: bool = True, cuts: Cuts | None = None) -> BatchPlan:
+        """Plan a mini-batch of rows of these lengths, for passes with or without gradients. Deterministic.
 
         The number of micro-batches is a multiple of the pipeline's stages where the schedule is interleaved.
+
+        Args:
+            lengths: tokens of each row.
+            with_gradient: whether the pass computes gradients.
+            cuts: tokens of each sequence of each row, which are padded each for itself; None: a row is a sequence.
         """
+        rows: Sequence[Sequence[int]] = cuts or [(length,) for length in lengths]
         layout, config = self.layout, self.config
         assigned = plan_micro_batches(
-            [self._padded([length], tp=1) for length in lengths],
+            [self._padded(row, tp=1) for row in rows],
             n_ranks=layout.dp,
             max_tokens=config.max_tokens_per_mb if with_gradient else config.infer_tokens,
             min_micro_batches=config.n_mbs,
@@ -107,7 +113,11 @@ class BatchPlanner:
             cost=SequenceCost(quadratic_at=self.quadratic_at),
         )
         replicas = tuple(tuple(map(tuple, bins)) for bins in assigned)
-        longest = max(self._padded((lengths[i] for i in bin_), tp=layout.tp) for bins in replicas for bin_ in bins)
+        longest = max(
+            self._padded((length for i in bin_ for length in rows[i]), tp=layout.tp)
+            for bins in replicas
+            for bin_ in bins
+        )
         return BatchPlan(replicas, longest)
 
     def _padded(self, lengths: Iterable[int], tp: int) -> int:

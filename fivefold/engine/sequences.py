@@ -80,7 +80,7 @@ class MicroBatchBuilder:
     def _build_one(self, share: Share, indices: tuple[int, ...]) -> MicroBatch:
         chosen = share.batch.select(indices)
         tp, cp = self.layout.tp, self.layout.cp
-        total = share.longest if self.same_length else padded_tokens(chosen.lengths, cp_size=cp, tp_size=tp)
+        total = share.longest if self.same_length else padded_tokens(chosen.sequence_lengths, cp_size=cp, tp_size=tp)
         local = localize(chosen, cp_rank=self.cp_rank, cp_size=cp, total=total, flash=self.flash, device=self.device)
         offsets = share.batch.offsets()
         rows = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
@@ -95,8 +95,8 @@ def localize(
 
     Only tokens whose mask is not 0 are predicted.
     """
-    spans = [round_up(length, chunk_unit(cp_size)) for length in batch.lengths]
-    lengths = list(batch.lengths)
+    spans = [round_up(length, chunk_unit(cp_size)) for length in batch.sequence_lengths]
+    lengths = list(batch.sequence_lengths)
     if total > sum(spans):
         spans.append(total - sum(spans))
         lengths.append(0)

@@ -55,8 +55,14 @@ class EndScores(Values):
     n_appended = N_APPENDED
 
     def lay_out(self, batch: Batch) -> Batch:
-        """Return the sequences without fields, each with its end token and one more token, the only trained one."""
-        sequences = [_ended(tokens, self.end_token) for tokens in batch.split(batch.tokens_T)]
+        """Return the sequences without fields, each with its end token and one more token, the only trained one.
+
+        Of a row with several sequences, the last one is scored.
+        """
+        rows = batch.split(batch.tokens_T)
+        if batch.cuts is not None:
+            rows = [tokens[len(tokens) - cuts[-1] :] for tokens, cuts in zip(rows, batch.cuts, strict=True)]
+        sequences = [_ended(tokens, self.end_token) for tokens in rows]
         lengths = tuple(len(tokens) for tokens in sequences)
         tokens_T = torch.cat(sequences) if sequences else batch.tokens_T
         mask_T = torch.zeros(len(tokens_T))

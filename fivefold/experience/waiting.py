@@ -1,12 +1,12 @@
 """Groups that were answered and wait for their step, and those that are being answered, in a checkpoint.
 
     experience/   groups                 uint8, JSON: number, prompt and samples of each group
-                  lengths                int64 [sequences]
-                  columns/tokens, ...    [tokens of all sequences, ...], one after the other
+                  lengths                int64 [rows]
+                  columns/tokens, ...    [tokens of all rows, ...], one after the other
                   begun                  uint8, JSON: number, prompt, and tokens and end of each request
                   begun/token_ids, ...   [tokens of all requests], one after the other
 
-Rewards are not among them: they are computed anew.
+Rewards are not among them, but for those that an environment gave: functions compute theirs again.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def _read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
     for row in rows:
         own = lengths[first : first + len(row["samples"])]
         end = start + int(own.sum())
-        columns = Columns(own.astype(np.int32), {name: array[start:end] for name, array in values.items()})
+        cuts = None if row["cuts"] is None else tuple(map(tuple, row["cuts"]))
+        columns = Columns(own.astype(np.int32), {name: array[start:end] for name, array in values.items()}, cuts)
         groups.append(SavedGroup(row["number"], row["prompt"], tuple(row["token_ids"]), row["samples"], columns))
         first, start = first + len(own), end
     return groups
@@ -251,6 +252,7 @@ def _tensors(groups: Mapping[int, Group]) -> dict[str, Tensor]:
             "prompt": group.samples[0].prompt.index,
             "token_ids": group.samples[0].prompt.token_ids,
             "samples": [_fields(sample) for sample in group.samples],
+            "cuts": group.batch.cuts,
         }
         for number, group in groups.items()
     ]
@@ -315,4 +317,5 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "n_tokens": sample.n_tokens,
         "n_sampled": sample.n_sampled,
         "versions": list(sample.versions),
+        "rewards": dict(sample.rewards),
     }

@@ -12,7 +12,7 @@ a rollout replica, log-probs of a trainer's replica. No piece passes through the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from fivefold.algorithms.imitation import EXPERT
 from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.packing import BatchPlan, MicroBatches, Share
-from fivefold.types import Batch, Columns, Totals
+from fivefold.types import Batch, Columns, Cuts, Totals, joined_cuts
 
 Indices = npt.NDArray[np.int64]
 
@@ -42,15 +42,20 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class RemoteBatch:
-    """N sequences by reference: their sizes, and pieces in the object store that hold their tokens."""
+    """N rows by reference: their sizes, and pieces in the object store that hold their tokens.
+
+    A row is a sequence, or the sequences of one episode, which stay together.
+    """
 
     lengths_N: Indices
-    """Tokens of each sequence."""
+    """Tokens of each row."""
     trained_N: Indices
     """Trained tokens of each sequence."""
     pieces: tuple[Piece, ...]
     scalars: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """float32 [N] each, by name: values of whole sequences, which `assemble` gives to each of their tokens."""
+    cuts: Cuts | None = None
+    """Tokens of each sequence of each row; None: each row is one sequence."""
 
     @staticmethod
     def of(columns: Columns) -> RemoteBatch:
@@ -60,6 +65,7 @@ class RemoteBatch:
             lengths_N=columns.lengths_N.astype(np.int64),
             trained_N=np.add.reduceat(columns.values["mask"].astype(np.int64), starts),
             pieces=(Piece(put(columns), np.arange(len(columns.lengths_N))),),
+            cuts=columns.cuts,
         )
 
     def __len__(self) -> int:
@@ -70,6 +76,11 @@ class RemoteBatch:
         """All tokens, prompts included."""
         return int(self.lengths_N.sum())
 
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.lengths_N.tolist() if self.cuts is None else [length for row in self.cuts for length in row]
+
     def totals(self) -> Totals:
         """Return the sizes of this batch, which must be a whole mini-batch if a loss is to be divided by them."""
         trained = self.trained_N
@@ -77,17 +88,17 @@ class RemoteBatch:
 
     def with_pieces(self, pieces: Sequence[Piece]) -> RemoteBatch:
         """Return a copy with further columns."""
-        return RemoteBatch(self.lengths_N, self.trained_N, (*self.pieces, *pieces), self.scalars)
+        return replace(self, pieces=(*self.pieces, *pieces))
 
     def with_scalars(self, **scalars: npt.NDArray[np.float32]) -> RemoteBatch:
         """Return a copy with further values of whole sequences."""
-        return RemoteBatch(self.lengths_N, self.trained_N, self.pieces, {**self.scalars, **scalars})
+        return replace(self, scalars={**self.scalars, **scalars})
 
     def untrained(self, indices: Sequence[int]) -> RemoteBatch:
         """Return a copy in which no token of the sequences at `indices` is trained."""
         trained_N, kept_N = self.trained_N.copy(), np.ones(len(self), np.float32)
         trained_N[list(indices)] = kept_N[list(indices)] = 0
-        return RemoteBatch(self.lengths_N, trained_N, self.pieces, {**self.scalars, KEPT: kept_N})
+        return replace(self, trained_N=trained_N, scalars={**self.scalars, KEPT: kept_N})
 
     @staticmethod
     def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
@@ -106,6 +117,7 @@ class RemoteBatch:
             np.concatenate([batch.lengths_N for batch in batches]),
             np.concatenate([batch.trained_N for batch in batches]),
             tuple(pieces.values()),
+            cuts=joined_cuts([(batch.lengths_N.tolist(), batch.cuts) for batch in batches]),
         )
 
     def select(self, indices: Sequence[int]) -> RemoteBatch:
@@ -118,6 +130,7 @@ class RemoteBatch:
             self.trained_N[chosen],
             tuple(piece for piece in pieces if (piece.sequences_M >= 0).any()),
             {name: values[chosen] for name, values in self.scalars.items()},
+            None if self.cuts is None else tuple(self.cuts[index] for index in chosen),
         )
 
     def orders(self, plan: BatchPlan) -> list[tuple[ShareOrder, list[Remote]]]:
@@ -163,6 +176,7 @@ class RemoteBatch:
             plan.micro_batches(replica),
             plan.longest,
             totals,
+            None if self.cuts is None else tuple(self.cuts[index] for index in own),
         )
         return order, [self.pieces[index].columns for index in needed]
 
@@ -208,6 +222,8 @@ class ShareOrder:
     micro_batches: MicroBatches
     longest: int
     totals: Totals
+    cuts: Cuts | None = None
+    """As in `RemoteBatch`."""
 
 
 def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
@@ -236,7 +252,7 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     fields |= {name: torch.from_numpy(np.repeat(values, order.lengths)) for name, values in order.scalars.items()}
     if KEPT in fields:
         mask_T = mask_T * fields.pop(KEPT)
-    batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields)
+    batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields, order.cuts)
     return Share(batch, order.micro_batches, order.longest, order.totals)
 
 

@@ -11,17 +11,18 @@ import numpy.typing as npt
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import NOT_SAMPLED, FinishReason, Prompt, Sample, Trajectory
+from fivefold.types import NOT_SAMPLED, Cuts, Episode, FinishReason, Prompt, Sample, cuts_of
 
 
 @dataclass(frozen=True)
 class Job:
-    """Completions of one prompt that one replica samples."""
+    """Episodes of one prompt that one replica plays."""
 
     number: int
     """Identifies the job in its stream. Parts of a group on several replicas share it."""
     prompt: Prompt
     requests: Sequence[GenerationRequest]
+    """The first request of each episode."""
     sampling: SamplingParams
     first: int = 0
     """Index of the first request in the prompt's group."""
@@ -46,39 +47,45 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """What a replica reports of its N trajectories to the driver: those of one job after the other."""
+    """What a replica reports of its N episodes to the driver: those of one job after the other."""
 
     jobs: list[int]
-    """Numbers of the jobs, all of whose requests have been answered."""
+    """Numbers of the jobs, all of whose episodes have ended."""
     texts: list[str]
-    """The sampled tokens of each trajectory, decoded without special tokens."""
+    """The sampled tokens of each episode, decoded without special tokens."""
     finish_reasons: list[FinishReason]
     lengths_N: npt.NDArray[np.int64]
-    """Tokens of each trajectory."""
+    """Tokens of each episode."""
     sampled_N: npt.NDArray[np.int64]
-    """Tokens of each trajectory that the policy sampled."""
+    """Tokens of each episode that the policy sampled."""
     versions_N2: npt.NDArray[np.int64]
-    """Oldest and newest version of the weights that sampled each trajectory."""
+    """Oldest and newest version of the weights that sampled each episode."""
+    rewards: list[Mapping[str, float]]
+    """Rewards by name that each episode's environment gave."""
+    cuts: Cuts | None
+    """Tokens of each sequence of each episode; None: each episode is one sequence."""
     busy_s: float
     """Seconds of work since the report before."""
     n_running: int = 0
-    """Requests that the replica has and has not answered."""
+    """Episodes that the replica has begun and that have not ended."""
     lost: Mapping[int, Sequence[GenerationRequest]] = field(default_factory=dict)
     """Jobs that were lost with their server, by number: requests with their tokens so far."""
     has_weights: bool = True
     """Whether the replica may get further jobs before the next weights."""
 
     @staticmethod
-    def of(jobs: Sequence[int], trajectories: Sequence[Trajectory], texts: list[str], busy_s: float = 0.0) -> Responses:
-        """Return the report of `trajectories`, whose sampled tokens decode to `texts`."""
-        sampled = [trajectory.versions_T[trajectory.mask_T] for trajectory in trajectories]
+    def of(jobs: Sequence[int], episodes: Sequence[Episode], texts: list[str], busy_s: float = 0.0) -> Responses:
+        """Return the report of `episodes`, whose sampled tokens decode to `texts`."""
+        sampled = [episode.sampled_versions for episode in episodes]
         return Responses(
             jobs=list(jobs),
             texts=texts,
-            finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
-            lengths_N=np.array([len(trajectory.tokens_T) for trajectory in trajectories], dtype=np.int64),
+            finish_reasons=[episode.finish_reason for episode in episodes],
+            lengths_N=np.array([episode.n_tokens for episode in episodes], dtype=np.int64),
             sampled_N=np.array([len(versions) for versions in sampled], dtype=np.int64),
             versions_N2=np.array([_span(versions) for versions in sampled], dtype=np.int64).reshape(-1, 2),
+            rewards=[episode.rewards for episode in episodes],
+            cuts=cuts_of(episodes),
             busy_s=busy_s,
         )
 
@@ -94,7 +101,7 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
     Args:
         jobs: the jobs that the report names, in its order.
         report: a replica's report.
-        columns: the reference to the columns of its trajectories.
+        columns: the reference to the columns of its episodes.
     """
     lengths, sampled, versions = (
         values.tolist() for values in (report.lengths_N, report.sampled_N, report.versions_N2)
@@ -104,14 +111,25 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
         end = start + len(job.requests)
         own = slice(start, end)
         samples = [
-            Sample(job.prompt, text, reason, length, n_sampled, (oldest, newest))
-            for text, reason, length, n_sampled, (oldest, newest) in zip(
-                report.texts[own], report.finish_reasons[own], lengths[own], sampled[own], versions[own], strict=True
+            Sample(job.prompt, text, reason, length, n_sampled, (oldest, newest), rewards)
+            for text, reason, length, n_sampled, (oldest, newest), rewards in zip(
+                report.texts[own],
+                report.finish_reasons[own],
+                lengths[own],
+                sampled[own],
+                versions[own],
+                report.rewards[own],
+                strict=True,
             )
         ]
         place_N = np.full(len(report.texts), -1)
         place_N[own] = np.arange(end - start)
-        batch = RemoteBatch(report.lengths_N[own], report.sampled_N[own], (Piece(columns, place_N),))
+        batch = RemoteBatch(
+            report.lengths_N[own],
+            report.sampled_N[own],
+            (Piece(columns, place_N),),
+            cuts=None if report.cuts is None else report.cuts[own],
+        )
         answers.append(Answer(job.number, job.first, samples, batch))
         start = end
     return answers

@@ -15,12 +15,15 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
+from fivefold.environments.environment import Task
+from fivefold.environments.play import Player
+from fivefold.environments.single_turn import SingleTurn
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
-from fivefold.types import Columns, Completion, Trajectory
+from fivefold.types import Columns, Episode
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation, Meeting
 
@@ -49,6 +52,7 @@ class RolloutWorker:
             own = followers[int(os.environ["RANK"])]
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self._engine = build_engine(spec, place, save)
+        self._player = Player(self._engine, SingleTurn())
         self._jobs: dict[int, Job] = {}
         """Jobs that are not done, by their number."""
         self._told: dict[int, list[GenerationRequest]] = {}
@@ -63,7 +67,7 @@ class RolloutWorker:
         """Begin further jobs, and go on with all of them until one is done or about `seconds` have passed.
 
         Returns:
-            The report on the jobs that are done, and the columns of their trajectories.
+            The report on the jobs that are done, and the columns of their episodes.
         """
         began, self._reported_at = self._reported_at or time.perf_counter(), None
         if not self._engine.has_weights:
@@ -72,18 +76,18 @@ class RolloutWorker:
             return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
         for job in jobs:
             self._jobs[job.number] = job
-            self._engine.submit(job.number, job.requests, job.sampling)
-        done = self._engine.collect(seconds)
-        report, columns = self._reported([(self._jobs.pop(number), answers) for number, answers in done], began)
+            self._player.begin(job.number, [Task(job.prompt, request, job.sampling) for request in job.requests])
+        done = self._player.advance(seconds)
+        report, columns = self._reported([(self._jobs.pop(number), episodes) for number, episodes in done], began)
         self._told = self._take_lost()
-        n_running, has_weights = self._engine.n_running, self._engine.has_weights
+        n_running, has_weights = self._player.n_running, self._engine.has_weights
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
         return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""
-        lost = self._engine.take_lost()
+        lost = self._player.take_lost()
         for number in lost:
             del self._jobs[number]
         return lost
@@ -94,20 +98,15 @@ class RolloutWorker:
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the requests of the jobs that are not done, by the job's number, with their tokens so far."""
-        return self._told | self._engine.unfinished()
+        return self._told | self._player.unfinished()
 
-    def _reported(
-        self, answers: Sequence[tuple[Job, list[Completion]]], began: float
-    ) -> tuple[Responses, Columns | None]:
-        """Return the report on jobs with their completions, and the columns of the trajectories."""
-        trajectories: list[Trajectory] = []
-        texts: list[str] = []
-        for job, completions in answers:
-            trajectories += [Trajectory.single_turn(job.prompt, completion) for completion in completions]
-            texts += decoded(self._tokenizer, completions)
-        numbers = [job.number for job, _ in answers]
-        report = Responses.of(numbers, trajectories, texts, time.perf_counter() - began)
-        return report, Columns.of(trajectories) if trajectories else None
+    def _reported(self, done: Sequence[tuple[Job, list[Episode]]], began: float) -> tuple[Responses, Columns | None]:
+        """Return the report on jobs with their episodes, and the columns of these."""
+        episodes = [episode for _, own in done for episode in own]
+        texts = decoded(self._tokenizer, [episode.sampled_tokens for episode in episodes])
+        numbers = [job.number for job, _ in done]
+        report = Responses.of(numbers, episodes, texts, time.perf_counter() - began)
+        return report, Columns.of(episodes) if episodes else None
 
     def take_weights(self, items: Iterator[Any], version: int) -> None:
         """Replace all weights by a transport's items, whose version is `version`."""

@@ -62,7 +62,9 @@ class Trainer:
             with_gradient: whether the pass computes gradients, for which activations are kept.
         """
         planner = self._planner if model == "own" else self._reference_planner
-        plan = planner.plan((batch.lengths_N + n_appended).tolist(), with_gradient=with_gradient)
+        lengths = (batch.lengths_N + n_appended).tolist()
+        cuts = None if batch.cuts is None else tuple((*row[:-1], row[-1] + n_appended) for row in batch.cuts)
+        plan = planner.plan(lengths, with_gradient=with_gradient, cuts=cuts)
         orders = batch.orders(plan)
         arguments = [(order, *between, *columns) for order, columns in orders]
         return plan, [arguments[replica] for replica in self._replicas]

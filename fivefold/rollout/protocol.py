@@ -147,6 +147,11 @@ def group_requests(
     ]
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a later request of an episode; `turn` counts its requests from 0, the first has `seed`."""
+    return _hash_seed("turn", seed, turn)
+
+
 def _is_in_share(row: int, share: float) -> bool:
     """Return whether row `row` belongs to a share that is spread evenly over all rows."""
     return math.ceil((row + 1) * share) > math.ceil(row * share)

@@ -10,12 +10,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from fivefold.types import Completion
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -73,10 +73,10 @@ def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
         tokenizer.chat_template = {name: written(one) for name, one in template.items()}
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
-    """Return completions as texts, as rewards get them: without special tokens, and else as they were written."""
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+    """Return sampled tokens as texts, as rewards get them: without special tokens, and else as they were written."""
     # Some tokenizers ask to take the spaces before punctuation away, which a program or a format may need.
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     # As arrays, because the library looks at each element of a list.
-    texts: list[Any] = [tokenizer.decode(completion.token_ids, **options) for completion in completions]
+    texts: list[Any] = [tokenizer.decode(tokens, **options) for tokens in token_ids]
     return texts

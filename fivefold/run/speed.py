@@ -113,7 +113,7 @@ class StepSpeed:
     def _of_phase(self, phase: str, model: _Model, worked: Worked, seconds: float) -> dict[str, float]:
         trains, batch = phase in _TRAINING, worked.trained if phase in _TRAINING else worked.scored
         given = worked.given if phase == "train" else ()
-        lengths = [*batch.lengths_N.tolist(), *(n for columns in given for n in columns.lengths_N.tolist())]
+        lengths = [*batch.sequence_lengths, *(n for columns in given for n in columns.lengths_N.tolist())]
         n_trained = int(batch.trained_N.sum()) + sum(int(columns.values["mask"].sum()) for columns in given)
         forward = model.forward.on(lengths, n_trained)
         flops = forward.total * (model.epochs * BACKWARD_AND_FORWARD if trains else 1.0)

@@ -17,7 +17,7 @@ from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch
 from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
-from fivefold.types import Columns
+from fivefold.types import Columns, joined_cuts
 from fivefold.update.step import Part, Prepared, StepOutcome
 
 RIGHT = "is_right"
@@ -173,4 +173,5 @@ def _with_experts(batch: RemoteBatch, columns: Columns) -> RemoteBatch:
         np.concatenate([batch.trained_N, np.zeros(m, np.int64)]),
         (*batch.pieces, *(Piece(piece.columns, n + piece.sequences_M) for piece in own.pieces)),
         scalars,
+        joined_cuts([(batch.lengths_N.tolist(), batch.cuts), (own.lengths_N.tolist(), own.cuts)]),
     )

@@ -47,13 +47,13 @@ class WholeBatches(EngineBase[Any]):
 
     def share(self, batch: Batch) -> Share:
         """Return this replica's share of a whole mini-batch."""
-        return self.planner.plan(batch.lengths).share(batch, self.groups.dp.rank())
+        return self.planner.plan(batch.lengths, cuts=batch.cuts).share(batch, self.groups.dp.rank())
 
     def _assembled(self, batch: Batch, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of the whole mini-batch, of which `own` has this replica's part."""
         whole = torch.zeros(len(own), batch.n_tokens)
         starts, place = batch.offsets(), 0
-        for index in self.planner.plan(batch.lengths).sequences(self.groups.dp.rank()):
+        for index in self.planner.plan(batch.lengths, cuts=batch.cuts).sequences(self.groups.dp.rank()):
             length = batch.lengths[index]
             whole[:, starts[index] : starts[index + 1]] = own[:, place : place + length]
             place += length

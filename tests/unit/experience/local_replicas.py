@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from fivefold.cluster.group import KeptCall, WorkerGroup
+from fivefold.environments.play import Player
+from fivefold.environments.single_turn import SingleTurn
 from fivefold.roles.gate import Gate
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout import ExpectedLengths, Rollout
@@ -27,6 +29,7 @@ class EngineWorker(RolloutWorker):
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._player = Player(engine, SingleTurn())
         self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
         self._jobs, self._told = {}, {}
         self._answers_beside, self._reported_at = False, None

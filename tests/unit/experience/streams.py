@@ -28,13 +28,20 @@ from fivefold.roles.reward_model import RewardModel
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.types import Columns, Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 BATCH, SAMPLES, STEPS = 4, 2, 6
 PATIENCE_S = 300.0
 """Seconds after which a test takes what it waits for as failed; nothing that holds depends on them."""
+
+
+def arithmetic(n: int) -> list[Prompt]:
+    tokenizer = load_tokenizer("fivefold/models/tiny-moe")
+    texts = [f"{12 + i}+{37 + 2 * i}=" for i in range(n)]
+    return [Prompt(i, text, tuple(tokenizer(text).input_ids), "") for i, text in enumerate(texts)]
 
 
 def full_marks(response: str, ground_truth: Any, **_: Any) -> float:
@@ -145,7 +152,7 @@ class ScriptedWorker(RolloutWorker):
             raise OSError("the replica is gone")
         self.n_answered += 1
         self.n_gone_on += job.requests[0].begun is not None
-        trajectories = [Trajectory.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0)) for _ in job.requests]
+        trajectories = [Episode.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0)) for _ in job.requests]
         return Responses.of([job.number], trajectories, ["5"] * len(trajectories), 0.001), Columns.of(trajectories)
 
 

@@ -16,7 +16,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.types import Columns, Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 from tests.unit.experience.streams import Parts, full_marks, recipe_of
 
@@ -48,7 +48,7 @@ class RandomWorker(RolloutWorker):
         done = [pair for pair in self._begun if self._rng.random() < 0.3]
         self._begun = [pair for pair in self._begun if pair not in done]
         answers = [
-            Trajectory.single_turn(job.prompt, self._completion(began)) for job, began in done for _ in job.requests
+            Episode.single_turn(job.prompt, self._completion(began)) for job, began in done for _ in job.requests
         ]
         report = Responses.of([job.number for job, _ in done], answers, ["5"] * len(answers), 0.001)
         n_running = sum(len(job.requests) for job, _ in self._begun)

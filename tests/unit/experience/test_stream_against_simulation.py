@@ -13,8 +13,9 @@ import pytest
 from fivefold.planning.simulation.lengths import Lengths, log_normal
 from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
+from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Completion, Prompt
+from fivefold.types import Columns, Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
 
@@ -37,10 +38,12 @@ class SleepingEngine:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
-        self._left: dict[tuple[int, int], int] = {}
-        """Tokens that each running request lacks, by its job and its place there."""
+        self._left: dict[int, int] = {}
+        """Tokens that each running request lacks, by its number."""
         self._waiting: deque[tuple[int, int]] = deque()
-        self._sizes: dict[int, int] = {}
+        """Numbers and lengths of the requests that have not begun."""
+        self.places: dict[int, int] = {}
+        """Place of each request in the run, by its seed."""
         self.has_weights = True
         self.seconds = 0.0
         self.n_tokens = 0
@@ -55,26 +58,26 @@ class SleepingEngine:
         return {}
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        self._sizes[number] = len(requests)
-        self._waiting += ((number, place) for place in range(len(requests)))
+        for request in requests:
+            self._waiting.append((number, self._lengths[self.places[request.seed]]))
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
         began = time.perf_counter()
         before = began if self._since is None else self._since
         while self.n_running and time.perf_counter() < began + seconds:
             while self._waiting and len(self._left) < SLOTS:
-                number, place = self._waiting.popleft()
-                self._left[number, place] = self._lengths[SAMPLES * number + place]
+                number, length = self._waiting.popleft()
+                self._left[number] = length
             time.sleep(TOKEN_S)
-            self._left = {key: left - 1 for key, left in self._left.items() if left > 1}
+            done = [number for number, left in self._left.items() if left <= 1]
+            self._left = {number: left - 1 for number, left in self._left.items() if left > 1}
             now = time.perf_counter()
             self.seconds += now - before
             self.n_tokens += 1
             before = now
             self._since = now if self.n_running else None
-            running = {number for number, _ in (*self._left, *self._waiting)}
-            if done := self._sizes.keys() - running:
-                return [(n, [Completion.of([5], [-1.0], "stop", 0)] * self._sizes.pop(n)) for n in sorted(done)]
+            if done:
+                return [(number, [Completion.of([5], [-1.0], "stop", 0)]) for number in sorted(done)]
         return []
 
 
@@ -84,6 +87,12 @@ class SleepingWorker(EngineWorker):
     def __init__(self, lengths: Sequence[int]) -> None:
         self.engine = SleepingEngine(lengths)
         super().__init__(self.engine)
+
+    def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
+        """Tell the engine the place of each request in the run."""
+        for job in jobs:
+            self.engine.places |= {each.seed: SAMPLES * job.number + n for n, each in enumerate(job.requests)}
+        return super().advance(jobs, seconds)
 
     def set_version(self, version: int) -> None:
         """Wait for the slice in progress, as new weights do."""

@@ -23,8 +23,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, complete, group_requests
-from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Completion, FinishReason, Prompt, Trajectory
+from fivefold.types import Columns, Completion, Episode, FinishReason, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
@@ -33,6 +32,7 @@ from tests.unit.experience.streams import (
     STEPS,
     ScriptedWorker,
     answered,
+    arithmetic,
     common,
     full_marks,
     recipe_of,
@@ -43,12 +43,6 @@ from tests.unit.experience.streams import (
 
 def half_marks(response: str, ground_truth: Any, **_: Any) -> float:
     return float(len(response) % 2)
-
-
-def arithmetic(n: int) -> list[Prompt]:
-    tokenizer = load_tokenizer("fivefold/models/tiny-moe")
-    texts = [f"{12 + i}+{37 + 2 * i}=" for i in range(n)]
-    return [Prompt(i, text, tuple(tokenizer(text).input_ids), "") for i, text in enumerate(texts)]
 
 
 def told(experience: Experience) -> list[tuple[int, str, int]]:
@@ -176,7 +170,7 @@ class NotingWorker(ScriptedWorker):
         self._waiting += jobs
         job = self._waiting.pop(0)
         completion = Completion.of([5] * (1 + job.prompt.index), [-1.0] * (1 + job.prompt.index), "stop", 0)
-        trajectories = [Trajectory.single_turn(job.prompt, completion) for _ in job.requests]
+        trajectories = [Episode.single_turn(job.prompt, completion) for _ in job.requests]
         report = Responses.of([job.number], trajectories, ["5"] * SAMPLES, 0.001)
         return replace(report, n_running=SAMPLES * len(self._waiting)), Columns.of(trajectories)
 
@@ -267,12 +261,12 @@ def test_a_checkpoint_has_the_tokens_of_jobs_that_wait_for_another_server(tmp_pa
 
 
 class LosingEngine:
-    """An engine whose server has died with a job; it has weights again."""
+    """An engine whose server dies with each request; it has weights again at once."""
 
     n_running, has_weights = 0, True
 
-    def __init__(self, lost: dict[int, list[GenerationRequest]]) -> None:
-        self._lost = lost
+    def __init__(self) -> None:
+        self._lost: dict[int, list[GenerationRequest]] = {}
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         return {}
@@ -282,7 +276,7 @@ class LosingEngine:
         return lost
 
     def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Take a job and do nothing with it."""
+        self._lost[number] = list(requests)
 
     def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
         return []
@@ -290,7 +284,7 @@ class LosingEngine:
 
 def test_a_replica_knows_the_jobs_that_it_has_lost_until_its_report_was_read() -> None:
     request = GenerationRequest((3, 4), 0)
-    worker = EngineWorker(LosingEngine({8: [request]}))
+    worker = EngineWorker(LosingEngine())
     sampling = SamplingParams.for_training(recipe_of())
     report, _ = worker.advance([Job(8, Prompt(0, "", (3, 4), ""), [request], sampling)], 0.0)
     assert report.lost == worker.unfinished() == {8: [request]}

@@ -18,7 +18,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.types import Columns, Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 from tests.unit.experience.streams import BATCH, SAMPLES, Parts, recipe_of
 
@@ -52,9 +52,9 @@ class NumberedWorker(RolloutWorker):
         n_running = sum(len(job.requests) for job in self._waiting)
         return replace(report, n_running=n_running), Columns.of(done)
 
-    def _trajectory(self, job: Job, number: int) -> Trajectory:
+    def _trajectory(self, job: Job, number: int) -> Episode:
         prompt = replace(job.prompt, token_ids=(1,) * max(1, 10 * job.prompt.index + number - 1))
-        return Trajectory.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0))
+        return Episode.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0))
 
 
 def judge(response: str, ground_truth: Any, **_: Any) -> float:

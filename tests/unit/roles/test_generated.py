@@ -8,29 +8,27 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Job, Responses, Work, answers_of, load_metrics
 from fivefold.roles.rollout import ExpectedLengths
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Columns, Prompt, Sample, Trajectory
+from fivefold.types import Columns, Episode, Prompt, Sample, Trajectory
 
 SAMPLING = SamplingParams(16, 0, False, 1.0, 1.0, 0, (), ())
 
 
-def trajectory(group: int, mask: list[bool], versions: list[int]) -> Trajectory:
+def episode(mask: list[bool], versions: list[int]) -> Episode:
     n = len(mask)
-    return Trajectory(
-        group,
-        "",
-        "stop",
+    trajectory = Trajectory(
         np.arange(n, dtype=np.int32),
         np.array(mask, dtype=np.bool_),
         np.zeros(n, dtype=np.float32),
         np.array(versions, dtype=np.int32),
     )
+    return Episode((trajectory,), "stop")
 
 
 def test_a_report_becomes_the_samples_of_its_jobs_and_reports_together_a_batch() -> None:
     prompts = [Prompt(index, f"prompt {index}", (1,), None) for index in range(3)]
     jobs = [Job(number, prompt, [GenerationRequest((1,), 0)], SAMPLING) for number, prompt in enumerate(prompts)]
-    first = [trajectory(0, [False, True, True], [-1, 4, 5]), trajectory(1, [False, True], [-1, 5])]
-    second = [trajectory(2, [False], [-1])]  # nothing was sampled
+    first = [episode([False, True, True], [-1, 4, 5]), episode([False, True], [-1, 5])]
+    second = [episode([False], [-1])]  # nothing was sampled
     reports = [
         (Responses.of([2], second, [""], busy_s=1.0), "one replica's columns"),
         (Responses.of([1, 0], first[::-1], ["b", "a"], busy_s=4.0), "another one's"),

@@ -27,7 +27,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.types import Columns, Completion, Prompt, Sample, Trajectory
+from fivefold.types import Columns, Completion, Episode, Prompt, Sample
 from fivefold.update.compose import policy_update
 from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.step import UpdateState
@@ -78,7 +78,7 @@ def samples_of_a_step() -> tuple[list[Sample], Columns]:
             n = rng.choice([0, 1, 2, 3, 6])
             tokens, logprobs = rng.choices(range(VOCAB), k=n), [-2.0 - 0.2 * rng.random() for _ in range(n)]
             completion = Completion.of(tokens, logprobs, "length" if n == 6 else "stop", version=0)
-            trajectories.append(Trajectory.single_turn(prompt, completion))
+            trajectories.append(Episode.single_turn(prompt, completion))
             reward = 1.0 if number == 0 else float(index % 2)
             length = len(prompt.token_ids) + n
             samples.append(Sample(prompt, "", completion.finish_reason, length, n, (0, 0), {"right": reward}))

@@ -11,7 +11,7 @@ from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Columns, Completion, Prompt, Trajectory
+from fivefold.types import Columns, Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 SLOTS, SIZE, N_JOBS = 8, 4, 12
@@ -40,9 +40,7 @@ class TailedWorker(RolloutWorker):
         done = [job for job, left in self._left if not any(left)]
         self._left = [(job, left) for job, left in self._left if any(left)]
         trajectories = [
-            Trajectory.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0))
-            for job in done
-            for _ in job.requests
+            Episode.single_turn(job.prompt, Completion.of([5], [-1.0], "stop", 0)) for job in done for _ in job.requests
         ]
         report = Responses.of([job.number for job in done], trajectories, ["5"] * len(trajectories))
         n_running = sum(map(bool, (tokens for _, left in self._left for tokens in left)))

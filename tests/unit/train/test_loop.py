@@ -37,7 +37,7 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
 from fivefold.train_setup import set_up
-from fivefold.types import Columns, Completion, Trajectory
+from fivefold.types import Columns, Completion, Episode
 from fivefold.update.updates import MOST_SKIPPED, Skips
 from fivefold.weights.offer import WeightOffer
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
@@ -68,8 +68,8 @@ class FixedWorker(RolloutWorker):
         done = [self.trajectory(job) for job in jobs for _ in job.requests]
         return Responses.of([job.number for job in jobs], done, self.texts(jobs), 0.001), Columns.of(done)
 
-    def trajectory(self, job: Job) -> Trajectory:
-        return Trajectory.single_turn(job.prompt, Completion.of([5, 6], [-1.0, -1.0], "length", 0))
+    def trajectory(self, job: Job) -> Episode:
+        return Episode.single_turn(job.prompt, Completion.of([5, 6], [-1.0, -1.0], "length", 0))
 
     def texts(self, jobs: Sequence[Job]) -> list[str]:
         return ["56" for job in jobs for _ in job.requests]

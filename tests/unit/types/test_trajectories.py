@@ -6,11 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Batch, Columns, Completion, Prompt, Sample, Totals, Trajectory
+from fivefold.types import (
+    NOT_SAMPLED,
+    UNKNOWN_EXPERT,
+    Batch,
+    Columns,
+    Completion,
+    Episode,
+    Prompt,
+    Sample,
+    Totals,
+    Trajectory,
+)
 
 
 def trajectory(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Trajectory:
     return Trajectory.single_turn(problem(prompt), Completion.of(tokens, logprobs, "stop", version=7))
+
+
+def episode(*trajectories: Trajectory) -> Episode:
+    return Episode(trajectories, "stop")
 
 
 def problem(prompt: tuple[int, ...]) -> Prompt:
@@ -19,7 +34,6 @@ def problem(prompt: tuple[int, ...]) -> Prompt:
 
 def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
     made = trajectory((1, 2, 3), (7, 8), (-0.5, -0.25))
-    assert (made.group, made.data_source, made.finish_reason) == (3, "sums", "stop")
     assert made.tokens_T.tolist() == [1, 2, 3, 7, 8]
     assert made.mask_T.tolist() == [False, False, False, True, True]
     assert made.logprobs_T.tolist() == [0, 0, 0, -0.5, -0.25]
@@ -49,24 +63,42 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 routes"):
         Trajectory.single_turn(problem((1,)), without_route)
     with pytest.raises(ValueError, match="must have one length"):
-        Trajectory(0, "", "stop", np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
+        Trajectory(np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"must have one length.*'routes_TLK': 2"):
-        Trajectory(0, "", "stop", *np.zeros((4, 3), np.int32), np.zeros((2, 1, 1), np.int16))
+        Trajectory(*np.zeros((4, 3), np.int32), np.zeros((2, 1, 1), np.int16))
 
 
 def test_trajectories_of_one_and_several_turns_are_laid_end_to_end() -> None:
     mask = np.array([False, True, False, True])  # a prompt, a response, a tool's answer, a response
     routes = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
     versions = np.array([-1, 4, -1, 5], np.int32)
-    turns = Trajectory(8, "", "length", np.arange(4, dtype=np.int32), mask, -mask.astype(np.float32), versions, routes)
-    columns = Columns.of([trajectory((5,), (6,), (-1.0,)), turns])
+    turns = Trajectory(np.arange(4, dtype=np.int32), mask, -mask.astype(np.float32), versions, routes)
+    columns = Columns.of([episode(trajectory((5,), (6,), (-1.0,))), episode(turns)])
     assert columns.lengths_N.tolist() == [2, 4]
     assert columns.values["tokens"].tolist() == [5, 6, 0, 1, 2, 3]
     assert columns.values["mask"].tolist() == [False, True, *mask]
     assert columns.values["rollout_logprobs"].tolist() == [0, -1, 0, -1, 0, -1]
     assert columns.values["versions"].tolist() == [-1, 7, *versions]
     assert "routes" not in columns.values, "the first trajectory has none"
-    assert Columns.of([turns, turns]).values["routes"].shape == (8, 2, 3)
+    assert columns.cuts is None
+    assert Columns.of([episode(turns), episode(turns)]).values["routes"].shape == (8, 2, 3)
+
+
+def test_an_episode_of_several_sequences_is_one_row_with_cuts() -> None:
+    one, two = trajectory((1, 2), (7, 8), (-0.5, -0.25)), trajectory((1, 2, 3), (9,), (-0.125,))
+    columns = Columns.of([episode(one, two), episode(two)])
+    assert columns.lengths_N.tolist() == [8, 4]
+    assert columns.cuts == ((4, 4), (4,))
+    assert columns.values["tokens"].tolist() == [1, 2, 7, 8, 1, 2, 3, 9, 1, 2, 3, 9]
+    tokens_T, mask_T = torch.tensor(columns.values["tokens"]), torch.tensor(columns.values["mask"]).float()
+    batch = Batch((8, 4), tokens_T, mask_T, cuts=columns.cuts)
+    assert batch.sequence_lengths == (4, 4, 4)
+    assert batch.totals() == Totals(n_sequences=2, n_tokens=12, n_trained_tokens=4, n_trained_sequences=2)
+    assert batch.select([1, 0]).cuts == ((4,), (4, 4))
+    with pytest.raises(ValueError, match="do not sum to the lengths"):
+        Batch((8, 4), tokens_T, mask_T, cuts=((4, 3), (4,)))
+    with pytest.raises(ValueError, match="has no trajectory"):
+        episode()
 
 
 def test_a_sample_adds_its_rewards_up() -> None:

@@ -1,0 +1,225 @@
+"""Plays the episodes of many jobs at the same time against one engine.
+
+    begin ─> a coroutine for each episode ─complete─> requests ─> engine ─> completions ─┐
+                        ^                                                                │
+                        └────────────────────────────────────────────────────────────────┘
+
+Coroutines run between two slices of the engine, in its thread and in the order in which they were begun. What episodes
+ask for, and in which order, is therefore the same in every run with the same completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.environments.environment import Environment, Task
+from fivefold.rollout.protocol import Begun, GenerationRequest, RolloutEngine, SamplingParams, turn_seed
+from fivefold.types import Completion, Episode
+
+PAUSE_S = 0.005
+"""Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
+
+
+class Player:
+    """Plays the episodes of jobs. Only one thread may use it."""
+
+    def __init__(self, engine: RolloutEngine, environment: Environment) -> None:
+        """Begin without a job.
+
+        Args:
+            engine: answers the requests of episodes, and no others.
+            environment: plays each episode.
+        """
+        self._environment = environment
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
+        self._calls = _Calls(engine, self._loop)
+        self._jobs: dict[int, list[_Session]] = {}
+        """Sessions of the jobs that are not done, by the job's number."""
+        self._lost: dict[int, list[GenerationRequest]] = {}
+
+    @property
+    def n_running(self) -> int:
+        """Number of episodes that have not ended."""
+        return sum(not session.has_ended for sessions in self._jobs.values() for session in sessions)
+
+    def begin(self, number: int, tasks: Sequence[Task]) -> None:
+        """Begin the episodes of job `number`."""
+        self._jobs[number] = sessions = [_Session(task, self._calls) for task in tasks]
+        for session in sessions:
+            session.episode = self._loop.create_task(self._environment.run(session.task, session))
+
+    def advance(self, seconds: float) -> list[tuple[int, list[Episode]]]:
+        """Go on until a job is done or lost, or about `seconds` have passed. What an environment raises is raised here.
+
+        Returns:
+            Each job that is done, by its number, with its episodes in the order of its tasks.
+        """
+        deadline, left = time.monotonic() + seconds, seconds
+        self._run_coroutines()
+        while not (done := self._take_done()):
+            self._calls.submit_waiting()
+            waits_elsewhere = self.n_running > self._calls.n_open
+            if not waits_elsewhere and not self._calls.are_running:
+                break
+            most = min(left, PAUSE_S) if waits_elsewhere else left
+            if not self._calls.collect(most) and waits_elsewhere:
+                self._loop.run_until_complete(asyncio.sleep(most))
+            self._run_coroutines()
+            self._forget_lost()
+            if self._lost or (left := deadline - time.monotonic()) <= 0:
+                return self._take_done()
+        return done
+
+    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+        """Return the jobs whose episodes another engine could go on with: the first requests with their tokens so far.
+
+        Those that `take_lost` has not returned are among them, and not those that would begin again.
+        """
+        asked = self._calls.unfinished()
+        going = {number: jobs for number, jobs in self._jobs.items() if any(session.asks(asked) for session in jobs)}
+        return self._lost | {number: [each.so_far(asked) for each in sessions] for number, sessions in going.items()}
+
+    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+        """Return the jobs that were lost with the engine's requests since the last call, as `unfinished` does."""
+        self._forget_lost()
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def _forget_lost(self) -> None:
+        asked = self._calls.lose()
+        lost = [number for number, sessions in self._jobs.items() if any(each.asks(asked) for each in sessions)]
+        for number in lost:
+            sessions = self._jobs.pop(number)
+            self._lost[number] = [session.so_far(asked) for session in sessions]
+            for session in sessions:
+                session.episode.cancel()
+                self._calls.forget(session.call)
+        if lost:
+            self._run_coroutines()  # in which those that were cancelled end
+
+    def _run_coroutines(self) -> None:
+        """Run each coroutine that can run, until it waits."""
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+
+    def _take_done(self) -> list[tuple[int, list[Episode]]]:
+        sessions = [session for own in self._jobs.values() for session in own if session.has_ended]
+        if failures := [error for session in sessions if (error := session.episode.exception()) is not None]:
+            raise failures[0]
+        numbers = [number for number, own in self._jobs.items() if all(session.has_ended for session in own)]
+        return [(number, [session.episode.result() for session in self._jobs.pop(number)]) for number in numbers]
+
+
+@dataclass(eq=False)
+class _Session:
+    """What an environment has of the engine while it plays one episode (`Client`)."""
+
+    task: Task
+    calls: _Calls
+    episode: asyncio.Task[Episode] = field(init=False)
+    n_calls: int = 0
+    call: int | None = None
+    """Number of the last call at the engine; None: there was none."""
+    first: Completion | None = None
+    """The first completion."""
+
+    async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """Sample one completion (`Client`)."""
+        turn, self.n_calls = self.n_calls, self.n_calls + 1
+        request = self.task.request
+        if turn > 0:
+            request = replace(request, seed=turn_seed(request.seed, turn), begun=None)
+        request = replace(request, token_ids=tuple(token_ids))
+        self.call, answer = self.calls.ask(request, sampling or self.task.sampling)
+        completion = await answer
+        self.first = self.first or completion
+        return completion
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the environment has returned the episode, or raised."""
+        return self.episode.done()
+
+    def asks(self, asked: Mapping[int, GenerationRequest]) -> bool:
+        """Return whether the episode waits for one of these requests at the engine."""
+        return not self.has_ended and self.call in asked
+
+    def so_far(self, asked: Mapping[int, GenerationRequest]) -> GenerationRequest:
+        """Return the task's request with what its completion has so far.
+
+        An episode of several turns is played again after its first completion.
+
+        Args:
+            asked: requests at the engine, by number, with their tokens so far.
+        """
+        if self.first is not None:
+            whole = self.first
+            begun = Begun(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason)
+            return replace(self.task.request, begun=begun)
+        request = asked.get(self.call) if self.call is not None else None
+        return self.task.request if request is None else request
+
+
+class _Calls:
+    """The requests that an engine has not answered."""
+
+    def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._n_asked = 0
+        self._answers: dict[int, asyncio.Future[Completion]] = {}
+        self._waiting: list[tuple[int, GenerationRequest, SamplingParams]] = []
+        """Requests that the engine does not have yet, because it works or has no weights."""
+
+    @property
+    def n_open(self) -> int:
+        """Number of requests that are not answered."""
+        return len(self._answers)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether the engine has requests that are not answered."""
+        return self._engine.n_running > 0
+
+    def ask(self, request: GenerationRequest, sampling: SamplingParams) -> tuple[int, asyncio.Future[Completion]]:
+        """Take a request for the next `submit_waiting`. Returns its number and its answer."""
+        number, self._n_asked = self._n_asked, self._n_asked + 1
+        self._waiting.append((number, request, sampling))
+        self._answers[number] = self._loop.create_future()
+        return number, self._answers[number]
+
+    def submit_waiting(self) -> None:
+        """Give the engine what was asked for, if it has weights."""
+        if self._engine.has_weights:
+            waiting, self._waiting = self._waiting, []
+            for number, request, sampling in waiting:
+                self._engine.submit(number, [request], sampling)
+
+    def collect(self, seconds: float) -> bool:
+        """Let the engine work until a request is answered, or about `seconds` have passed; return whether one is."""
+        done = self._engine.collect(seconds) if self.are_running else []
+        for number, [completion] in done:
+            self._answers.pop(number).set_result(completion)
+        return bool(done)
+
+    def forget(self, number: int | None) -> None:
+        """Forget a request that the engine does not have."""
+        self._waiting = [each for each in self._waiting if each[0] != number]
+        if number in self._answers:
+            del self._answers[number]
+
+    def unfinished(self) -> dict[int, GenerationRequest]:
+        """Return the engine's requests by number, with their tokens up to the last weights."""
+        return {number: request for number, [request] in self._engine.unfinished().items()}
+
+    def lose(self) -> dict[int, GenerationRequest]:
+        """Forget the requests that the engine has lost; return them by number, with their tokens so far."""
+        lost = {number: request for number, [request] in self._engine.take_lost().items()}
+        for number in lost:
+            del self._answers[number]
+        return lost
