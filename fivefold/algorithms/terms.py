@@ -22,11 +22,13 @@ def with_teacher(
 def without_drifted(cost_T: torch.Tensor, tokens: PolicyTokens, delta: float) -> tuple[torch.Tensor, Sums]:
     """Return the costs with 0 in sequences of a negative advantage whose mean of log p_old - log p is above delta.
 
-    Off-policy sequence masking (DeepSeek-AI 2025, arXiv 2512.02556, section 3.1).
+    Off-policy sequence masking (DeepSeek-AI 2025, arXiv 2512.02556, section 3.1). Where tokens have advantages of their
+    own, their mean decides for the whole sequence.
     """
-    drift_T = tokens.sequences.spread(tokens.sequences.mean(-tokens.log_ratio_T.detach()))
-    drifted_T = tokens.trained_T & (tokens.advantages_T < 0) & (drift_T > delta)
-    return zero_unless(~drifted_T, cost_T), {"opsm_masked": count(drifted_T, drift_T)}
+    sequences = tokens.sequences
+    drift_S, advantage_S = sequences.mean(-tokens.log_ratio_T.detach()), sequences.mean(tokens.advantages_T)
+    drifted_T = tokens.trained_T & sequences.spread((advantage_S < 0) & (drift_S > delta))
+    return zero_unless(~drifted_T, cost_T), {"opsm_masked": count(drifted_T, tokens.advantages_T)}
 
 
 def with_kl(

@@ -137,7 +137,7 @@ def _content(data: bytes) -> str:
     """
     try:
         content = json.loads(data)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise ChatFailed(f"the reply has no choices[0].message.content: {_shown(data)}", again=True) from error
     if not isinstance(content, str):
         raise ChatFailed(f"the answer is {content!r:.{SHOWN}} and no text", again=True)

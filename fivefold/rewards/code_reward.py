@@ -14,8 +14,7 @@ from typing import Any, Literal
 from fivefold.rewards.code_tests import read_tests
 from fivefold.rewards.sandbox.runner import Sandbox, missing, run
 
-FENCED = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE)
-"""A fenced block: its indentation, its fence, what stands behind the fence, and its content."""
+FENCE = re.compile(r"`{3,}")
 IN_PYTHON = re.compile(r"\s*(python|py)3?\b", re.IGNORECASE)
 """What stands behind the fence of a block in Python."""
 MOST_AT_ONCE = 1024
@@ -116,10 +115,54 @@ class CodeReward:
 
 def program_of(response: str) -> str:
     """Return the last fenced block of a response that is marked as Python, else the last one, else all of it."""
-    blocks = FENCED.findall(response)
+    blocks = _blocks(response)
     if not blocks:
         return response
-    marked = [block for block in blocks if IN_PYTHON.match(block[2])]
-    indentation, _, _, program = (marked or blocks)[-1]
-    # Blocks in lists are indented as a whole.
-    return textwrap.dedent(program) if indentation else program
+    marked = [block for block in blocks if IN_PYTHON.match(block.info)]
+    return (marked or blocks)[-1].program
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A fenced block."""
+
+    info: str
+    """What stands behind the opening fence."""
+    program: str
+
+
+def _blocks(response: str) -> list[_Block]:
+    """Return the closed blocks of a response.
+
+    The opening fence may stand behind other text, such as `</think>`, and other text behind the closing one.
+    """
+    blocks: list[_Block] = []
+    opening: tuple[str, str, str] | None = None
+    content: list[str] = []
+    for line in response.splitlines(keepends=True):
+        if opening is None:
+            opening, content = _opening(line), []
+        elif line.lstrip(" \t").startswith(opening[1]):
+            before, _, info = opening
+            program = "".join(content)
+            # Blocks in lists are indented as a whole.
+            blocks.append(_Block(info, textwrap.dedent(program) if before else program))
+            opening = None
+        else:
+            content.append(line)
+    return blocks
+
+
+def _opening(line: str) -> tuple[str, str, str] | None:
+    """Return what stands before the fence that a line opens a block with, the fence, and what stands behind it.
+
+    None: the line opens none. A fence that is closed on its line holds a piece of text.
+    """
+    start = 0
+    while fence := FENCE.search(line, start):
+        closing = line.find(fence[0], fence.end())
+        if closing < 0:
+            info = line[fence.end() :]
+            return None if "`" in info else (line[: fence.start()], fence[0], info)
+        start = closing + len(fence[0])
+    return None

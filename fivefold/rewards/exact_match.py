@@ -23,8 +23,9 @@ class ExactMatch:
     """
 
     pattern: str | None = None
-    """Regular expression that finds the answer in the response. Its last match counts: the first group of it, or all of
-    it if there are no groups. A response without a match earns 0. None: the whole response is the answer."""
+    """Regular expression that finds the answer in the response. Its last match counts: the first group of it that takes
+    part in the match, or all of it if there are no groups. A response without a match earns 0. None: the whole response
+    is the answer."""
     ignore_case: bool = False
     """Whether upper and lower case are the same."""
     numbers: bool = False
@@ -51,8 +52,8 @@ class ExactMatch:
         answer = self._answer(response)
         if answer is None:
             return 0.0
-        accepted = accepted_answers(ground_truth)
-        return float(any(self._normal_form(answer) == self._normal_form(as_text(truth)) for truth in accepted))
+        forms = [form for truth in accepted_answers(ground_truth) for form in _forms(truth)]
+        return float(any(self._normal_form(answer) == self._normal_form(form) for form in forms))
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth with which no answer can be compared.
@@ -73,7 +74,8 @@ class ExactMatch:
         matches = list(re.finditer(self.pattern, response))
         if not matches:
             return None
-        return matches[-1].group(1 if matches[-1].re.groups else 0)
+        groups = matches[-1].groups()
+        return next((group for group in groups if group is not None), None) if groups else matches[-1][0]
 
     def _normal_form(self, text: str) -> str | Decimal:
         text = text.strip()
@@ -86,3 +88,9 @@ class ExactMatch:
                 if number.is_finite():
                     return number
         return text.casefold() if self.ignore_case else text
+
+
+def _forms(truth: Any) -> list[str]:
+    """Return how a right answer may be written. Tables make floats of whole numbers if a row of the column is empty."""
+    whole = [str(int(truth))] if isinstance(truth, float) and truth.is_integer() else []
+    return [as_text(truth), *whole]

@@ -149,12 +149,12 @@ class Judge:
         matches = list(re.finditer(self.pattern, answer))
         text = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
         try:
-            score = float(text or "")
+            score = float(text or "") * self.scale
         except ValueError:
             score = math.nan
         if not math.isfinite(score):
             raise ChatFailed(f"{self.pattern!r} finds no score in the answer {answer[-300:]!r}", again=True)
-        return score * self.scale
+        return score
 
     @cached_property
     def _client(self) -> ChatClient:

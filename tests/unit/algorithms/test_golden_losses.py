@@ -344,13 +344,14 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
             continue
         corrected = correct(loss, tokens)
         drift = sum(t.old - t.logprob.item() for t in tokens) / len(tokens)
+        advantage = sum(t.advantage for t in tokens) / len(tokens)
         for t, cost, (weight, kept) in zip(tokens, oracle(tokens), corrected, strict=True):
             if not kept:
                 continue
             d = t.logprob - t.ref
             kls = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d if d > 0 else -d}
             kl = kls[loss.kl_estimator] * (t.ratio if loss.kl_unbiased else 1.0)
-            if loss.opsm_delta is not None and t.advantage < 0 and drift > loss.opsm_delta:
+            if loss.opsm_delta is not None and advantage < 0 and drift > loss.opsm_delta:
                 weight = 0.0
             total = total + weight * t.sample_weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl
         sums.append(total / len(tokens) if loss.aggregation == "sequence_mean" else total)

@@ -275,3 +275,16 @@ def test_a_batch_without_trained_tokens_costs_nothing(lengths: tuple[int, ...]) 
         assert total.item() == 0
         assert total.requires_grad
         assert loss.normalizer(batch.totals()) == 1
+
+
+def test_a_sequence_is_masked_as_a_whole_if_its_tokens_have_different_advantages() -> None:
+    """The mean drift of 1 is above 0.1; the mean advantage decides, and not each token's own."""
+    for advantages, masked in (((-0.5, 0.25, -0.25), 3), ((0.5, -0.25, 0.25), 0)):
+        logprobs_T = torch.zeros(3, requires_grad=True)
+        fields = {"advantages": torch.tensor(advantages), "old_logprobs": torch.ones(3)}
+        inputs = LossInputs({"logprobs": logprobs_T, "entropy": torch.zeros(3)}, torch.ones(3), (3,), fields)
+        loss, metrics = PolicyLoss(1.0, PPO(), opsm_delta=0.1)(inputs)
+        loss.backward()
+        assert logprobs_T.grad is not None
+        assert bool(logprobs_T.grad.any()) == (masked == 0)
+        assert metrics["opsm_masked"].sum == masked

@@ -31,10 +31,30 @@ def earned(response: str, truth: Any, **kwargs: Any) -> float:
 
 
 @pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("Answer: ```python\nprint(3)\n```", "print(3)\n"),
+        ("<answer>```python\nprint(3)\n```</answer>", "print(3)\n"),
+        ("<think>```python\nprint(5)\n```</think>\n```python\nprint(3)\n```", "print(3)\n"),
+        ("- ```python\n  if 1:\n    print(3)\n  ```", "if 1:\n  print(3)\n"),
+        ("1. First\n   ````py\n   s = 1\n   ````", "s = 1\n"),
+        ("Call ```f()``` as in ```python\nprint(3)\n```", "print(3)\n"),
+        ("Use ```f()```, then say so.\n```\nprint(3)\n```\nbye", "print(3)\n"),
+        ("```python\nprint(3)\n```\n```\n3\n```", "print(3)\n"),
+        ("```python\nprint(3)", "```python\nprint(3)"),
+    ],
+)
+def test_the_program_is_the_last_block_in_python(response: str, program: str) -> None:
+    assert program_of(response) == program
+
+
+@pytest.mark.parametrize(
     ("response", "truth", "expected"),
     [
         ("Read two numbers:\n```python\nprint(sum(map(int, input().split())))\n```\nDone.", SUMS, 1.0),
         ("print(sum(map(int, input().split())))\nexit()", SUMS, 1.0),
+        ("def add(a, b): return 1.5", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [10**400]}, 0.0),
+        ("def add(a, b): return 10**400", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [1.5]}, 0.0),
         ("print(sum(map(int, input().split())))\nquit(1)", SUMS, 0.0),
         ("print(sum(map(int, input().split())))", json.dumps(SUMS), 1.0),
         ("a, b = map(int, input().split())\nprint(f'{a + b}.0  \\n')", SUMS, 1.0),

@@ -153,6 +153,8 @@ def test_the_time_out_is_that_of_the_whole_reply(serve: Serve) -> None:
         ((500, b"broken"), "gave no usable answer in 3 attempts: status 500: 'broken'", 3),
         ((200, b'{"choices": []}'), r"in 3 attempts: the reply has no choices\[0\].message.content", 3),
         (says("Score: none"), "in 3 attempts: .* finds no score in the answer 'Score: none'", 3),
+        (says(f"Score: {'9' * 400}"), "in 3 attempts: .* finds no score in the answer", 3),
+        ((200, b"[" * 100_000), "in 3 attempts: the reply has no choices", 3),
         ((400, b"too long"), "in 1 attempt: status 400: 'too long'", 1),
     ],
 )

@@ -42,6 +42,13 @@ from tests.unit.rewards.conftest import LONGEST_S, judge
         ({"pattern": r"answer is (\S+)"}, "The answer is 3. No: the answer is 4", "4", 1.0),
         ({"pattern": r"-?\d+"}, "none", "none", 0.0),
         ({"pattern": r"a(x)?"}, "a", "", 0.0),
+        ({"pattern": r"#### (\d+)|\\boxed\{(\d+)\}"}, r"\boxed{72}", "72", 1.0),
+        # Tables make floats of whole numbers where a row of the column is empty.
+        ({}, "72", 72.0, 1.0),
+        ({}, "72.0", 72.0, 1.0),
+        ({}, "-3", -3.0, 1.0),
+        ({}, "1000000", 1e6, 1.0),
+        ({}, "72", 72.5, 0.0),
     ],
 )
 def test_exact_match_rewards_equal_answers(kwargs: dict[str, Any], response: str, truth: Any, expected: float) -> None:
@@ -67,6 +74,27 @@ def test_exact_match_rewards_a_text_for_itself(text: str) -> None:
         (r"$x^2+2x+1$", "(x+1)^2", 1.0),
         (r"\boxed{(1, 2)}", "(1,2)", 1.0),
         (r"\boxed{3}", ["2", "3"], 1.0),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", 1.0),
+        (r"\boxed{3.141593}", r"\pi", 1.0),
+        (r"\boxed{50\%}", "0.5", 1.0),
+        (r"\boxed{50}", r"50\%", 1.0),
+        (r"\boxed{101_2}", "101_2", 1.0),
+        (r"\boxed{2 hours}", r"2\text{ hrs}", 1.0),
+        (r"\boxed{2}", r"2\text{ hours}", 1.0),
+        (r"\boxed{5\text{ centimeters}}", "5 cm", 1.0),
+        (r"\boxed{\text{Listen}}", "listen", 1.0),
+        (r"\boxed{yx}", "xy", 1.0),
+        # Of another value, which math-verify takes for equal.
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0.0),
+        (r"\boxed{0.0000001}", "0.0000002", 0.0),
+        (r"\boxed{0.1234569}", "0.1234567", 0.0),
+        (r"\boxed{2516_9}", "2516_8", 0.0),
+        (r"\boxed{4:30\text{ a.m.}}", r"4:30\text{ p.m.}", 0.0),
+        (r"\boxed{2\text{ minutes}}", r"2\text{ hours}", 0.0),
+        (r"\boxed{5 m}", "5 km", 0.0),
+        (r"\boxed{listen}", "silent", 0.0),
+        # A text that ends within its last box has no final answer, whatever it withdrew.
+        (r"It is \boxed{5}. No, wait: \boxed{6", "5", 0.0),
         ("", "7", 0.0),
         ("\\boxed{\\undefined{\ud800", "7", 0.0),
     ],
@@ -252,10 +280,11 @@ def test_a_ground_truth_without_an_answer_is_an_error() -> None:
     ("text", "box"),
     [
         (r"\boxed{\frac{1}{2}} end", r"\boxed{\frac{1}{2}}"),
-        (r"\boxed{1} \boxed{2", r"\boxed{1}"),
+        (r"\boxed{1} \boxed{2", ""),
+        (r"\boxed{1 \boxed{2}", r"\boxed{2}"),
         (r"\boxed{\left\{ x \right.}", r"\boxed{\left\{ x \right.}"),
         ("none", None),
     ],
 )
-def test_the_last_complete_box_is_the_answer(text: str, box: str | None) -> None:
+def test_the_last_box_is_the_answer(text: str, box: str | None) -> None:
     assert last_box(text) == box
