@@ -18,6 +18,7 @@ from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.samples import as_record, extremes, idle_shares, reward_metrics, sample_metrics
+from fivefold.experience.signal import no_signal
 from fivefold.experience.source import Experience, Source
 from fivefold.experience.stream import Stream
 from fivefold.experience.token_values import TokenTexts, token_values
@@ -82,6 +83,7 @@ class Reinforcement:
         self._recorded = recorder(recipe.profile, run.folder.profile, roles.trained)
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
         self._texts = TokenTexts(setup.ground.tokenizer)
+        self._was_told_of_no_signal = False
 
     def needs_rollout_logprobs(self) -> bool:
         """Return whether the next loss reads the rollout's log-prob of every token."""
@@ -111,6 +113,9 @@ class Reinforcement:
             "tokens_per_second": worked.n_tokens / whole,
             **self._speed.metrics(worked, seconds),
         }
+        if outcome.trained and not self._was_told_of_no_signal and (note := no_signal(experience.samples, metrics)):
+            self._was_told_of_no_signal = True
+            self._run.screen.note(f"step {step}: {note}", style="yellow")
         self._updated = outcome.state
         after = replace(outcome.state.stored(state), step=step, sampler=self.source.sampler_state, weight_version=step)
         shown = self._shown(experience.samples, step)

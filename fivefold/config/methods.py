@@ -244,7 +244,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "advantages.pass_at_k:pass_at_k",
         "mean of (b - mean) / std over those subsets of `k` completions of the group that have it; b is 1 for a subset "
         "with a right one (R >= `full_reward`), else 0; mean and std of b are over all subsets; `advantage_kwargs.k` "
-        "is 4, `full_reward` 1",
+        "is 4, below `gconfig.n_samples`, and `full_reward` 1",
         compares=True,
     ),
     "pass_at_k_best": Advantage(

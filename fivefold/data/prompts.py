@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -168,7 +168,15 @@ def render(
             "leave it out, or give texts"
         )
     if is_chat or config.apply_chat_template:
-        text = render_chat(prompt if is_chat else [{"role": "user", "content": prompt}], tokenizer, where)
+        messages = prompt if is_chat else [{"role": "user", "content": prompt}]
+        has_begun = messages[-1].get("role") == "assistant"
+        if has_begun and not config.continue_final_message:
+            raise ValueError(
+                f"{where}: the chat ends with an answer, {messages[-1].get('content')!r:.80}, behind which the "
+                "template would begin another one: set continue_final_message=true to let the model continue it, or "
+                "drop the message"
+            )
+        text = render_chat(messages, tokenizer, where, continues=has_begun)
         has_special_tokens = True  # the chat template writes them
     else:
         text = prompt
@@ -196,7 +204,12 @@ def read_messages(prompt: Any) -> Any:
 
 
 def render_chat(
-    messages: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str, *, is_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    is_prompt: bool = True,
+    continues: bool = False,
 ) -> str:
     """Return chat messages as a text, with the tokenizer's chat template.
 
@@ -205,9 +218,11 @@ def render_chat(
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
         is_prompt: whether the text ends with the beginning of an answer; otherwise the last message is the answer.
+        continues: whether the last message is the beginning of an answer, which the model continues.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that refuses the messages.
+        ValueError: a message without a role or a text, the tokenizer has no chat template, or one that refuses the
+            messages.
     """
     import jinja2
 
@@ -216,15 +231,54 @@ def render_chat(
             f"{where}: the prompt is made of chat messages, but the tokenizer of {tokenizer.name_or_path!r} has no "
             "chat template: use a model that has one (an instruct model), or give texts with apply_chat_template=false"
         )
-    # Parquet gives all messages of a column the same keys; a template would take the None of a missing key for a value.
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    present = [as_message(message, where) for message in messages]
+    options = {"add_generation_prompt": is_prompt and not continues, "continue_final_message": continues}
     try:
-        return str(tokenizer.apply_chat_template(present, tokenize=False, add_generation_prompt=is_prompt))
-    except (jinja2.TemplateError, TypeError) as error:  # such as roles in an order that the template refuses
+        return str(tokenizer.apply_chat_template(present, tokenize=False, **options))
+    # Such as roles in an order that the template refuses, or an answer to continue that it leaves out.
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} refuses the messages ({error}): change them, or "
             "drop the row"
         ) from error
+
+
+def as_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a chat message as templates read it: its content is one text.
+
+    Raises:
+        ValueError: it has no role or no text, or a part of it is no text.
+    """
+    # Parquet gives all messages of a column the same keys; a template would take the None of a missing key for a value.
+    present = {key: value for key, value in message.items() if value is not None}
+    role, content = present.get("role"), present.get("content")
+    if not isinstance(role, str):
+        hint = " (ShareGPT's `from` and `value` are called role and content here)" if "from" in present else ""
+        raise ValueError(
+            f"{where}: the chat message {message!r:.200} has no role{hint}: give each message a role and a content"
+        )
+    if isinstance(content, list) and content:
+        content = "".join(_text_of(part, where) for part in content)
+    if isinstance(content, str):
+        return {**present, "content": content}
+    if content is None and present.get("tool_calls"):
+        return present
+    raise ValueError(
+        f"{where}: the content of the chat message {message!r:.200} is no text: give a text, or a list of parts "
+        '{"type": "text", "text": ...}, or drop the row'
+    )
+
+
+def _text_of(part: Any, where: str) -> str:
+    """Return the text of a part of a message's content."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str) or part.get("type", "text") != "text":
+        raise ValueError(
+            f"{where}: a chat message holds the part {part!r:.200}, and models are trained on text alone: drop the row"
+        )
+    return text
 
 
 def _typed(row: Row, column: str, otherwise: Value, where: str) -> Value:

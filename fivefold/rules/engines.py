@@ -108,6 +108,11 @@ def megatron_problems(
     yield from _bridge_problems(role, config, shape, layout.tp)
     yield from _kernel_problems(role, config, shape, layout.cp)
     yield from _router_problems(prefix, config, shape)
+    if config.megatron.optimizer.apply_wd_to_qk_layernorm and shape.latent is not None:
+        yield (
+            f"{role}.megatron.optimizer.apply_wd_to_qk_layernorm=true has no query and key norms to decay in "
+            f"{shape.family}, whose norms are those before the latent projections: set it to false"
+        )
     if config.megatron.transformer.moe_shared_expert_overlap and shape.shared_expert_ffn_hidden:
         yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)
     yield from _recompute_problems(prefix, config, shape)

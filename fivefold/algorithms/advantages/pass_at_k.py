@@ -24,16 +24,17 @@ def pass_at_k(scores: Scores, k: int = 4, full_reward: float = 1.0) -> torch.Ten
     and 0 where all subsets, or none, have a right one.
 
     Raises:
-        ValueError: a group of fewer than k completions.
+        ValueError: a group of k completions or fewer: one subset has no deviation from the mean.
     """
     result_N = torch.zeros_like(scores.rewards_N)
     right_N = scores.rewards_N >= full_reward
     for group in range(int(scores.groups_N.max()) + 1):
         members_N = scores.groups_N == group
         n, m = int(members_N.sum()), int((members_N & ~right_N).sum())
-        if not 1 <= k <= n:
+        if not 1 <= k < n:
             raise ValueError(
-                f"k={k} completions are to be drawn from a group of {n}: set k between 1 and gconfig.n_samples"
+                f"k={k} completions are drawn from a group of {n}, and only several subsets can differ: set "
+                f"advantage_kwargs.k between 1 and {n - 1}, or raise gconfig.n_samples above {k}"
             )
         share = 1.0 - comb(m, k) / comb(n, k)
         if 0.0 < share < 1.0:

@@ -33,6 +33,8 @@ class RowsConfig(Section):
     """Column of the ground truth; null: the field `ground_truth` of the column `reward_model`."""
     apply_chat_template: bool | None = None
     """Whether the tokenizer's chat template is applied; null: to chat messages, not to texts."""
+    continue_final_message: bool = False
+    """Whether a chat that ends with the beginning of an answer is continued from there; otherwise it is refused."""
 
 
 class BatchesConfig(Section):

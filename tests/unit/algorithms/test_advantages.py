@@ -135,9 +135,10 @@ def test_rewards_that_are_not_finite_or_lack_a_group_are_errors() -> None:
         computed([0.0, 1.0], [0], config())
 
 
-def test_k_is_at_most_the_size_of_a_group() -> None:
-    with pytest.raises(ValueError, match=r"(?s)actor.advantage=pass_at_k failed .*k=5 completions.*group of 4"):
-        build_advantage(config(advantage="pass_at_k", advantage_kwargs={"k": 5}), 4)
+@pytest.mark.parametrize("k", [4, 5])
+def test_k_is_below_the_size_of_a_group(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)actor.advantage=pass_at_k failed .*k={k} completions.*group of 4"):
+        build_advantage(config(advantage="pass_at_k", advantage_kwargs={"k": k}), 4)
 
 
 def test_kl_to_go_sums_the_kl_of_the_token_and_of_those_after_it() -> None:

@@ -220,6 +220,22 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
                 ("data_source", ["sums"], "a text"),
             ]
         ),
+        *(
+            ([PLAIN[0], {"question": [message], "answer": "b"}], {}, f"row 2 of .*{problem}")
+            for message, problem in [
+                ({"from": "human", "value": "Hi"}, r"has no role \(ShareGPT's `from` and `value`"),
+                ({"content": "Hi"}, "has no role: give each message"),
+                ({"role": "user", "text": "Hi"}, "is no text: give a text"),
+                ({"role": "user", "content": None}, "is no text: give a text"),
+                ({"role": "user", "content": []}, "is no text: give a text"),
+                ({"role": "user", "content": 3}, "is no text: give a text"),
+                ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "trained on text alone: drop"),
+                (
+                    {"role": "assistant", "content": "<think>"},
+                    "ends with an answer, '<think>', .*continue_final_message",
+                ),
+            ]
+        ),
         ([{"question": [], "answer": "b"}], {}, r"must be a text or a list of chat messages, not \[\]"),
         ([{"question": [{"role": "user", "content": "a"}], "answer": "b"}], {"apply_chat_template": False}, "is false"),
     ],
@@ -234,6 +250,23 @@ def test_data_that_cannot_be_used_are_refused(
     config = DatasetConfig(path=write_jsonl(rows), **({"prompt_key": "question", "answer_key": "answer"} | options))
     with pytest.raises(ValueError, match=message):
         load_prompts(config, tokenizer)
+
+
+def test_the_text_parts_of_a_message_are_joined(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    parts = [{"type": "text", "text": "a"}, {"text": "b"}, "c"]
+    rows = [{"question": [{"role": "user", "content": content}], "answer": "1"} for content in ("abc", parts)]
+    whole, joined = load_prompts(plain(write_jsonl(rows)), tokenizer).prompts
+    assert joined.text == whole.text
+
+
+def test_a_chat_that_ends_with_the_beginning_of_an_answer_is_continued(
+    tokenizer: PreTrainedTokenizerFast, write_jsonl: Write
+) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    dataset = load_prompts(
+        plain(write_jsonl([{"question": chat, "answer": "1"}]), continue_final_message=True), tokenizer
+    )
+    assert dataset.prompts[0].text == "<|user|>a<|assistant|>b"
 
 
 def test_a_prompt_without_tokens_is_an_error(write_jsonl: Write) -> None:

@@ -212,6 +212,13 @@ def test_mbridge_has_no_latent_attention() -> None:
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
+def test_latent_attention_has_no_query_and_key_norms_to_decay() -> None:
+    actor = {"path": "m", "backend": "megatron:d2", "megatron": {"optimizer": {"apply_wd_to_qk_layernorm": True}}}
+    check_recipe(recipe(actor=actor), MOE)
+    with pytest.raises(RecipeError, match=r"has no query and key norms to decay in deepseek_v3"):
+        check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
+
+
 def test_layers_of_transformer_engine_refuse_what_they_cannot_do() -> None:
     actor = {"path": "m", "backend": "megatron:d2", "megatron": {"kernels": "te"}}
     check_recipe(recipe(actor=actor), MOE)
