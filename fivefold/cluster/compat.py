@@ -50,12 +50,15 @@ def hush() -> None:
 
 
 def keep_token_private() -> None:
-    """Create a token for the Ray that this process starts, unless the user has set one.
+    """Have the Ray that this process starts ask for a token, and create one unless the user has set one.
 
-    Symptom: every user of the machine can read `~/.ray/auth_token`, and so call the run's Ray.
-    Cause: Ray writes the token that it creates to this file, with default permissions.
-    Remove when: only the owner can read the file, and Ray works without it if it cannot be written.
+    Symptom: every user of the machine can call the run's Ray, which runs programs as the run's user.
+    Cause: some releases of Ray ask for no token by default, and the token that Ray creates is in `~/.ray/auth_token`,
+        with default permissions.
+    Remove when: all admitted releases ask by default, only the owner can read the file, and Ray works without it if it
+        cannot be written.
     """
+    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
