@@ -232,7 +232,10 @@ def render_chat(
             "chat template: use a model that has one (an instruct model), or give texts with apply_chat_template=false"
         )
     present = [as_message(message, where) for message in messages]
-    options: dict[str, Any] = {"add_generation_prompt": is_prompt and not continues, "continue_final_message": continues}
+    options: dict[str, Any] = {
+        "add_generation_prompt": is_prompt and not continues,
+        "continue_final_message": continues,
+    }
     try:
         return str(tokenizer.apply_chat_template(present, tokenize=False, **options))
     # Such as roles in an order that the template refuses, or an answer to continue that it leaves out.

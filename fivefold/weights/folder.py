@@ -3,7 +3,7 @@
 One replica of a node writes the files, and links to each file for every other replica. Each replica removes its own
 links once its server has read them, and the last one frees the memory.
 
-    /dev/shm/fivefold-weights-<run>/<version>/     written, and locked, by the node's replica 0
+    /dev/shm/fivefold-weights-<run>/<version>/     written, and locked, by the node's replica 0; only its user may enter
         0/model-00001-of-00002.safetensors         the same file ...
         1/model-00001-of-00002.safetensors         ... under another name
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -106,7 +107,9 @@ class WeightFolder:
             # A new run takes the folder for abandoned until it is locked, and may remove it at any point before that.
             # Once it is locked, `partial` keeps the run's other replicas from removing it as empty.
             with suppress(FileNotFoundError):
-                partial.mkdir(parents=True, exist_ok=True)
+                root.mkdir(mode=0o700, exist_ok=True)
+                _check_private(root)
+                partial.mkdir(exist_ok=True)
                 self._lock = _locked(root, fcntl.LOCK_EX)
 
     def _wait(self, version: int) -> Path:
@@ -114,7 +117,23 @@ class WeightFolder:
         place = f"{PREFIX}{self._place.run}/{version}/{self._place.index}"
         while not (found := [folder / place for folder in _folders() if (folder / place).is_dir()]):
             time.sleep(POLL_S)
+        _check_private(found[0].parents[1])
         return found[0]
+
+
+def _check_private(root: Path) -> None:
+    """Refuse a folder into which another user could put weights: its name is known, and its parent is everybody's.
+
+    Raises:
+        RuntimeError: it is not this user's, or others may enter it.
+        FileNotFoundError: there is no such folder.
+    """
+    found = root.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RuntimeError(
+            f"{root} was made by another user (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), who could "
+            "replace the weights of this run in it: remove it, and look who made it"
+        )
 
 
 def _folders() -> list[Path]:

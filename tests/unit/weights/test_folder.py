@@ -261,3 +261,25 @@ def test_replicas_that_see_room_in_different_folders_find_the_same_files(
     with first.holding(WEIGHTS, 0):
         reader.join(LONGEST_S)
     assert found == [set(FILES)]
+
+
+@pytest.mark.parametrize("trap", ["open to others", "of another user", "link"])
+def test_a_folder_that_another_user_could_change_is_refused(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
+) -> None:
+    folder, root = WeightFolder(NodePlace("run", 0, 1), Saver(), 100), memory / f"{PREFIX}run"
+    if trap == "link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        root.symlink_to(tmp_path / "theirs")
+    else:
+        root.mkdir(mode=0o777 if trap == "open to others" else 0o700)
+        root.chmod(0o777 if trap == "open to others" else 0o700)
+    if trap == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(RuntimeError, match=r"was made by another user .*remove it"), folder.holding(WEIGHTS, 0):
+        raise AssertionError("weights were written")
+
+
+def test_only_the_user_may_enter_the_folder_of_the_weights(memory: Path) -> None:
+    with WeightFolder(NodePlace("run", 0, 1), Saver(), 100).holding(WEIGHTS, 0):
+        assert (memory / f"{PREFIX}run").stat().st_mode & 0o777 == 0o700
