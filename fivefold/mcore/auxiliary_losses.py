@@ -7,6 +7,10 @@ f_e is the share of the choices that fall on expert e, and p_e its mean probabil
     seq_aux_loss      the tokens of each sequence, weighted by their number (DeepSeek-V3, arXiv:2412.19437, equation 17)
     global_aux_loss   f_e: over all micro-batches of all replicas so far in the mini-batch; p_e: of a micro-batch
 
+The choices are those that the router makes, within groups of experts where it is limited to some (DeepSeek-V2,
+arXiv:2405.04434, equation 24). Of routers that choose by sigmoids and offsets, f_e counts the largest scores, without
+offsets and groups (DeepSeek-V3, equation 18).
+
 Each token weighs as much as any other in the mean over a mini-batch. z_loss is Megatron-Core's own, the mean of
 log^2 sum_e exp(logit_e) (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
 """
@@ -36,7 +40,7 @@ class BalancedRouter(Router):
     ) -> torch.Tensor:
         if not (weight := self.get_aux_loss_coeff("aux_loss")):
             return probs
-        count_E = self._sum(routing_map.sum(0).float(), self.tp_cp_group)
+        count_E = self._sum(self._choices(probs, routing_map).sum(0).float(), self.tp_cp_group)
         return self._attach("experts/aux_loss", probs, weight, scores_for_aux_loss.sum(0), count_E)
 
     def _apply_seq_aux_loss(
@@ -53,7 +57,8 @@ class BalancedRouter(Router):
         ids_T, n_sequences = self._ids
         zeros_SE = scores_for_aux_loss.new_zeros(n_sequences, self.num_experts)
         score_SE = zeros_SE.index_add(0, ids_T, scores_for_aux_loss)
-        count_SE = self._sum(zeros_SE.index_add(0, ids_T, routing_map.to(zeros_SE.dtype)), self.tp_cp_group)
+        chosen_TE = self._choices(probs, routing_map).to(zeros_SE.dtype)
+        count_SE = self._sum(zeros_SE.index_add(0, ids_T, chosen_TE), self.tp_cp_group)
         return self._attach("experts/seq_aux_loss", probs, weight, score_SE, count_SE)
 
     def _apply_global_aux_loss(
@@ -61,7 +66,7 @@ class BalancedRouter(Router):
     ) -> torch.Tensor:
         if not (weight := self.get_aux_loss_coeff("global_aux_loss")):
             return probs
-        self._seen_E += self._sum(routing_map.sum(0).float(), self.tp_dp_cp_group)
+        self._seen_E += self._sum(self._choices(probs, routing_map).sum(0).float(), self.tp_dp_cp_group)
         return self._attach("experts/global_aux_loss", probs, weight, scores_for_aux_loss.sum(0), self._seen_E.clone())
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,6 +75,15 @@ class BalancedRouter(Router):
             z_T = logits.detach().float().logsumexp(-1).square().reshape(-1)
             self._count("experts/z_loss", z_T if padding_mask is None else z_T[~padding_mask.reshape(-1)])
         return super().apply_z_loss(logits, padding_mask=padding_mask)
+
+    def _choices(self, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+        """Return bool [T, E]: the choices that a loss counts, none of filler.
+
+        Megatron-Core makes a map of the largest scores for the losses, which for groups are not the choices.
+        """
+        if self.score_function != "softmax" or not self.config.moe_router_num_groups:
+            return routing_map
+        return (probs > 0) & routing_map.any(-1, keepdim=True)
 
     def _count(self, name: str, losses: torch.Tensor) -> None:
         self.losses_K[LOSSES.index(name)] += losses.detach().sum()

@@ -58,24 +58,29 @@ def gradients_with_auxiliary_loss(
     """Return the mean over layers of an auxiliary loss, and the gradient of the SFT loss + `coefficient` x its sum.
 
     moe_aux_loss_coeff: E sum_e f_e p_e (Fedus et al. 2021, eq. 4 to 6), where f_e is the share of all choices that
-    fall on expert e and p_e its mean probability. moe_z_loss_coeff: the mean of log^2 sum_e exp(logit_e) (Zoph et al.
-    2022, eq. 5). Both over each sequence, and their mean is weighted by the sequences' tokens.
+    fall on expert e, as the model makes them, and p_e its mean probability. moe_z_loss_coeff: the mean of
+    log^2 sum_e exp(logit_e) (Zoph et al. 2022, eq. 5). Both over each sequence, and their mean is weighted by the
+    sequences' tokens.
     """
     model = load_model(folder)
     _accumulate(model, batch, SFTLoss())
-    value = 0.0
+    value, routed = 0.0, list[tuple[torch.Tensor, torch.Tensor]]()
+    """Logits and choices of each router."""
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _module, _inputs, outputs: routed.append((outputs[0], outputs[2])))
     for tokens_L in batch.split(batch.tokens_T):
         weight = len(tokens_L) / batch.n_tokens
-        logits = model(tokens_L[None], output_router_logits=True).router_logits
-        for logits_TE in logits:
+        routed.clear()
+        model(tokens_L[None])
+        for logits_TE, chosen_TK in routed:
             p_TE = logits_TE.softmax(-1)
-            chosen_TK = p_TE.topk(model.config.num_experts_per_tok).indices
             f_E = torch.bincount(chosen_TK.flatten(), minlength=p_TE.shape[1]) / chosen_TK.numel()
             losses = {
                 "moe_aux_loss_coeff": p_TE.shape[1] * (f_E * p_TE.mean(0)).sum(),
                 "moe_z_loss_coeff": logits_TE.logsumexp(-1).square().mean(),
             }
-            value += weight * losses[kind].item() / len(logits)
+            value += weight * losses[kind].item() / len(routed)
             (coefficient * weight * losses[kind]).backward(retain_graph=True)
     return value, gradients_as_in_files(model, scratch)
 

@@ -285,26 +285,34 @@ AUXILIARY_LAYOUTS = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"),
+    ("layout", "name", "model"),
     [
-        *((layout, name) for layout in AUXILIARY_LAYOUTS for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")),
-        *((layout, "seq_aux_loss") for layout in ("megatron:c2", "megatron:(attn:t2|ffn:e2)")),
-        *((layout, "global_aux_loss") for layout in ("megatron:c2", "megatron:d2")),
+        *(
+            (layout, name, "qwen3_moe")
+            for layout in AUXILIARY_LAYOUTS
+            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        ),
+        *((layout, "seq_aux_loss", "qwen3_moe") for layout in ("megatron:c2", "megatron:(attn:t2|ffn:e2)")),
+        *((layout, "global_aux_loss", "qwen3_moe") for layout in ("megatron:c2", "megatron:d2")),
+        # Experts are chosen within groups, which are not those of the largest probabilities.
+        ("megatron:c2", "moe_aux_loss_coeff", "deepseek_v2"),
+        ("megatron:d1", "seq_aux_loss", "deepseek_v2"),
+        ("megatron:d1", "global_aux_loss", "deepseek_v2"),
     ],
 )
 def test_the_routers_auxiliary_losses_have_the_gradients_of_their_formulas(
-    workers: Workers, models: Path, tmp_path: Path, layout: str, name: str
+    workers: Workers, models: Path, tmp_path: Path, layout: str, name: str, model: str
 ) -> None:
     """With one sequence, virtual stages and data parallelism have micro-batches of filler only."""
     kind = "moe_z_loss_coeff" if name == "moe_z_loss_coeff" else "moe_aux_loss_coeff"
-    coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[kind], models / "qwen3_moe"
+    coefficient, folder = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}[kind], models / model
     case = Case(layout, MegatronConfig(transformer=AUXILIARY[name]))
     ((auxiliary, wanted),) = workers(1).run(
         hf_reference.gradients_with_auxiliary_loss, folder, ONE_SEQUENCE, kind, coefficient, tmp_path / "hf"
     )
     ((plain_loss, plain),) = workers(1).run(hf_reference.gradients, folder, ONE_SEQUENCE, SFTLoss(), tmp_path / "plain")
     got = workers(case.world_size).run(megatron_cases.gradients, case, folder, ONE_SEQUENCE, SFTLoss())[0]
-    router = "model.layers.0.mlp.gate.weight"
+    router = next(name for name in wanted if name.endswith("mlp.gate.weight"))
     assert (wanted[router] - plain[router]).norm() > 0.1 * plain[router].norm(), "the auxiliary loss must matter here"
     assert got.loss == pytest.approx(plain_loss, rel=1e-4), "the reported loss is the trained one alone"
     assert_close(got.gradients, wanted, 1e-4)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from fivefold.rollout.tokenizer import decoded, fix_date
-from fivefold.types import Completion
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 
@@ -16,10 +15,8 @@ def test_spaces_before_punctuation_stay_whatever_the_tokenizer_asks_for() -> Non
     tokenizer = build_tokenizer("$A")
     tokenizer.clean_up_tokenization_spaces = True
     words = (["a", ".", "</s>"], ["b", "?"], [])
-    completions = [
-        Completion.of([VOCAB[word] for word in of_one], np.zeros(len(of_one)), "stop", version=1) for of_one in words
-    ]
-    assert decoded(tokenizer, completions) == ["a .", "b ?", ""]
+    tokens = [np.array([VOCAB[word] for word in of_one], np.int32) for of_one in words]
+    assert decoded(tokenizer, tokens) == ["a .", "b ?", ""]
 
 
 @pytest.mark.parametrize(
