@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from fivefold.checkpoints import manifest
-from fivefold.checkpoints.changes import Changes, compare_recipes, is_below
+from fivefold.checkpoints.changes import Changes, RecipeChangedError, compare_recipes, is_below
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Finished, FromScratch, Resume, Start
@@ -142,7 +142,7 @@ def _finished(run: RunDir, changes: Changes) -> Finished:
     others = [change for change in (*changes.refused, *changes.allowed) if not is_below(change.key, OPERATIONAL)]
     if others:
         lines = "".join(f"\n- {change}" for change in others)
-        raise ValueError(
+        raise RecipeChangedError(
             f"{run.path} holds a finished run of another recipe:{lines}\nChoose another trial_name, such as "
             f"trial_name={run.free_name()}, or delete its results with --overwrite. With a larger total_train_steps, "
             "it would continue"

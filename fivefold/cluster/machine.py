@@ -91,11 +91,11 @@ def writable_home(folder: Path) -> Iterator[None]:
     if _is_writable(home):
         yield
         return
-    caches = Path(os.environ.get("XDG_CACHE_HOME", home / ".cache"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     folder.mkdir()
     replaced = {"HOME": str(folder)}
     if (caches / "huggingface").is_dir():
-        replaced["HF_HOME"] = os.environ.get("HF_HOME", str(caches / "huggingface"))
+        replaced["HF_HOME"] = os.environ.get("HF_HOME") or str(caches / "huggingface")
     before = {name: os.environ.get(name) for name in replaced}
     os.environ.update(replaced)
     try:

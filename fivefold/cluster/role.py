@@ -152,8 +152,14 @@ def _threads(role: Role, node: Node) -> int:
     """
     if role.threads is not None:
         return role.threads
-    if "OMP_NUM_THREADS" in os.environ:
-        return int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+    # Set and empty means not set, as in a Slurm job that copies a variable which it does not have.
+    if value := os.environ.get("OMP_NUM_THREADS", "").strip():
+        threads = value.split(",")[0]
+        if not threads.isdecimal() or int(threads) < 1:
+            raise ValueError(
+                f"OMP_NUM_THREADS={value!r} in the environment must be a whole number from 1: correct it, or unset it"
+            )
+        return int(threads)
     processes = sum(devices[0].node == node.index for devices in role.processes())
     if node.gpus:
         return max(1, min(MAX_THREADS_BESIDE_GPU, node.cores // (2 * processes)))

@@ -33,13 +33,35 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         f"{path!r} has no usable tokenizer: put its files (tokenizer.json, tokenizer_config.json) there, or name the "
         "folder that has them in the recipe's `tokenizer_path`"
     )
+    if code := _own_code(Path(path)):
+        raise ValueError(
+            f"the tokenizer of {path!r} is Python code of its folder ({code}), which is not run: write a "
+            "tokenizer.json with `AutoTokenizer.from_pretrained(..., trust_remote_code=True)` and `save_pretrained` of "
+            "its fast form where you trust the code, or name a folder that has one in the recipe's `tokenizer_path`"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # Not asked on the terminal whether to run code of a hub.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError) as error:  # OSError: neither the folder nor the hub has one
         raise ValueError(f"{problem} ({error})") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer
+
+
+def _own_code(folder: Path) -> str | None:
+    """Return the class of a folder's own code that its tokenizer needs; None: it needs none."""
+    config = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").exists() or not config.is_file():
+        return None
+    try:
+        settings = json.loads(config.read_bytes())
+    except (ValueError, RecursionError):
+        return None  # transformers says what is wrong with the file
+    auto_map = settings.get("auto_map") if isinstance(settings, dict) else None
+    classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    named = [name for name in (classes if isinstance(classes, list) else [classes]) if isinstance(name, str)]
+    return named[0] if named else None
 
 
 def has_tokenizer(folder: Path) -> bool:

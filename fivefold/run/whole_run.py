@@ -116,6 +116,7 @@ def run_whole(
         start = find_start(recipe, overwrite=overwrite)
     except RecipeChangedError:
         # A recipe that could not run at all is told so: the change may be of the same mistake.
+        check_devices(recipe.scheduler, recipe.cluster)
         set_up(datetime.now(UTC))
         raise
     if isinstance(start, Finished):

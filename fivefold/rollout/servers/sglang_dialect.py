@@ -112,7 +112,7 @@ class SGLangDialect:
         if spec.route.transport.is_collective:
             # NCCL must share memory in the same way at both ends of a group, else its first broadcast fails with
             # "invalid argument". Unless this is set, SGLang forbids the way that NCCL takes where it can (-2).
-            environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "-2")
+            environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE") or "-2"
         # The processes of other nodes connect to this address.
         return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
 

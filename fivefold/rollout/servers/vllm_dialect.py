@@ -132,7 +132,7 @@ class VLLMDialect:
             "PYTHONPATH": os.pathsep.join(path),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", _second_runner()),
+            "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") or _second_runner(),
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.

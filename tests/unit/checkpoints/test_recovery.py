@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fivefold.checkpoints import manifest
-from fivefold.checkpoints.changes import compare_recipes
+from fivefold.checkpoints.changes import RecipeChangedError, compare_recipes
 from fivefold.checkpoints.manifest import DamagedCheckpointError, NewerCheckpointError
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.start import Finished, FromScratch, Resume, Start
@@ -147,7 +147,7 @@ def test_a_finished_run_goes_on_only_for_more_steps(recipe_file: Path) -> None:
     epochs = ("total_train_steps=null", "total_train_epochs=3")
     assert resumed(find_start(recipe(recipe_file, *epochs), overwrite=False)).step == 50
     with pytest.raises(
-        ValueError, match=r"finished run of another recipe:\n- actor.optimizer.lr: 1e-06 -> 0.1\n.*trial-1"
+        RecipeChangedError, match=r"finished run of another recipe:\n- actor.optimizer.lr: 1e-06 -> 0.1\n.*trial-1"
     ):
         find_start(recipe(recipe_file, "actor.optimizer.lr=0.1"), overwrite=False)
 

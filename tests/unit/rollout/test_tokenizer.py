@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fivefold.rollout.tokenizer import decoded, fix_date
+from fivefold.rollout.tokenizer import decoded, fix_date, load_tokenizer
 from tests.unit.data.conftest import VOCAB, build_tokenizer
 
 
@@ -17,6 +19,15 @@ def test_spaces_before_punctuation_stay_whatever_the_tokenizer_asks_for() -> Non
     words = (["a", ".", "</s>"], ["b", "?"], [])
     tokens = [np.array([VOCAB[word] for word in of_one], np.int32) for of_one in words]
     assert decoded(tokenizer, tokens) == ["a .", "b ?", ""]
+
+
+def test_a_tokenizer_that_is_code_of_its_folder_is_refused_without_a_question(tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "Other", "auto_map": {"AutoTokenizer": ["tokenization_other.Other", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_other.py").write_text("raise AssertionError('code of the model ran')")
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ValueError, match=r"is Python code of its folder \(tokenization_other.Other\), which"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
