@@ -162,7 +162,7 @@ class HFFolder:
         copy_configs(partial, self._source, self.plan.main_dtype, scores=self._scores)
         copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             if file.name not in weight_files:
                 folder_swap.sync(file)
         folder_swap.commit(partial, self.target)
@@ -228,7 +228,9 @@ def _require_room(folder: Path, n_bytes: int) -> None:
 def copy_tokenizer(folder: Path, source: Path) -> None:
     """Copy the files of the tokenizer in `source` to `folder`."""
     for file in sorted({file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
-        shutil.copyfile(file, folder / file.name)
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Classified | None = None) -> None:
@@ -241,6 +243,7 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
+    config.pop("auto_map", None)  # the weights are those of a class of transformers, and code files are not copied
     # Nor are layers for multi-token prediction, which have two names for their number.
     config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.

@@ -29,10 +29,13 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
     "*.jinja",
     "*.model",
+    "tekken.json",
+    "tokenization_*.py",
 )
-"""Patterns of the files that make up a tokenizer."""
+"""Patterns of the files that make up a tokenizer; some have code of their own next to a tokenizer.json."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""

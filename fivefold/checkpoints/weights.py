@@ -40,6 +40,8 @@ class WeightSaver:
             self._save(self._folder)
             return
         self._save(self._folder / f"step-{step:06d}")
+        if (self._folder / "config.json").exists():
+            self._hide_earlier()
         if self._keep is not None:
             folders = sorted(
                 (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
@@ -47,7 +49,19 @@ class WeightSaver:
             )
             for old in folders[: -self._keep]:
                 # Renamed first, so that no half of a model looks like a whole one.
-                old.rename(old.with_name(f"{_DELETED}{old.name}-{secrets.token_hex(4)}"))
-            for hidden in self._folder.glob(f"{_DELETED}*"):
-                # What cannot be deleted yet, such as a file on NFS that a reader has open, is left to a later save.
-                shutil.rmtree(hidden, ignore_errors=True)
+                old.rename(self._hidden(old.name))
+        for hidden in self._folder.glob(f"{_DELETED}*"):
+            # What cannot be deleted yet, such as a file on NFS that a reader has open, is left to a later save.
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _hide_earlier(self) -> None:
+        """Delete the model that a start with max_to_keep: 1 has left, which would be taken for the newest one."""
+        hidden = self._hidden("earlier")
+        hidden.mkdir()
+        files = [path for path in self._folder.iterdir() if not path.is_dir()]
+        # The config first: without it, no half of a model looks like a whole one.
+        for file in sorted(files, key=lambda path: path.name != "config.json"):
+            file.rename(hidden / file.name)
+
+    def _hidden(self, name: str) -> Path:
+        return self._folder / f"{_DELETED}{name}-{secrets.token_hex(4)}"

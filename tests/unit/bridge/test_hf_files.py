@@ -301,3 +301,15 @@ def test_an_incomplete_download_is_an_error(source: Path, tmp_path: Path) -> Non
     (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match="model-00002-of-00003"):
         HFWeights(tmp_path / "out")
+
+
+def test_all_files_that_the_written_configs_name_are_written(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "configuration_own.Own"}}))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("tools")
+    (source / "tokenization_own.py").write_text("code")
+    save(tmp_path / "out", TENSORS, source)
+    assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text()), "its code is not written"
+    assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "tools"
+    assert (tmp_path / "out/tokenization_own.py").read_text() == "code"

@@ -60,3 +60,12 @@ def test_all_folders_stay_without_a_limit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         every.save(step)
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("keep", [2, None])
+def test_the_one_model_of_an_earlier_start_goes_when_more_are_kept(tmp_path: Path, keep: int | None) -> None:
+    saver(tmp_path, 1).save(10)
+    assert names(tmp_path) == ["config.json"]
+    for step in (20, 30):
+        saver(tmp_path, keep).save(step)
+    assert names(tmp_path) == ["step-000020", "step-000030"]
