@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,7 +24,8 @@ INTRODUCTION = f"""\
 
 `python scripts/recipe_reference.py` generates this page from `fivefold/config/schema/`. A key without a default is
 required. An unknown key is an error, and so is a value that breaks a key's rule. A whole number is at most {LARGEST:,}
-where no other bound is given. A run writes its resolved recipe, with every key, to `recipe.yaml` in its folder.
+where no other bound is given. Sections that several roles or commands have alike
+stand here once. A run writes its resolved recipe, with every key, to `recipe.yaml` in its folder.
 
 On the command line, `a.b=c` sets a key. The new value takes the place of the old one: `reward.kwargs.x=1` sets one key
 of a mapping, `reward.kwargs={{x: 1}}` replaces the mapping, and `reward.kwargs={{}}` clears it. A mapping or a section
@@ -35,48 +37,106 @@ all else is text, such as `yes`, `1_000` and `12:30:45`.
 """
 
 
+Printed = dict[object, tuple[str, str]]
+"""Command and key of each section and each table that stands on the page."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a recipe: equal ones have the same keys with the same meaning, wherever they are."""
+
+    note: str
+    rows: tuple[tuple[str, ...], ...]
+    """Cells of the section's own keys, the first of them the key without the section's."""
+    sections: tuple[tuple[str, str, Section], ...]
+    """Name, condition and content of each section in it."""
+
+    @staticmethod
+    def of(schema: type[BaseModel], known: frozenset[str]) -> Section:
+        """Return a section.
+
+        Args:
+            schema: the section.
+            known: its keys and those of the sections around it, of which a condition may speak.
+        """
+        fields = schema.model_fields
+        inner = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
+        return Section(
+            " ".join((schema.__doc__ or "").split()),
+            tuple(
+                _cells(name, field, description_of(schema, name), known)
+                for name, field in fields.items()
+                if name not in inner
+            ),
+            tuple(
+                (name, _conditions(fields[name], known), Section.of(each, known | each.model_fields.keys()))
+                for name, each in inner.items()
+            ),
+        )
+
+
 def page() -> str:
     """Return the text of the whole page."""
-    recipes = (line for schema, command in COMMANDS.items() for line in _recipe(f"`{command}`", schema))
+    printed: Printed = {}
+    recipes = (line for schema, command in COMMANDS.items() for line in _recipe(f"`{command}`", schema, printed))
     return "\n".join([INTRODUCTION, *recipes])
 
 
-def _recipe(title: str, schema: type[RunConfig]) -> Iterator[str]:
+def _recipe(title: str, schema: type[RunConfig], printed: Printed) -> Iterator[str]:
     yield f"## {title}\n"
-    yield from _section("", schema, frozenset(schema.model_fields))
+    section = Section.of(schema, frozenset(schema.model_fields))
+    yield from _content(title, "", section, printed)
 
 
-def _section(prefix: str, schema: type[BaseModel], known: frozenset[str]) -> Iterator[str]:
-    """Yield the table of a section's own keys, then the tables of the sections in it.
+def _content(title: str, key: str, section: Section, printed: Printed) -> Iterator[str]:
+    """Yield the table of a section's own keys, what stands above of the sections in it, and the others.
 
     Args:
-        prefix: the section's dotted key and a dot; empty for the whole recipe.
-        schema: the section.
-        known: its keys and those of the sections around it, of which a condition may speak.
+        title: the command.
+        key: the section's dotted key; empty for the whole recipe.
+        section: the section.
+        printed: what stands on the page already.
     """
-    fields = schema.model_fields
-    sections = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
-    plain = [name for name in fields if name not in sections]
-    if prefix:
-        yield f"### {prefix.removesuffix('.')}\n"
-        note = (schema.__doc__ or "").strip()
-        if note:
-            yield " ".join(note.split()) + "\n"
-    if plain:
+    prefix = f"{key}." if key else ""
+    command, first = printed.setdefault(section.rows, (title, key))
+    if section.rows and (command, first) != (title, key):
+        yield f"Its own keys are those of {f'[`{first}`](#{_anchor(first)})' if first else command}.\n"
+    elif section.rows:
         yield "| key | values | default | read with | |\n|---|---|---|---|---|"
-        yield from (_row(f"{prefix}{name}", fields[name], description_of(schema, name), known) for name in plain)
+        yield from (_row(prefix, cells) for cells in section.rows)
         yield ""
-    for name, section in sections.items():
-        if conditions := _conditions(fields[name], known):
+    for name, conditions, _ in section.sections:
+        if conditions:
             yield f"`{prefix}{name}` is read with {conditions}.\n"
-        yield from _section(f"{prefix}{name}.", section, known | section.model_fields.keys())
+    inner = [(f"{prefix}{name}", each) for name, _, each in section.sections]
+    if above := [(own, printed[each][1]) for own, each in inner if each in printed]:
+        links = [f"[`{other}`](#{_anchor(other)})" for _, other in above]
+        names = [
+            link if own == other else f"`{own}` as {link}" for (own, other), link in zip(above, links, strict=True)
+        ]
+        yield f"As above: {', '.join(names)}.\n"
+    for own, each in inner:
+        if each not in printed:
+            printed[each] = (title, own)
+            yield f"### {own}\n"
+            if each.note:
+                yield f"{each.note}\n"
+            yield from _content(title, own, each, printed)
 
 
-def _row(key: str, field: FieldInfo, description: str, known: frozenset[str]) -> str:
+def _anchor(key: str) -> str:
+    """Return where the heading of a section is found."""
+    return key.replace(".", "")
+
+
+def _cells(name: str, field: FieldInfo, description: str, known: frozenset[str]) -> tuple[str, ...]:
     default = "required" if field.is_required() else f"`{_written(field.default)}`"
-    words = " ".join(description.split())
-    cells = (f"`{key}`", _values(field), default, _conditions(field, known), words)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return name, _values(field), default, _conditions(field, known), " ".join(description.split())
+
+
+def _row(prefix: str, cells: tuple[str, ...]) -> str:
+    name, *others = cells
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{prefix}{name}`", *others)) + " |"
 
 
 def _conditions(field: FieldInfo, known: frozenset[str]) -> str:
