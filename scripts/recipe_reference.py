@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.fields import Duration
 from fivefold.config.schema.rules import Named, OfPart, OfServers, Rule
 from fivefold.config.schema.run import RunConfig
+from fivefold.config.schema.train import TrainRecipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 INTRODUCTION = f"""\
@@ -75,11 +77,48 @@ class Section:
         )
 
 
+CHOSEN = (
+    "experiment_name", "trial_name", "seed", "total_train_steps", "algorithm",
+    "cluster.n_nodes", "cluster.n_gpus_per_node", "scheduler.type",
+    "actor.path", "actor.backend", "actor.dtype", "actor.mb_spec.max_tokens_per_mb", "actor.ppo_n_minibatches",
+    "actor.eps_clip", "actor.eps_clip_higher", "actor.kl_ctl", "actor.loss_aggregation", "actor.advantage",
+    "actor.loss", "actor.dynamic_sampling", "actor.overlong_reward_penalty",
+    "actor.optimizer.lr", "actor.optimizer.lr_scheduler_type", "actor.optimizer.warmup_steps_proportion",
+    "actor.optimizer.weight_decay", "actor.optimizer.gradient_clipping",
+    "actor.megatron.recompute",
+    "actor.megatron.bridge_type",
+    "actor.megatron.optimizer.state_on",
+    "actor.rollout_correction.method", "ref.path", "critic.path", "teacher.path",
+    "rollout.backend", "rollout.max_head_offpolicyness", "rollout.max_batch_size", "rollout.server_args",
+    "gconfig.n_samples", "gconfig.max_new_tokens", "gconfig.temperature", "gconfig.top_p", "gconfig.stop",
+    "train_dataset.path", "train_dataset.batch_size", "train_dataset.prompt_key", "train_dataset.answer_key",
+    "train_dataset.max_length", "valid_dataset.path", "evaluator.freq_steps",
+    "reward.fn", "reward.kwargs", "saver.freq_steps", "recover.mode", "recover.freq_secs", "stats.trackers",
+)  # fmt: skip
+"""Keys of `fivefold train` that recipes set most."""
+
+
 def page() -> str:
     """Return the text of the whole page."""
     printed: Printed = {}
+    chosen = "\n".join(["| key | default | |\n|---|---|---|", *map(_chosen_row, CHOSEN), ""])
     recipes = (line for schema, command in COMMANDS.items() for line in _recipe(f"`{command}`", schema, printed))
-    return "\n".join([INTRODUCTION, *recipes])
+    return "\n".join([INTRODUCTION, "## The keys that matter\n", chosen, *recipes])
+
+
+def _chosen_row(key: str) -> str:
+    """Return the row of a key of `fivefold train` in the table of those that matter, with its first sentence."""
+    *sections, name = key.split(".")
+    schema: type[BaseModel] = TrainRecipe
+    for section in sections:
+        inner = section_of(schema.model_fields[section].annotation)
+        assert inner is not None
+        schema = inner
+    cells = _cells(name, schema.model_fields[name], description_of(schema, name), frozenset())
+    # Some descriptions begin with the values, each with its meaning.
+    ends = "[.;]" if cells[-1].startswith("`") else "[.;:]"
+    sentence = re.split(rf"(?<={ends}) ", cells[-1])[0].rstrip(";:.").replace("|", "\\|")
+    return f"| `{key}` | {cells[2]} | {sentence} |"
 
 
 def _recipe(title: str, schema: type[RunConfig], printed: Printed) -> Iterator[str]:
