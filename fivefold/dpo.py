@@ -69,7 +69,7 @@ class LabelledAnswers:
     def _comparison(self, examples: Sequence[Labelled]) -> Comparison:
         answers = [example.answer for example in examples]
         longest = max(answer.n_tokens for answer in answers)
-        # Half the batch away, because answers to one prompt often stand beside one another.
+        # Half the batch away, because answers to one prompt often are adjacent.
         half = len(answers) // 2
         others = [
             _answered(prompt, answer, longest)

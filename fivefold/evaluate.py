@@ -170,7 +170,7 @@ def evaluate(
 ) -> dict[str, float | int | str]:
     """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
 
-    Only the rollout engine is started, and the reward model if there is one. `status` shows what goes on.
+    Only the rollout engine is started, and the reward model if there is one. `status` shows the progress.
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a

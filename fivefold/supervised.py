@@ -61,7 +61,7 @@ class Learnt:
 
 
 class Method(Protocol[Item]):
-    """What one kind of supervised training has of its own: data, loss and evaluation."""
+    """What sets one kind of supervised training apart: data, loss and evaluation."""
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -43,7 +43,7 @@ class TrainSetup(RunSetup[Prompt]):
     evaluator: Evaluator | None
     sampling: SamplingParams
     experts: ExpertExamples | None
-    """Responses of an expert to learn beside the rewards; None: there are none."""
+    """Responses of an expert to learn in addition to the rewards; None: there are none."""
     route: Route
     """How weights travel from the actor to the rollout."""
 

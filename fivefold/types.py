@@ -3,7 +3,7 @@
                                  ┌─> Sample      what the driver knows: text, rewards, lengths
 Prompt ──environment──> Episode ─┤
          Completion ...          └─> Columns     tokens, log-probs, versions: by reference to the trainer's processes,
-                                               where each data-parallel replica assembles a Batch of its own rows
+                                               where each data-parallel replica assembles a Batch of its rows
 
 An episode is one row of a batch, however many sequences it has: advantages, divisors, mini-batches and steps count
 rows. Only the model sees where one sequence of a row ends and the next begins (`cuts`).
@@ -140,7 +140,7 @@ class Trajectory:
 
 
 def _after(n_prompt: int, filling: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return values [n, ...] behind those of a prompt, which are all `filling`."""
+    """Return values [n, ...] after the tokens of a prompt, whose values are all `filling`."""
     return np.concatenate((np.full((n_prompt, *values.shape[1:]), filling, values.dtype), values))
 
 
@@ -149,7 +149,7 @@ class Episode:
     """What an environment makes of one task."""
 
     trajectories: tuple[Trajectory, ...]
-    """At least one. Several, if the model saw prompts of which none continues the one before, such as after a template
+    """At least one. Several, if the model saw a prompt that does not continue the one before, such as after a template
     that drops earlier thoughts."""
     finish_reason: FinishReason
     """Why the last turn ended."""

@@ -60,6 +60,7 @@ def keep_token_private() -> None:
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray._raylet.Config.initialize("")  # this process has read the mode when it imported Ray
 
 
 class NoDriverFolders(JobConfig):

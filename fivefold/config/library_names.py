@@ -163,15 +163,15 @@ _DDP: dict[str, str] = {
 }
 
 _OPTIMIZER: dict[str, str] = {
-    "lr": "set optimizer.lr beside megatron",
-    "min_lr": "set optimizer.min_lr_ratio beside megatron",
-    "weight_decay": "set optimizer.weight_decay beside megatron",
-    "adam_beta1": "set optimizer.beta1 beside megatron",
-    "adam_beta2": "set optimizer.beta2 beside megatron",
-    "adam_eps": "set optimizer.eps beside megatron",
-    "clip_grad": "set optimizer.gradient_clipping beside megatron",
+    "lr": "set optimizer.lr next to megatron",
+    "min_lr": "set optimizer.min_lr_ratio next to megatron",
+    "weight_decay": "set optimizer.weight_decay next to megatron",
+    "adam_beta1": "set optimizer.beta1 next to megatron",
+    "adam_beta2": "set optimizer.beta2 next to megatron",
+    "adam_eps": "set optimizer.eps next to megatron",
+    "clip_grad": "set optimizer.gradient_clipping next to megatron",
     **_each(
-        _DTYPE + ", float32 or bfloat16, neither of which scales the loss",
+        _DTYPE + ", float32 or bfloat16; neither scales the loss",
         "fp16 bf16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     ),
     "use_precision_aware_optimizer": "the formats of the state can be chosen without it: exp_avg_dtype and so on",
@@ -205,7 +205,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "dp_mesh_dims": _LAYOUT,
         "shard_placement_fn": "parameters are always sharded by rows, on which checkpoints rely",
         "ignored_params": "all parameters are sharded",
-        "offload_policy": "set offload beside fsdp for the time in which the model does not work, or "
+        "offload_policy": "set offload next to fsdp for the time in which the model does not work, or "
         "optimizer.state_on=host for the moments; shards that the optimizer updates stay on the GPU",
     },
     "MixedPrecisionPolicy": {
@@ -215,10 +215,10 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "AdamW": {
         "params": _PROGRAM,
-        "lr": "set optimizer.lr beside fsdp",
-        "betas": "set optimizer.beta1 and beta2 beside fsdp",
-        "eps": "set optimizer.eps beside fsdp",
-        "weight_decay": "set optimizer.weight_decay beside fsdp",
+        "lr": "set optimizer.lr next to fsdp",
+        "betas": "set optimizer.beta1 and beta2 next to fsdp",
+        "eps": "set optimizer.eps next to fsdp",
+        "weight_decay": "set optimizer.weight_decay next to fsdp",
         "amsgrad": "Megatron-Core's Adam has no such variant, and both engines train to the same numbers",
         "maximize": "losses are minimised",
         "foreach": _FUSED,
@@ -248,7 +248,7 @@ _OTHERS: dict[str, str] = {
     "grad_offload": "set offload.grads of the role",
     "optimizer_offload": "set offload.optimizer of the role",
     "use_mbridge": "set megatron.bridge_type to mbridge",
-    "override_transformer_config": "its keys are those of megatron.transformer",
+    "override_transformer_config": "its keys belong to megatron.transformer",
     "grad_clip": "set optimizer.gradient_clipping",
     "strategy": _LAYOUT,
     "strategy_args": _LAYOUT,

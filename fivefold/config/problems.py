@@ -30,7 +30,7 @@ TYPES = {
     "string_type": "a text",
     "list_type": "a list",
     "dict_type": "a mapping",
-    "model_type": "a section with keys of its own",
+    "model_type": "a section with its own keys",
 }
 """The type that each of pydantic's type errors asks for, in words."""
 
@@ -126,7 +126,7 @@ def _line(detail: ErrorDetails, details: Sequence[ErrorDetails], schema: type[Ba
 
 
 def _union_depth(location: Sequence[int | str], schema: type[BaseModel]) -> int | None:
-    """Return how many parts of `location` lead to a value of several types, all of which pydantic tries, or None."""
+    """Return how many parts of `location` lead to a value of several types, which pydantic tries in turn, or None."""
     annotation: Any = schema
     for depth, part in enumerate(location):
         if sum(option is not type(None) for option in options_of(annotation)) > 1:

@@ -87,7 +87,7 @@ def _with(values: dict[str, Any], keys: Sequence[str], value: Any) -> dict[str, 
     if rest:
         below = values.get(key, {})
         if isinstance(below, str) and "${" in below:
-            raise TextError("", [f"{key} is {below}, of which one key cannot be set; set all of {key}={{...}}"])
+            raise TextError("", [f"{key} is {below}, whose keys cannot be set one by one; set all of {key}={{...}}"])
         value = _with(below if isinstance(below, dict) else {}, rest, value)
     return {**values, key: value}
 

@@ -112,7 +112,7 @@ def read_yaml(text: str, where: str, *, loader: type[LimitedLoader] = CoreLoader
 
     Raises:
         TextError: the text is not YAML, or exceeds a limit; a mapping has a key twice or a key that is not a text; or a
-            value is of a type of its own or holds half a character.
+            value has a YAML tag or holds half a character.
     """
     if len(text) > MOST_CHARACTERS:
         raise TextError(where, [f"{len(text):,} characters are more than the {MOST_CHARACTERS:,} that are read"])
@@ -214,7 +214,7 @@ class _Values:
         return merged | written
 
     def _merged(self, node: yaml.Node, path: str) -> dict[str, Any]:
-        """Return the keys that `<<` takes from one mapping, or from several, of which the first counts."""
+        """Return the keys that `<<` takes from one mapping, or from several; the first counts."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         keys: dict[str, Any] = {}
         for source in sources:

@@ -57,7 +57,7 @@ class DatasetConfig(RowsConfig, BatchesConfig):
     """What chooses the prompts of each step: `epochs` (each prompt once before any comes again), `easy_to_hard` (a
     curriculum by pass rate) or `replay` (prompts that were not answered correctly come again)."""
     sampler_kwargs: Annotated[dict[str, Any], reads_if(differs("sampler", "epochs"))] = {}
-    """Options of the sampler that have no key of their own, by name (docs/algorithms.md)."""
+    """Options of the sampler without a separate key, by name (docs/algorithms.md)."""
 
     @rule
     def _weights(self) -> Iterator[str]:
@@ -72,8 +72,8 @@ class SFTRowsConfig(RowsConfig):
     """Column of the response, a text or a list of chat messages, also as a text of JSON; the end-of-sequence token is
     appended to it."""
     messages_key: str | None = None
-    """Column of whole conversations, which end with an answer of the assistant; null: prompt and response have columns
-    of their own."""
+    """Column of whole conversations, which end with an answer of the assistant; null: prompt and response have separate
+    columns."""
     mask_history: Annotated[bool, reads_if(given("messages_key"))] = False
     """With `messages_key`, learn the last answer of a conversation alone; false: all answers of the assistant but one
     that nothing precedes. Where the chat template writes an earlier answer otherwise than a last one, as Qwen3's does,
@@ -94,7 +94,7 @@ class ExpertDatasetConfig(SFTDatasetConfig):
     """
 
     weight: Fraction = 0.1
-    """Share of the loss, mu: the loss is (1 - mu) times that of the policy, plus mu times the examples' mean negative
+    """Share of the loss, mu: the loss is (1 - mu) times the policy loss, plus mu times the examples' mean negative
     log-likelihood."""
     final_weight: Fraction | None = None
     """mu after `warmup_steps` and `decay_steps`; null: `weight`."""
@@ -122,8 +122,8 @@ class PreferenceRowsConfig(RowsConfig):
     """Pairs of answers to a prompt, one of them preferred (docs/preferences.md)."""
 
     chosen_key: str = "chosen"
-    """Column of the preferred answer: a text, or a list of chat messages, with or without those of the prompt, also as
-    a text of JSON."""
+    """Column of the preferred answer: a text, or a list of chat messages, with or without the prompt, also as a text of
+    JSON."""
     rejected_key: str = "rejected"
     """Column of the other answer, in the same form."""
     max_length: Positive = 1024

@@ -84,6 +84,6 @@ class FSDPConfig(TorchParameters):
     logprob_chunk_size: Positive = 1024
     """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
     logprob_recompute: bool = True
-    """Compute the logits again in the backward pass; false: keep those of all trained tokens of a micro-batch for it, 4
+    """Compute the logits again in the backward pass; false: keep the logits of all trained tokens of a micro-batch, 4
     bytes for each token and row of the vocabulary / tp, which spares one of the four products of the output layer."""
     optimizer: FSDPOptimizerFields = FSDPOptimizerFields()

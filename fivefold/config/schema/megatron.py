@@ -63,14 +63,14 @@ class MegatronTransformerFields(MegatronFields):
     moe_z_loss_coeff: Annotated[NonNegativeFloat | None, _EXPERTS] = None
     """Weight of the router's z-loss (Zoph et al. 2022); null: no z-loss."""
     moe_router_num_groups: Annotated[Positive | None, _EXPERTS, reads_if(given("moe_router_group_topk"))] = None
-    """Equal groups into which the experts are divided, of which a token visits only `moe_router_group_topk`. null: no
+    """Equal groups of experts; a token visits only `moe_router_group_topk` of them. null: no
     groups. An engine that generates has groups only if the model's config.json has them."""
     moe_router_group_topk: Annotated[Positive | None, reads_if(given("moe_router_num_groups"))] = None
     """Groups of experts that a token may visit."""
     moe_router_bias_update_rate: Annotated[Fraction, OfPart("router_bias", "offsets of router scores")] = 0.0
     """Balance experts without a loss (Wang et al. 2024): after each update, the offset of an expert that got more
-    tokens than the mean falls by this, that of one that got fewer rises by it. At 0, offsets stay as the model's files
-    have them. Only models whose routers have such offsets can have it."""
+    tokens than the mean falls by this, and the offset of an expert that got fewer rises. At 0, offsets stay as the
+    model's files have them. Only models whose routers have such offsets can have it."""
     moe_router_force_load_balancing: Annotated[bool, _EXPERTS] = False
     """Route tokens at random, so that experts have equal loads. It is for measuring speed: the model learns nothing."""
     moe_deepep_num_sms: Positive = 20
@@ -80,12 +80,12 @@ class MegatronTransformerFields(MegatronFields):
         OfPart("shared_expert_ffn_hidden", "shared experts"),
         needs(True, equals("token_dispatcher", "alltoall"), "overlaps with an all-to-all"),
     ] = False
-    """Compute shared experts on a stream of their own while tokens travel to the other experts and back. It needs
+    """Compute shared experts on a separate stream while tokens travel to the other experts and back. It needs
     expert parallelism, or slices of experts on several ranks."""
     bias_activation_fusion: bool = False
     """Compute the activation of dense MLPs and shared experts in one kernel, which saves memory."""
     deallocate_pipeline_outputs: bool = False
-    """Free what a pipeline stage has sent to the next one, of which the backward pass needs only the graph."""
+    """Free what a pipeline stage has sent to the next one; the backward pass needs only its graph."""
     batch_p2p_sync: bool = True
     """Wait for the device after stages have exchanged tensors; without virtual stages."""
     microbatch_group_size_per_vp_stage: Positive | None = None
@@ -138,7 +138,7 @@ class MegatronDDPFields(MegatronFields):
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to a multiple of 2^16 elements, with which NCCL is fastest."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """With `grad_reduce_in_fp32: false`: send gradients in bfloat16, and sum those of the ranks in float32."""
+    """With `grad_reduce_in_fp32: false`: send gradients in bfloat16, and sum them over the ranks in float32."""
 
 
 class MegatronOptimizerFields(MegatronFields):
@@ -155,7 +155,7 @@ class MegatronOptimizerFields(MegatronFields):
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the query and key norms as well."""
     decoupled_lr: NonNegativeFloat | None = None
-    """Peak learning rate of the embedding and the output layer; null: that of all other weights."""
+    """Peak learning rate of the embedding and the output layer; null: the rate of all other weights."""
     decoupled_min_lr: Annotated[NonNegativeFloat | None, reads_if(given("decoupled_lr"))] = None
     """Learning rate of the embedding and the output layer at the end of the decay; null: `decoupled_lr` times
     `actor.optimizer.min_lr_ratio`."""
@@ -191,8 +191,8 @@ class MegatronConfig(Section):
     """Read the weights from the Megatron-Core checkpoint at `dist_checkpointing_path`; `actor.path` then needs only a
     config and a tokenizer."""
     dist_checkpointing_path: Annotated[PathText | None, reads_if(equals("use_dist_checkpointing", True))] = None
-    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, of which the
-    newest is read (docs/converting.md)."""
+    """Folder of a checkpoint in Megatron-Core's format `torch_dist`, or Megatron-LM's folder of several, whose newest
+    is read (docs/converting.md)."""
     use_deterministic_algorithms: bool = False
     """Use kernels and collectives whose results are the same bit for bit in every run, in the rollout's embedded engine
     too; they are slower."""
@@ -210,10 +210,10 @@ class MegatronConfig(Section):
     logprob_chunk_size: Positive = 1024
     """Number of tokens whose logits [chunk, vocabulary / tp] exist at one time."""
     logprob_recompute: bool = True
-    """Compute the logits again in the backward pass; false: keep those of all trained tokens of a micro-batch for it, 4
+    """Compute the logits again in the backward pass; false: keep the logits of all trained tokens of a micro-batch, 4
     bytes for each token and row of the vocabulary / tp, which spares one of the four products of the output layer."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations the backward pass computes again: none, those of some modules, or those of whole layers
+    """Which activations the backward pass computes again: none, some modules, or whole layers
     (`transformer.recompute_modules`, `transformer.recompute_method`)."""
     transformer: MegatronTransformerFields = MegatronTransformerFields()
     ddp: MegatronDDPFields = MegatronDDPFields()

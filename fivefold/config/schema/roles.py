@@ -113,7 +113,7 @@ class RolloutCorrectionConfig(Section):
         reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
     ] = "ratio"
     """What `mask` compares with its bounds: w, or a divergence of the token, whose sum, mean or largest value over a
-    sequence then counts: (log w)^2 / 2, w - 1 - log w, or that of this token against any other."""
+    sequence then counts: (log w)^2 / 2, w - 1 - log w, or the divergence of this token against all others."""
     mask_above: Annotated[PositiveFloat | None, reads_if(given("mask"))] = None
     """Upper bound of `mask`; null: none."""
     mask_below: Annotated[
@@ -193,7 +193,7 @@ class ActorConfig(TrainedModelConfig):
     loss: Annotated[str, Field(pattern=ONE_LINE), Named(tuple(LOSSES), "Class")] = "ppo"
     """Policy loss (docs/algorithms.md)."""
     loss_kwargs: dict[str, Any] = {}
-    """Options of the loss that have no key of their own, by name."""
+    """Options of the loss without a separate key, by name."""
     advantage: Annotated[
         str,
         Field(pattern=ONE_LINE),
@@ -203,7 +203,7 @@ class ActorConfig(TrainedModelConfig):
     ] = "grpo"
     """How rewards become advantages (docs/algorithms.md)."""
     advantage_kwargs: dict[str, Any] = {}
-    """Options of the advantage that have no key of their own, by name."""
+    """Options of the advantage without a separate key, by name."""
     discount: Annotated[Fraction, read_by("advantage", ADVANTAGES, "discount")] = 1.0
     """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
     gae_lambda: Annotated[
@@ -251,8 +251,8 @@ class ActorConfig(TrainedModelConfig):
     """Estimator of the KL divergence, as Schulman names them (http://joschu.net/blog/kl-approx.html); `abs`: the
     absolute value of k1."""
     kl_unbiased: Annotated[bool, reads_if(above_0("kl_ctl")), reads_if(equals("kl_in", "loss"))] = False
-    """Multiply the KL term in the loss by p / p_old, with its gradient, so that the gradient is that of the divergence
-    (DeepSeek-V3.2)."""
+    """Multiply the KL term in the loss by p / p_old, with its gradient, so that its gradient is the gradient of the
+    divergence (DeepSeek-V3.2)."""
     kl_in: Annotated[Literal["loss", "reward"], reads_if(above_0("kl_ctl"), warns=True)] = "loss"
     """Add the KL term to the loss, or subtract it from each token's reward."""
     kl_target: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl"), "adapts the weight of the KL term")] = None
@@ -348,21 +348,21 @@ class ActorConfig(TrainedModelConfig):
 class FrozenReferenceConfig(RoleConfig):
     """The frozen model with which `fivefold dpo` compares answers.
 
-    `mb_spec` is null unless it is written: micro-batches are then those of the actor.
+    `mb_spec` is null unless it is written: it then has the actor's micro-batches.
     """
 
     path: PathText | None = None
     """Model folder, hub name or `package:<name>`; null: the actor's initial weights."""
     backend: str | None = None
-    """Backend and layout of its own processes; null: it lives in the actor's processes, in the actor's layout."""
+    """Backend and layout of separate processes; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: Annotated[DeviceList | None, reads_if(given("backend"))] = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
     dtype: Dtype | None = None
     """Dtype of its weights and activations; null: `actor.dtype`."""
     mb_spec: MicroBatchConfig | None = None
     offload: bool = False
-    """Move its weights to pinned host memory while it does not work. Those of a reference in the actor's processes go
-    with the actor's in any case."""
+    """Move its weights to pinned host memory while it does not work. The weights of a reference in the actor's
+    processes move with the actor's in any case."""
 
     @property
     def leaves_devices(self) -> Mapping[Offloadable, bool | None]:
@@ -373,7 +373,7 @@ class FrozenReferenceConfig(RoleConfig):
 class ReferenceConfig(FrozenReferenceConfig):
     """The model from which `actor.kl_ctl` measures the KL divergence; it is not trained, and may follow the actor.
 
-    `mb_spec` is null unless it is written: micro-batches are then those of the actor.
+    `mb_spec` is null unless it is written: it then has the actor's micro-batches.
     """
 
     refresh_every: Positive | None = None
@@ -406,8 +406,8 @@ class CriticConfig(TrainedModelConfig):
     offload: OffloadConfig = OffloadConfig()
     """What leaves the critic's GPUs while it does not work; null: all of it, if it shares them with another role."""
     gae_lambda: Fraction | None = None
-    """Weight of longer estimates in the returns that the critic learns (VC-PPO, VAPO: 1); null: that of the actor's
-    advantages."""
+    """Weight of longer estimates in the returns that the critic learns (VC-PPO, VAPO: 1); null: the weight in the
+    actor's advantages."""
     warmup_steps: NonNegative = 0
     """Training steps at the beginning in which only the critic is trained, and the actor stays as it is."""
     ppo_epochs: Passes = 1

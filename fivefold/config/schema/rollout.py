@@ -81,15 +81,15 @@ class RolloutConfig(RoleConfig):
     """Most prompts that are answered at one time with `max_head_offpolicyness` above 0, on all replicas together; null:
     all that are young enough."""
     recompute_kv_cache: Annotated[bool | None, _AHEAD] = None
-    """When weights change while completions are sampled, compute keys and values of their tokens so far anew; otherwise
-    they go on with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
+    """When weights change while completions are sampled, compute keys and values of their tokens again; otherwise they
+    continue with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
     does not (docs/async.md)."""
     max_server_restarts: Annotated[NonNegative, OfServers()] = 3
     """Times that the server of a replica is started again if it dies or hangs; then the run ends. What it was answering
     is asked for again, of the other replicas too (docs/async.md)."""
     server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS), OfServers()] = 300.0
-    """Seconds without an answer after which a server has to show that it goes on: one that then samples no token for a
-    minute hangs, and is started again (docs/async.md). So is one that takes a minute longer than this to load weights
+    """Seconds without an answer after which a server must show that it still works: one that then samples no token for
+    a minute hangs, and is started again (docs/async.md). So is one that takes a minute longer than this to load weights
     from files, to sleep or to wake."""
     new_tokens_per_chunk: Annotated[Positive | None, _AHEAD, OfServers()] = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
@@ -115,7 +115,7 @@ class RolloutConfig(RoleConfig):
     the engine (docs/rollout.md)."""
     overlap_weight_sync: bool | None = None
     """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
-    `max_head_offpolicyness` above 0 and devices of their own. null: if weights go through host memory anyway, with
+    `max_head_offpolicyness` above 0 and separate devices. null: if weights go through host memory anyway, with
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
@@ -126,7 +126,7 @@ class RolloutConfig(RoleConfig):
         return self.colocate
 
     def keeps_cache(self, *, is_server: bool) -> bool:
-        """Return whether running completions go on with the keys and values that they have when weights change."""
+        """Return whether running completions continue with the keys and values that they have when weights change."""
         return not (is_server if self.recompute_kv_cache is None else self.recompute_kv_cache)
 
     @property

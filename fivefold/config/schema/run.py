@@ -37,7 +37,7 @@ class SaverConfig(PeriodicConfig):
 
     max_to_keep: Positive | None = 1
     """1: each time replaces `weights/`. Otherwise, each time has its own folder, such as `weights/step-000010/`,
-    of which this many of the newest are kept; null: all are."""
+    and the newest ones are kept, this many; null: all are."""
 
 
 class RecoverConfig(PeriodicConfig):
@@ -81,12 +81,12 @@ class RecoverConfig(PeriodicConfig):
 
 
 PackagedTracker = Literal["wandb", "mlflow", "swanlab", "trackio"]
-"""Trackers with a package of their own."""
+"""Trackers with a separate package."""
 TrackerName = Literal["tensorboard", PackagedTracker]
 
 
 class StatsConfig(Section):
-    """Records of every step, besides its metrics; those of completions are for `fivefold train` alone."""
+    """Records of every step, besides its metrics. Only `fivefold train` records completions."""
 
     trackers: list[TrackerName] = ["tensorboard"]
     """Where every step's metrics go besides `metrics.jsonl`. `tensorboard`: events in the run's folder. `wandb`,

@@ -32,5 +32,5 @@ class SupervisedConfig(RunConfig):
         if best in LOSSES:
             yield (
                 f"recover.keep_best={best} keeps the checkpoint with the largest value, which is the worst one of a "
-                "loss: name a metric of which more is better, such as accuracy of pairs, or drop it"
+                "loss: name a metric that grows as the model improves, such as accuracy of pairs, or drop it"
             )

@@ -130,12 +130,12 @@ class TrainRecipe(RunConfig):
             if self.rollout.omits_logprobs:
                 yield (
                     f"{key} needs the rollout's log-probs of every token, but rollout.logprob_share="
-                    f"{self.rollout.logprob_share} asks for those of a part: drop it, or {otherwise}"
+                    f"{self.rollout.logprob_share} asks for a part of them: drop it, or {otherwise}"
                 )
             if self.gconfig.truncates_distribution:
                 yield (
                     f"{key} needs the model's log-probs of sampled tokens, but with top_p, top_k or min_new_tokens the "
-                    f"rollout gives those of a truncated distribution: drop these keys, or {otherwise}"
+                    f"rollout gives log-probs of a truncated distribution: drop these keys, or {otherwise}"
                 )
 
     def _readers_of_rollout_logprobs(self) -> Iterator[tuple[str, str]]:

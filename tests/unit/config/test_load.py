@@ -107,7 +107,7 @@ def test_null_stands_for_the_default_of_a_section_or_a_mapping(write: Any) -> No
 def test_one_key_of_an_interpolation_cannot_be_set(write: Any) -> None:
     path = write(MINIMAL + "reward: {kwargs: '${oc.create:{a: 1}}'}\n")
     (problem,) = problems(path, "reward.kwargs.b=1")
-    assert problem.startswith("override 'reward.kwargs.b=1': kwargs is ${oc.create:{a: 1}}, of which one key cannot be")
+    assert problem.startswith("override 'reward.kwargs.b=1': kwargs is ${oc.create:{a: 1}}, whose keys cannot be set")
 
 
 def test_interpolation_reaches_values_overrides_and_defaults(write: Any) -> None:
@@ -256,7 +256,7 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
             "actor.optimizer.lr='1e-5': must be a number, not a text; if it is one, drop the quotes",
         ),
         ("gconfig.greedy=no", "gconfig.greedy='no': must be true or false, not a text; write false"),
-        ("actor=", "actor=null: must be a section with keys of its own, not empty"),
+        ("actor=", "actor=null: must be a section with its own keys, not empty"),
         ("rollout.device_mapping=0", "rollout.device_mapping=0: must be a text or a list, not a number"),
         (
             "rollout.device_mapping=[0, a]",
@@ -375,7 +375,7 @@ def test_every_key_is_described(recipe: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     ("text", "override", "expected"),
     [
-        ("gconfig: [a]", None, "gconfig=['a']: must be a section with keys of its own, not a list"),
+        ("gconfig: [a]", None, "gconfig=['a']: must be a section with its own keys, not a list"),
         ("reward: {kwargs: {a: 1}}", "reward.kwargs=[1]", "reward.kwargs=[1]: must be a mapping, not a list"),
         ("gconfig: {stop: [a]}", "gconfig.stop={a: 1}", "gconfig.stop={'a': 1}: must be a list, not a mapping"),
         ("gconfig: {stop: [a]}", "gconfig.stop.a=1", "gconfig.stop={'a': 1}: must be a list, not a mapping"),

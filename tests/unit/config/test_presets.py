@@ -122,11 +122,11 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["rollout.new_tokens_per_chunk=64"], "new_tokens_per_chunk=64 has no effect with rollout.max_head_offpolicy"),
         (
             [STALE, "gconfig.top_p=0.9"],
-            "the age of samples .* top_p, top_k or min_new_tokens the rollout gives those of a trunc",
+            "the age of samples .* top_p, top_k or min_new_tokens the rollout gives log-probs of a trunc",
         ),
         (
             [STALE, "rollout.logprob_share=0.5"],
-            "the age of samples .* rollout.logprob_share=0.5 asks for those of a part",
+            "the age of samples .* rollout.logprob_share=0.5 asks for a part of them",
         ),
         (["actor.prox_logp_method=loglinear"], "interpolates by the age of samples"),
         (
