@@ -34,7 +34,8 @@ def check_methods(recipe: TrainRecipe) -> None:
     if loss.old_is_interpolated and loss.before is not None:
         raise ValueError(
             "actor.prox_logp_method=loglinear gives old log-probs in the update alone, but actor.loss or "
-            "actor.rollout_correction.mask compares those of a whole mini-batch before it: set it to recompute"
+            "actor.rollout_correction.mask compares the old log-probs of a whole mini-batch before it: set it to "
+            "recompute"
         )
     build_advantage(recipe.actor, recipe.gconfig.n_samples)
 

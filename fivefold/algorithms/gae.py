@@ -138,7 +138,7 @@ class EstimateMoments:
     advantages: Moments
     returns: Moments
     errors: Moments
-    """Moments of return - value, which differs from the advantage if the returns have a lambda of their own."""
+    """Moments of return - value, which differs from the advantage if the returns have a separate lambda."""
 
     @staticmethod
     def of(batch: Batch) -> EstimateMoments:

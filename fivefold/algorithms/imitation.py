@@ -8,9 +8,9 @@ al. 2025, arXiv 2508.11408), whose token weight w_t = p_t (1 - p_t), without gra
 certain or unlikely. The term of right completions comes from VAPO (Yue et al. 2025, arXiv
 2504.05118, section 4.3).
 
-An expert's responses are further sequences of the mini-batch, of which the policy loss sees no token, and which its
-divisors do not count. The field `nll_weight` has, on each token of a sequence, its factor of -log p times the divisor
-of the policy loss, by which the engine divides the sum of all terms.
+An expert's responses are further sequences of the mini-batch. The policy loss sees none of their tokens, and its
+divisors do not count them. The field `nll_weight` has, on each token of a sequence, its factor of -log p times the
+divisor of the policy loss, by which the engine divides the sum of all terms.
 """
 
 from __future__ import annotations

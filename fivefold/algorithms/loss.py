@@ -96,7 +96,7 @@ class Surrogate(Protocol):
 
 
 def means(sums: Sums, over_T: torch.Tensor) -> Metrics:
-    """Return metrics that are means over the tokens `over_T`, bool [T], of which `sums` has the sums."""
+    """Return metrics that are means over the tokens `over_T`, bool [T]; `sums` has their sums."""
     n = over_T.sum()
     return {name: each if isinstance(each, Metric) else Metric(each, n) for name, each in sums.items()}
 

@@ -100,7 +100,7 @@ def _try_out(name: str, loss: UserLoss) -> None:
         raise ValueError(f"{key} returned costs or gradients that are not finite, for finite log-probs")
     if not torch.allclose(cost_T[:2], alone_T):
         raise ValueError(
-            f"{key}: the costs of a sequence depend on the sequences beside it, so the gradient would depend on the "
+            f"{key}: the costs of a sequence depend on the sequences around it, so the gradient would depend on the "
             "split into micro-batches: compute means over tokens.sequences, not over all tokens"
         )
 

@@ -25,7 +25,7 @@ class Group:
     answers: list[Answer] = field(default_factory=list)
     """What replicas have answered, each a part of the group."""
     values: list[dict[str, float]] | None = None
-    """Rewards of each sample by name, without those of a reward model; None: they are not computed."""
+    """Rewards of each sample by name, except for rewards from a reward model; None: they are not computed."""
     rewarded: list[Sample] | None = None
     """The samples with all rewards; None: some are missing."""
     rewarded_at: float = 0.0

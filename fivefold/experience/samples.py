@@ -17,7 +17,7 @@ from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Sample
 
 PERCENTILES = (10, 50, 90)
-"""Percentiles of the lengths of responses that are told."""
+"""Percentiles of the lengths of responses that are reported."""
 
 
 def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, float]]:
@@ -79,7 +79,7 @@ def idle_shares(rollout: Mapping[str, float], seconds: Mapping[str, float], whol
 
 
 def outcomes(samples: Sequence[Sample]) -> list[Outcome]:
-    """Return what the completions of each prompt earned, as samplers are told it."""
+    """Return what the completions of each prompt earned, in the form that samplers take."""
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.prompt.index].append(sample)
@@ -158,7 +158,7 @@ def reward_metrics(samples: Sequence[Sample], rewards: RewardSet, *, by_source: 
     Args:
         samples: the samples with their rewards.
         rewards: the recipe's rewards; one function alone has the metrics of the trained reward and no others.
-        by_source: whether the prompts have several data sources, so that the trained reward is told for each.
+        by_source: whether the prompts have several data sources, so that the trained reward is reported for each.
     """
     metrics: dict[str, float] = {}
     for name in rewards.weights:

@@ -4,7 +4,7 @@
 
 Step s trains the same prompts in the same order whatever the bound is, with the same seeds; what differs is which
 weights sampled their tokens. The bound limits the number of groups that wait, so nothing is ever dropped. A sampler
-that chooses by rewards does not know those of the last `max_head_offpolicyness` steps when it chooses: always of
+that chooses by rewards does not know the rewards of the last `max_head_offpolicyness` steps when it chooses: always
 exactly so many, so that its choice does not depend on which completions finish first.
 
 With a bound of 0, a step's prompts are read and answered when the step is taken.
@@ -41,7 +41,7 @@ class Experience:
     """The samples that a step trains on."""
 
     samples: list[Sample]
-    """Samples with their rewards, those of one prompt side by side."""
+    """Samples with their rewards, grouped by prompt."""
     batch: RemoteBatch
     """The same sequences, in the same order."""
     metrics: dict[str, float]
@@ -56,7 +56,7 @@ class Experience:
 
 
 class Source:
-    """Gives each step its samples, those of the prompts that the sampler gives out, in their order."""
+    """Gives each step its samples: completions of the prompts that the sampler gives out, in their order."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Source:
         saved: Saved | None = None,
         corrects: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin with the prompts of `first_step`; those of `last_step` are the last.
+        """Begin with the prompts of `first_step`, and end with the prompts of `last_step`.
 
         Args:
             recipe: the recipe.
@@ -82,7 +82,7 @@ class Source:
             first_step: the first step.
             last_step: the last step.
             saved: samples of a checkpoint. Those are taken over that answer these prompts and are young enough.
-            corrects: returns whether the next loss is corrected by the rollout's log-probs, of which it then needs all.
+            corrects: returns whether the next loss is corrected by the rollout's log-probs; it then needs all of them.
         """
         self.stream = stream
         self._recipe = recipe
@@ -225,7 +225,7 @@ class Source:
     def _read_for(self, version: int) -> None:
         """Read the turns whose prompts may begin with weights of a version, those after the last step too.
 
-        All at once, not as they begin: what a sampler was told before each turn is then the same in every run.
+        All at once, not as they begin: what a sampler knows before each turn is then the same in every run.
         """
         with self.stream.changed:
             for turn in range(version, version + 1 + self._age):

@@ -236,7 +236,7 @@ class Stream:
         self._rollout.learn_lengths([sample for group in groups for sample in group.samples])
 
     def _place_in_queue(self, job: Job) -> tuple[int, float]:
-        """Return what sorts jobs that come together: those of the next step first, and of these the longest."""
+        """Return what sorts jobs that come together: jobs of the next step first, and among them the longest."""
         step, _ = self._groups[job.number].place
         return step, -self._rollout.expected_length(job.prompt)
 
@@ -290,7 +290,7 @@ class Stream:
 
         A reward that judges several responses at the same time, as a coroutine does, gets one group from each thread,
         the next step's first, so that a slow one holds up no other. At most a step's groups go to a reward model at
-        once, so that those of later steps do not hold it up.
+        once, so that groups of later steps do not hold it up.
         """
         while True:
             with self.changed:
@@ -312,7 +312,7 @@ class Stream:
                 group.values = [next(values) for _ in group.requests]
 
     def _complete(self, groups: Sequence[Group]) -> None:
-        """Give the samples of groups their rewards, those of the reward model among them."""
+        """Give the samples of groups their rewards, including the scores of the reward model."""
         samples = [sample for group in groups for sample in group.samples]
         values = [each for group in groups for each in group.values or ()]
         scores: dict[int, float] = {}

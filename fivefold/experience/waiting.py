@@ -97,7 +97,7 @@ class BegunGroup:
 
     @property
     def oldest(self) -> int:
-        """Oldest version of the weights that sampled its tokens, of which there is at least one."""
+        """Oldest version of the weights that sampled its tokens; there is at least one."""
         return min(int(begun.versions.min()) for begun in self.begun if begun and len(begun.versions))
 
     def fits(self, group: Group) -> bool:
@@ -118,7 +118,7 @@ class BegunGroup:
 def _is_as_long(n_tokens: int, reason: FinishReason | None, most_tokens: int) -> bool:
     """Return whether so many tokens are what a limit of `most_tokens` leaves of a completion, by why it has ended.
 
-    One that reached a lower limit would go on under this one, and count as cut off though it is not.
+    One that reached a lower limit would continue under this one, and count as cut off though it is not.
     """
     if reason is None:
         return n_tokens < most_tokens
@@ -191,10 +191,10 @@ class _Moment:
 
 
 def taken_over(start: FromScratch | Resume) -> tuple[Saved, str | None]:
-    """Return what a run takes over from the checkpoint from which it goes on, and a text for the user if that changed.
+    """Return what a run takes over from its checkpoint, and a text for the user if the sampling has changed.
 
     What was sampled in another way is not taken over: the trainer would take its log-probs, of a truncated distribution
-    for example, for those of the distribution that the recipe now names.
+    for example, for log-probs of the distribution that the recipe now names.
     """
     if not isinstance(start, Resume) or not (folder := start.checkpoint.path / EXPERIENCE).is_dir():
         return Saved(), None
@@ -205,7 +205,7 @@ def taken_over(start: FromScratch | Resume) -> tuple[Saved, str | None]:
     n_groups = len(saved.groups) + len(saved.begun)
     return Saved(), (
         f"{n_groups} groups of samples of the checkpoint were sampled in another way ({', '.join(changed)}): their "
-        "prompts are answered anew"
+        "prompts are answered again"
     )
 
 

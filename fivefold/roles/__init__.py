@@ -1,1 +1,1 @@
-"""The roles of a run, each with its handle on the driver beside the worker that serves it."""
+"""The roles of a run, each with its handle on the driver next to the worker that serves it."""

@@ -22,7 +22,7 @@ from fivefold.weights.transport import Route
 
 
 class Actor(TrainedModel):
-    """The actor's methods, each of which runs in all of its processes."""
+    """The actor's methods; each runs in all of its processes."""
 
     def __init__(self, trainer: Trainer, route: Route = THROUGH_HOST, away: tuple[Offloadable, ...] = ()) -> None:
         """Take the processes.

@@ -52,7 +52,7 @@ def check_tokenizers(
 
     Args:
         recipe: the recipe.
-        roles: the roles; those that are not frozen models of their own are not checked.
+        roles: the roles; roles without a separate frozen model are not checked.
         actor: shape of the actor's model.
         tokenizer: the run's.
 

@@ -87,7 +87,7 @@ def _start(
     specs: Mapping[str, TrainerSpec],
     others: Sequence[Processes] = (),
 ) -> dict[str, WorkerGroup]:
-    """Start the processes of models, and those of `others`, at once, unless they would need each other's memory.
+    """Start the processes of models and of `others` at once, unless they would need each other's memory.
 
     A model that leaves shared devices while it does not work does so before others start. The actor's state stays where
     it is until it sends its weights.

@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """What a replica reports of its N episodes to the driver: those of one job after the other."""
+    """What a replica reports of its N episodes to the driver, job by job."""
 
     jobs: list[int]
     """Numbers of the jobs, all of whose episodes have ended."""

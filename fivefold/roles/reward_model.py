@@ -1,4 +1,4 @@
-"""The driver's handle of a reward model, which scores completions in micro-batches of its own."""
+"""The driver's handle of a reward model, which scores completions in its own micro-batches."""
 
 from __future__ import annotations
 

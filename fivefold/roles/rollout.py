@@ -68,7 +68,7 @@ class Rollout:
         """Enter an NCCL group with the actor, if weights are about to come over one and a server is in none.
 
         That is so at the beginning, and when a server was started again, because it had died or shows here that it
-        hangs; the others then leave theirs. Servers with requests stand still from here until they have the weights.
+        hangs; the others then leave theirs. Servers with requests pause from here until they have the weights.
         """
         if not actor.sends_by_nccl or all(self._group.call(RolloutWorker.expect_transfer)):
             return
@@ -90,7 +90,7 @@ class Rollout:
         offer.close()
 
     def swap_weights(self, version: int) -> None:
-        """Let every replica go on with the weights that it was last given, which are of `version`."""
+        """Let every replica continue with the weights that it was last given, which are of `version`."""
         self._group.call(RolloutWorker.swap_weights)
         self.version = version
 

@@ -41,7 +41,7 @@ class RolloutStream:
         self._jobs: list[dict[int, Job]] = [{} for _ in range(n)]
         """Jobs of each replica, by their number."""
         self._news: list[list[Job]] = [[] for _ in range(n)]
-        """Those of them that the replica does not know yet."""
+        """The jobs among them that the replica does not know yet."""
         self._loads = [0] * n
         """Requests of each replica that are not answered, as far as it has reported."""
         self._calls: dict[int, KeptCall[Responses]] = {}
@@ -70,7 +70,7 @@ class RolloutStream:
         self._without_weights.clear()
 
     def submit(self, jobs: Sequence[Job], *, first: bool = False) -> None:
-        """Add jobs, each of which begins when a replica has room for it; `first`: before those that wait."""
+        """Add jobs; each begins when a replica has room for it. `first`: before all that wait."""
         if self._capacity is None:
             self._deal(jobs)
         elif first:
@@ -161,7 +161,7 @@ class RolloutStream:
             self._queue.extendleft(jobs.pop(job.number) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
         self._lost |= report.lost
-        # First in the queue, in their order: their turn comes before that of all others.
+        # First in the queue, in their order: they come before all others.
         lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
         self._queue.extendleft(reversed(lost))
         self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])

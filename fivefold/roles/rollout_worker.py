@@ -58,20 +58,20 @@ class RolloutWorker:
         self._told: dict[int, list[GenerationRequest]] = {}
         """Jobs that were lost, as the last report tells, which the driver may not have read before the next call."""
         self._answers_beside = spec.backend in DIALECTS
-        """Whether the engine, a server, goes on with a stream between two calls."""
+        """Whether the engine, a server, continues with a stream between two calls."""
         self._reported_at: float | None = None
         """When the last report left such a server with requests, if nothing has interrupted it since."""
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
-        """Begin further jobs, and go on with all of them until one is done or about `seconds` have passed.
+        """Begin further jobs, and continue with all of them until one is done or about `seconds` have passed.
 
         Returns:
             The report on the jobs that are done, and the columns of their episodes.
         """
         began, self._reported_at = self._reported_at or time.perf_counter(), None
         if not self._engine.has_weights:
-            # Its server has died while it took weights, which is told here.
+            # Its server has died while it took weights, which is reported here.
             self._told = self._take_lost() | {job.number: list(job.requests) for job in jobs}
             return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
         for job in jobs:
@@ -118,7 +118,7 @@ class RolloutWorker:
         self._engine.stage_weights(self._transport.receiver()(items, torch.device("cpu")), version)
 
     def swap_weights(self) -> None:
-        """Replace all weights by those of the last `stage_weights`."""
+        """Replace all weights by the weights of the last `stage_weights`."""
         self._reported_at = None
         self._engine.swap_weights()
 

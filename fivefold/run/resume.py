@@ -22,7 +22,7 @@ def state_at_start(
     total_steps: int,
     experts: EpochSampler[Any] | None = None,
 ) -> tuple[RunState, str | None]:
-    """Return the state of the run before its next step, with `sampler` where it goes on, and a text for the user.
+    """Return the state of the run before its next step, with `sampler` moved to it, and a text for the user.
 
     Args:
         recipe: the recipe of the run.
@@ -33,7 +33,7 @@ def state_at_start(
         experts: reads an expert's examples; None: there are none.
 
     Raises:
-        ValueError: the model, the tokenizer or the data are not those of the checkpoint, which was not accepted.
+        ValueError: the model, the tokenizer or the data differ from the checkpoint's, and the change was not accepted.
     """
     fingerprints = ground.fingerprints(recipe)
     layout = ground.placement["actor"].layout

@@ -45,7 +45,7 @@ class Groundwork:
     placement: Placement
     tokenizer: PreTrainedTokenizerBase
     others: Mapping[str, ModelShape]
-    """Shapes of the models that roles besides the actor have of their own, by role."""
+    """Shapes of the separate models of roles besides the actor, by role."""
 
     def describe_model(self, recipe: Recipe) -> str:
         """Return a description of the model in one line."""

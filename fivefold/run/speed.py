@@ -74,7 +74,7 @@ class StepSpeed:
             recipe: the recipe.
             placement: the roles on their devices.
             shape: the actor's model.
-            others: models that other roles have of their own, by role.
+            others: separate models of other roles, by role.
             peak: FLOP/s that a device can compute; None: not known, so that there is no MFU.
         """
         self._peak = peak
@@ -90,7 +90,7 @@ class StepSpeed:
 
     @classmethod
     def of(cls, recipe: Recipe, ground: Groundwork, models: Models, note: Callable[[str], None]) -> Self:
-        """Return what measures the speed of a run; a GPU whose speed is not known is told to the user by `note`."""
+        """Return what measures the speed of a run; `note` tells the user of a GPU whose speed is not known."""
         devices = models.actor.device_names()
         peak = device_peak(recipe.cluster, devices)
         if peak is None and devices[0] is not None:

@@ -48,7 +48,7 @@ class ModelState:
     model: ModelHandle
     verbs: _Verbs
     models: Models
-    """All models of the run, some of which may have to make room."""
+    """All models of the run; some may have to make room."""
     timers: PhaseTimers
 
     def snapshot(self, folder: Path) -> None:

@@ -115,7 +115,7 @@ def run_whole(
     try:
         start = find_start(recipe, overwrite=overwrite)
     except RecipeChangedError:
-        # A recipe that could not run at all is told so: the change may be of the same mistake.
+        # A recipe that could not run at all fails for that reason: the change may be of the same mistake.
         check_devices(recipe.scheduler, recipe.cluster)
         set_up(datetime.now(UTC))
         raise

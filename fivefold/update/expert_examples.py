@@ -1,4 +1,4 @@
-"""The sequences of an update with those of an expert, and what each weighs in the loss (algorithms/imitation.py)."""
+"""An update's sequences together with an expert's, and what each weighs in the loss (algorithms/imitation.py)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Imitated(Part):
         return replace(step, batch=step.batch.with_scalars(**{RIGHT: is_right_N}))
 
     def before(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
-        """Draw the step's examples, of which each pass over its samples has all."""
+        """Draw the step's examples; each pass over its samples has all of them."""
         if self.experts is None:
             return outcome
         given = self.experts.draw()

@@ -21,7 +21,7 @@ class CorrectedRollout(Part):
     threshold: float
     """KL divergence between rollout and trainer, in nats a token, above which they disagree."""
     tells: bool
-    """Whether the user is told that they disagree: not if the rollout's log-probs are the old ones anyway."""
+    """Whether to tell the user that they disagree: not if the rollout's log-probs are the old ones anyway."""
 
     def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
         """Correct the loss, and count the ages of tokens."""

@@ -100,7 +100,7 @@ class PolicyUpdate:
         return outcome
 
     def needs_rollout_logprobs(self, state: UpdateState) -> bool:
-        """Return whether the next loss is corrected by the rollout's log-probs, and so needs those of all tokens."""
+        """Return whether the next loss is corrected by the rollout's log-probs, and so needs them for all tokens."""
         return any(part.needs_rollout_logprobs(state) for part in self.parts)
 
 

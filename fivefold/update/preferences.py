@@ -54,8 +54,8 @@ class Scoring:
             return models.actor.sums(batch, Logprobs()) - reference_N
 
     def measure(self, models: Models, comparison: Comparison) -> dict[str, float]:
-        """Return the objective's metrics, its value as `loss` among them."""
-        # Timers of their own, because the caller counts all of an evaluation as one phase.
+        """Return the objective's metrics, including its value as `loss`."""
+        # Separate timers, because the caller counts all of an evaluation as one phase.
         scores_N = self.scores(models, comparison.batch, PhaseTimers())
         _, metrics = derivatives(comparison.objective, scores_N, comparison.batch.trained_N)
         return metrics

@@ -1,4 +1,4 @@
-"""The values of one update, and the options of which it is composed.
+"""The values of one update, and the options that compose it.
 
 samples ──prepare──> Prepared ──before──> ──loss, minibatch──> mini-batches ──after──> StepOutcome
 """
@@ -30,7 +30,7 @@ class UpdateState:
     skips: Mapping[str, Skips]
     """Updates that were skipped in a row, by role."""
     expert_sampler: SamplerState | None = None
-    """Position in the expert's examples after those of the step; None: there are none."""
+    """Position in the expert's examples after the step; None: there are none."""
 
     @staticmethod
     def of(run: RunState, config: ActorConfig) -> UpdateState:
@@ -57,7 +57,7 @@ class Prepared:
     step: int
     """The training step, counted from 1."""
     samples: Sequence[Sample]
-    """Samples with their rewards, those of one prompt side by side."""
+    """Samples with their rewards, grouped by prompt."""
     batch: RemoteBatch
     """The same sequences, in the same order."""
     state: UpdateState

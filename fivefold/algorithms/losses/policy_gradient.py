@@ -23,7 +23,7 @@ SMALLEST = 1e-12
 class Reinforce:
     """The policy gradient without ratios (Williams 1992, https://doi.org/10.1007/BF00992696).
 
-    A token costs -A log p. RLOO, ReMax, OPO and GPG are this loss with advantages of their own. It is exact if each
+    A token costs -A log p. RLOO, ReMax, OPO and GPG are this loss with other advantages. It is exact if each
     step has one update; further ones would train on the samples of an older policy as if they were the policy's own.
     """
 

@@ -119,7 +119,7 @@ def test_a_loss_of_ones_own_may_compute_something_over_the_whole_mini_batch_firs
     ("keys", "message"),
     [
         ({"loss": "own.py:Misnamed"}, "failed on a batch of two sequences"),
-        ({"loss": "own.py:Coupled"}, "depend on the sequences beside it"),
+        ({"loss": "own.py:Coupled"}, "depend on the sequences around it"),
         ({"loss": "own.py:Detached"}, "without a gradient"),
         ({"loss": "own.py:Scalar"}, r"returned \(\) for 5 tokens"),
         ({"loss": "own.py:Alone"}, "failed on a batch of two sequences"),
