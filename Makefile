@@ -34,11 +34,12 @@ test: $(STAMP) ## run the tests
 test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
 	$(RUN)/python -m pytest tests/browser -rs -p no:cacheprovider $(ARGS)
 
-lint: $(STAMP) ## format, lint, types and import directions
+lint: $(STAMP) ## format, lint, types, import directions and wording
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+	$(RUN)/python scripts/check_english.py
 
 format: $(STAMP) ## put the code into its format
 	$(RUN)/ruff format .

@@ -23,7 +23,7 @@ NEEDS = {
 
 
 def page(text: str) -> str:
-    """Return the page's text with its tables written anew."""
+    """Return the page's text with its tables written again."""
     return re.sub(
         r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
         lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3],
@@ -48,7 +48,7 @@ def _algorithms() -> Iterator[str]:
 
 
 def _sets(row: Algorithm) -> str:
-    """Return the keys of an algorithm, those of `actor` without that word, and its notes."""
+    """Return the keys of an algorithm, without the word `actor`, and its notes."""
     keys = ", ".join(_assignments({key.removeprefix("actor."): value for key, value in row.keys.items()}))
     return "; ".join(filter(None, (keys, row.note, NEEDS[row.needs] if row.needs else "")))
 

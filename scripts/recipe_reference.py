@@ -59,7 +59,7 @@ class Section:
 
         Args:
             schema: the section.
-            known: its keys and those of the sections around it, of which a condition may speak.
+            known: the keys of it and of the sections around it, which conditions may name.
         """
         fields = schema.model_fields
         inner = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
@@ -139,7 +139,7 @@ def _content(title: str, key: str, section: Section, printed: Printed) -> Iterat
     prefix = f"{key}." if key else ""
     command, first = printed.setdefault(section.rows, (title, key))
     if section.rows and (command, first) != (title, key):
-        yield f"Its own keys are those of {f'[`{first}`](#{_anchor(first)})' if first else command}.\n"
+        yield f"It has the keys of {f'[`{first}`](#{_anchor(first)})' if first else command}.\n"
     elif section.rows:
         yield "| key | values | default | read with | |\n|---|---|---|---|---|"
         yield from (_row(prefix, cells) for cells in section.rows)

@@ -243,7 +243,7 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
-    config.pop("auto_map", None)  # the weights are those of a class of transformers, and code files are not copied
+    config.pop("auto_map", None)  # a class of transformers loads the weights, and code files are not copied
     # Nor are layers for multi-token prediction, which have two names for their number.
     config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.

@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "tekken.json",
     "tokenization_*.py",
 )
-"""Patterns of the files that make up a tokenizer; some have code of their own next to a tokenizer.json."""
+"""Patterns of the files that make up a tokenizer; some have code next to a tokenizer.json."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""

@@ -60,7 +60,7 @@ class Part:
     """Base of classes that add methods to what a worker holds, for the runs that call them.
 
     A worker makes one object of a part, `part(held)`, when one of its methods is called for the first time. Calls name
-    the method, `group.call(Snapshots.take, folder)`, as they name those of the held object's class. The class itself
+    the method, `group.call(Snapshots.take, folder)`, as they name methods of the held object's class. The class itself
     must define it: Python's name of an inherited method is the base class's.
     """
 

@@ -54,7 +54,7 @@ class Player:
             session.episode = self._loop.create_task(self._environment.run(session.task, session))
 
     def advance(self, seconds: float) -> list[tuple[int, list[Episode]]]:
-        """Go on until a job is done or lost, or about `seconds` have passed. What an environment raises is raised here.
+        """Play until a job is done or lost, or about `seconds` have passed. What an environment raises is raised here.
 
         Returns:
             Each job that is done, by its number, with its episodes in the order of its tasks.
@@ -76,7 +76,7 @@ class Player:
         return done
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the jobs whose episodes another engine could go on with: the first requests with their tokens so far.
+        """Return the jobs whose episodes another engine could continue: the first requests with their tokens so far.
 
         Those that `take_lost` has not returned are among them, and not those that would begin again.
         """

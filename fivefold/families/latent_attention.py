@@ -43,6 +43,6 @@ def read_latent_decoder(config: HFConfig) -> ModelShape:
     if shape.n_kv_heads != shape.n_heads:
         raise config.error(
             f"num_key_value_heads={shape.n_kv_heads} must be num_attention_heads={shape.n_heads}: each query head has "
-            "keys and values of its own"
+            "its own keys and values"
         )
     return shape

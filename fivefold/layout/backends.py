@@ -37,7 +37,7 @@ class Backend:
     asleep_bytes: int = 0
     """Bytes that a sleeping server keeps on each GPU: contexts, workspaces and communicators."""
     can_hold: bool = False
-    """Whether a server's requests may stand still and keep their keys and values while it gets new weights."""
+    """Whether a server's requests may pause and keep their keys and values while it gets new weights."""
     temperatures: tuple[float, float] | None = None
     """Lowest and highest temperature that it samples with as asked; None: any above 0."""
     loads_stages: bool = True
@@ -45,7 +45,7 @@ class Backend:
     reports_checksum: bool = True
     """Whether it reports a checksum of the weights that arrive."""
     distributions: tuple[str, ...] = ()
-    """Packages to install, any of which provides it; none: it comes with Fivefold's own requirements."""
+    """Packages to install; any one provides it; none: it comes with Fivefold's own requirements."""
     variables: str = ""
     """Prefix of the environment variables by which users configure a server."""
     releases_for_torch: Mapping[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 A recipe lays out its roles key by key (`actor.backend`, `rollout.backend`, `critic.backend`, `rollout.colocate`,
 `critic.colocate` and so on) or in one string (`allocation_mode`), and may put each role on a list of devices
 (`device_mapping`). The reference model lives in the actor's processes unless it has a backend; only then is it a role.
-A critic, a reward model and a teacher always have processes of their own.
+A critic, a reward model and a teacher always have separate processes.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _note(samples: Samples, kept: npt.NDArray[np.int64], with_tokens: set[int]) 
     if len(kept) < total:
         steps = len({samples.rows[number]["step"] for number in kept})
         return (
-            f"{len(kept):,} of {total:,} logged samples are in this page, those of {steps:,} steps; "
+            f"{len(kept):,} of {total:,} logged samples are in this page, from {steps:,} steps; "
             "`fivefold watch` shows all of them."
         )
     if len(with_tokens) < total and any("part" in row for row in samples.rows):

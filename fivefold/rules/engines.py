@@ -178,7 +178,7 @@ def _recompute_problems(prefix: str, config: EngineConfig, shape: ModelShape) ->
     chosen = config.megatron.recompute_modules(is_moe=shape.is_moe)
     for inner in ("moe_act", "shared_experts"):
         if "moe" in chosen and inner in chosen:
-            yield f"{prefix}.recompute_modules has {inner} and moe, of which {inner} is a part: drop {inner}"
+            yield f"{prefix}.recompute_modules has {inner} and moe, and {inner} is a part of moe: drop {inner}"
 
 
 def _recomputed_layers_problems(

@@ -68,6 +68,6 @@ def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     given = {str(argument).split("=")[0] for argument in recipe.rollout.server_args}
     if backend == "vllm" and given & {"--quantization", "-q"} and "--enforce-eager" not in given:
         yield (
-            f"rollout.server_args={recipe.rollout.server_args} quantizes the latent attention of {shape.family}, of "
-            "which vLLM's CUDA graphs would go on with old weights: add --enforce-eager, or drop --quantization"
+            f"rollout.server_args={recipe.rollout.server_args} quantizes the latent attention of {shape.family}, "
+            "whose CUDA graphs in vLLM would continue with old weights: add --enforce-eager, or drop --quantization"
         )

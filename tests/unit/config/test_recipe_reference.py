@@ -49,7 +49,5 @@ def sections() -> list[tuple[str, str]]:
 def names_of(key: str) -> list[str]:
     """Return the key, and the keys of the sections to which the page refers for its section."""
     alike = re.findall(r"`([\w.]+)` as \[`([\w.]+)`\]", PAGE)
-    alike += re.findall(
-        r"^### ([\w.]+)\n(?:\n[^#|].*\n)*?\nIts own keys are those of \[`([\w.]+)`\]", PAGE, re.MULTILINE
-    )
+    alike += re.findall(r"^### ([\w.]+)\n(?:\n[^#|].*\n)*?\nIt has the keys of \[`([\w.]+)`\]", PAGE, re.MULTILINE)
     return [key, *(other + key.removeprefix(own) for own, other in alike if key.startswith(f"{own}."))]

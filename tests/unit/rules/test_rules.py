@@ -254,7 +254,7 @@ def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[st
     def asked(backend: str, *arguments: str) -> TrainRecipe:
         return recipe(rollout={"backend": backend, "server_args": [*quantized, *arguments]})
 
-    with pytest.raises(RecipeError, match=r"CUDA graphs would go on with old weights: add --enforce-eager"):
+    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: add --enforce-eager"):
         check_recipe(asked("vllm:d2"), latent)
     check_recipe(asked("vllm:d2", "--enforce-eager"), latent)
     check_recipe(asked("sglang:d2"), latent)
