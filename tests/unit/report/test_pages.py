@@ -127,7 +127,7 @@ def test_a_report_with_little_room_says_what_it_leaves_out(run: Path, monkeypatc
     monkeypatch.setattr(page_module, "ROOM_FOR_SAMPLES", 1500)
     content = page([Run.read(run)])
     note = facts_of(content)["runs"][0]["samples"]["note"]
-    kept = int(re.fullmatch(r"(\d+) of 96 logged samples are in this page, those of \d+ steps; .*", note)[1])  # type: ignore[index]
+    kept = int(re.fullmatch(r"(\d+) of 96 logged samples are in this page, from \d+ steps; .*", note)[1])  # type: ignore[index]
     index = table_of(block_of(content, "0-samples-index"))
     assert len(index["step"]) == kept < 96
     assert index["step"][-1] == 12
