@@ -22,6 +22,7 @@ runs/<experiment_name>/<trial_name>/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -52,6 +53,8 @@ State = Literal["setup", "running", "finished", "failed", "interrupted", "killed
 GOING_ON: tuple[State, ...] = ("setup", "running")
 """States of a run that has not ended."""
 STATUS = "status.json"
+LOCK = ".lock"
+"""File in the folder of the experiment that a process locks while it takes a run's folder."""
 _EARLIER_LOGS = re.compile(r"start-\d+")
 
 
@@ -105,11 +108,13 @@ class RunDir:
             ValueError: `check_free` refuses the folder, or it cannot be created.
         """
         run = cls.of(recipe)
-        run.check_free(overwrite=overwrite)
+        with run._alone(recipe):
+            run.check_free(overwrite=overwrite)
+            with run._writing(recipe):
+                run.path.mkdir(exist_ok=True)
+                # First, so that an interruption leaves the folder of a run that has ended.
+                run._write_status("setup")
         with run._writing(recipe):
-            run.path.mkdir(parents=True, exist_ok=True)
-            # First, so that an interruption leaves the folder of a run that has ended.
-            run._write_status("setup")
             run._write_recipe(recipe)
             run._clear()
             run.logs.mkdir()
@@ -125,11 +130,13 @@ class RunDir:
             ValueError: the run in the folder is still alive, or the folder cannot be written to.
         """
         run = cls.of(recipe)
-        run.check_idle()
-        run._began = (run.read_status() or {}).get("began", run._began)
-        run._resumed = (recipe, step)
+        with run._alone(recipe):
+            run.check_idle()
+            run._began = (run.read_status() or {}).get("began", run._began)
+            run._resumed = (recipe, step)
+            with run._writing(recipe):
+                run._write_status("setup")
         with run._writing(recipe):
-            run._write_status("setup")
             run._set_logs_aside()
         return run
 
@@ -315,6 +322,17 @@ class RunDir:
             return True
         write_json(self.status, status | {"state": "killed", "error": "its heartbeat stopped"})
         return False
+
+    @contextmanager
+    def _alone(self, recipe: RunConfig) -> Iterator[None]:
+        """Let one process at a time look whether the folder is free, and take it: several may start at once."""
+        with self._writing(recipe):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = (self.path.parent / LOCK).open("wb")
+        with lock:
+            with self._writing(recipe):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def _writing(self, recipe: RunConfig) -> Iterator[None]:

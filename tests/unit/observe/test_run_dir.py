@@ -3,9 +3,12 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -322,3 +325,32 @@ def test_a_kill_while_a_run_resumes_loses_nothing(tmp_path: Path) -> None:
         if not was_killed:
             break
     assert number > 20
+
+
+N_STARTS, N_ROUNDS = 4, 10
+
+
+def start_at_once(folder: Path, barrier: Barrier, taken: SimpleQueue[int]) -> None:
+    """Try to take each round's folder, and stay alive until all others have tried."""
+    for number in range(N_ROUNDS):
+        barrier.wait()
+        try:
+            RunDir.create(recipe(folder, f"trial-{number}"), overwrite=False)
+            taken.put(number)
+        except ValueError as error:
+            if "a run is active" not in str(error):
+                raise
+        barrier.wait()
+
+
+def test_one_of_several_starts_at_once_takes_the_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, taken = context.Barrier(N_STARTS, timeout=60), context.SimpleQueue()
+    processes = [context.Process(target=start_at_once, args=(tmp_path, barrier, taken)) for _ in range(N_STARTS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted(taken.get() for _ in range(N_ROUNDS)) == list(range(N_ROUNDS))
+    assert taken.empty()
