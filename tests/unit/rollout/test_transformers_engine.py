@@ -516,7 +516,7 @@ def test_a_folder_without_a_tokenizer_is_refused(model_type: str, tmp_path: Path
 
 
 def test_a_hub_that_gives_no_tokenizer_is_named_with_what_was_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(path: str) -> None:
+    def unreachable(path: str, **_: Any) -> None:
         raise OSError("We couldn't connect to the hub")
 
     monkeypatch.setattr("fivefold.rollout.tokenizer.AutoTokenizer.from_pretrained", unreachable)
