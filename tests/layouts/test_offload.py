@@ -138,7 +138,8 @@ def bytes_alive() -> int:
 def test_nothing_stays_gathered_when_log_probs_are_computed(workers: Workers, models: Path, kept: bool | int) -> None:
     case = FSDPCase("fsdp:d4", FSDPConfig(reshard_after_forward=kept), dtype="bfloat16")
     for before, more in workers(4).run(kept_by_scoring, case, models / "qwen3_moe"):
-        assert more < before / 100
+        # One gathered layer would be three quarters of the shards of all layers; small caches of the process may stay.
+        assert more < before / 20
 
 
 def use_while_away(case: Case, folder: Path) -> list[str]:
