@@ -198,12 +198,12 @@ class _Calls:
         if self._engine.has_weights:
             waiting, self._waiting = self._waiting, []
             for number, request, sampling in waiting:
-                self._engine.submit(number, [request], sampling)
+                self._engine.submit(number, request, sampling)
 
     def collect(self, seconds: float) -> bool:
         """Let the engine work until a request is answered, or about `seconds` have passed; return whether one is."""
         done = self._engine.collect(seconds) if self.are_running else []
-        for number, [completion] in done:
+        for number, completion in done:
             self._answers.pop(number).set_result(completion)
         return bool(done)
 
@@ -215,11 +215,11 @@ class _Calls:
 
     def unfinished(self) -> dict[int, GenerationRequest]:
         """Return the engine's requests by number, with their tokens up to the last weights."""
-        return {number: request for number, [request] in self._engine.unfinished().items()}
+        return self._engine.unfinished()
 
     def lose(self) -> dict[int, GenerationRequest]:
         """Forget the requests that the engine has lost; return them by number, with their tokens so far."""
-        lost = {number: request for number, [request] in self._engine.take_lost().items()}
+        lost = self._engine.take_lost()
         for number in lost:
             del self._answers[number]
         return lost

@@ -1,8 +1,7 @@
-"""Checks of requests against a model's config, before the model gets them."""
+"""Checks of a request against a model's config, before the model gets it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -11,25 +10,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def check_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams, config: PreTrainedConfig) -> None:
-    """Refuse requests that the model cannot answer.
+def check_request(request: GenerationRequest, sampling: SamplingParams, config: PreTrainedConfig) -> None:
+    """Refuse a request that the model cannot answer.
 
     Raises:
         ValueError: a token outside the model's vocabulary, a prompt without tokens, or a prompt and a completion that
             could exceed the model's positions.
     """
-    vocabulary = config.vocab_size
+    length, vocabulary = len(request.token_ids), config.vocab_size
     if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:
         raise ValueError(
             f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {vocabulary} tokens: "
             f"give ids from 0 to {vocabulary - 1}"
         )
-    for request in requests:
-        _check_request(request, sampling, config)
-
-
-def _check_request(request: GenerationRequest, sampling: SamplingParams, config: PreTrainedConfig) -> None:
-    length, vocabulary = len(request.token_ids), config.vocab_size
     if length == 0:
         raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
     if length + sampling.max_new_tokens > config.max_position_embeddings:

@@ -165,34 +165,34 @@ def _hash_seed(*key: int | str) -> int:
 class RolloutEngine(Protocol):
     """One replica: a model that answers requests, and whose weights the actor replaces between steps."""
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Begin to answer the requests of job `number`, in parallel with those in progress.
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        """Begin to answer request `number`, in parallel with those in progress.
 
-        They continue while weights change: each token carries the version that sampled it.
+        It continues while weights change: each token carries the version that sampled it.
         """
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
-        """Go on with submitted jobs until one is done, or about `seconds` have passed.
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
+        """Work on submitted requests until some are answered, or about `seconds` have passed.
 
         Returns:
-            Each job that is done, by its number, with its completions in the order of its requests.
+            The completion of each request that is answered, with the request's number.
         """
 
     @property
     def n_running(self) -> int:
-        """Number of requests that were submitted and are not answered."""
+        """Number of requests that were submitted and that `collect` has not returned."""
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the submitted jobs that are not done, by number: requests with their tokens up to the last update.
+    def unfinished(self) -> dict[int, GenerationRequest]:
+        """Return the requests that are not answered, by number, with their tokens up to the last update.
 
-        Those that `take_lost` has not told are among them, and not those that would begin anew.
+        Lost requests that `take_lost` has not returned are included; requests that would start over are not.
         """
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
-        """Return the submitted jobs that were lost since the last call, because what answered them has died.
+    def take_lost(self) -> dict[int, GenerationRequest]:
+        """Return the requests that were lost since the last call, because what answered them has died, by number.
 
-        Their requests have what is known of their completions, so that another engine goes on from there. The engine
-        that lost them has begun anew. If it then has no weights, it needs an update before it gets further jobs.
+        They have what is known of their completions, so that another engine can continue from there. The engine that
+        lost them has started again. If it then has no weights, it needs an update before it gets further requests.
         """
 
     @property
@@ -259,15 +259,16 @@ class RolloutEngine(Protocol):
 def complete(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams
 ) -> list[Completion]:
-    """Return one completion for each request, in their order, of an engine that has no other jobs.
+    """Return one completion for each request, in their order, of an engine that has no other requests.
 
     Raises:
         RuntimeError: what answered them has died. Further errors are those of the engine's `submit` and `collect`.
     """
-    engine.submit(0, requests, sampling)
+    for number, request in enumerate(requests):
+        engine.submit(number, request, sampling)
+    done: dict[int, Completion] = {}
     while engine.n_running:
-        for _, completions in engine.collect(seconds=10.0):
-            return completions
-    if requests:
+        done |= dict(engine.collect(seconds=10.0))
+    if len(done) < len(requests):
         raise RuntimeError("the engine has lost its requests")
-    return []
+    return [done[number] for number in range(len(requests))]

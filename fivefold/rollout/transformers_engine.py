@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.rollout.checks import check_requests
+from fivefold.rollout.checks import check_request
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
@@ -105,19 +105,19 @@ class TransformersEngine:
             transport=transport,
         )
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Begin to answer the requests of job `number`, in parallel with those in progress.
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        """Begin to answer request `number`, in parallel with those in progress.
 
         Raises:
             ValueError: a request or a sampling that the model cannot take.
             RuntimeError: the engine is asleep or has no weights.
         """
-        check_requests(requests, sampling, self._model.config)
+        check_request(request, sampling, self._model.config)
         self._state.require_weights()
-        self._stream.submit(number, requests, sampling)
+        self._stream.submit(number, request, sampling)
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
-        """Go on with submitted jobs until one is done, or about `seconds` have passed. Returns those that are done.
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
+        """Work on submitted requests until some are answered, or about `seconds` have passed (`RolloutEngine`).
 
         Log-probs are those of the sampling distribution; of greedy completions, those of the model's own logits. A
         request gives the same completion whichever requests share its batch, up to the rounding of matmuls.
@@ -129,15 +129,15 @@ class TransformersEngine:
 
     @property
     def n_running(self) -> int:
-        """Number of requests that were submitted and are not answered."""
+        """Number of requests that were submitted and that `collect` has not returned."""
         return self._stream.n_running
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return no job: the random numbers of a request decide its completion, wherever it begins again."""
+    def unfinished(self) -> dict[int, GenerationRequest]:
+        """Return nothing: the random numbers of a request decide its completion, wherever it begins again."""
         return {}
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
-        """Return no job: the engine is in this process, which ends with it."""
+    def take_lost(self) -> dict[int, GenerationRequest]:
+        """Return nothing: the engine is in this process, which ends with it."""
         return {}
 
     @property

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,16 +28,18 @@ LEAST_LOGPROB = -9000.0
 
 @dataclass(frozen=True)
 class Ask:
-    """What one HTTP request asks for: completions of one prompt, which the server reads once."""
+    """What one HTTP request asks for: a completion of a prompt."""
 
     token_ids: tuple[int, ...]
     """The prompt."""
-    n: int
-    """Number of completions."""
     seed: int | None
-    """Seed of the one completion; None: the server draws from its own random numbers."""
+    """None: the server draws from its own random numbers."""
     wants_logprobs: bool
 
+
+PAUSE_S = 60.0
+"""Seconds that a server has to abort or hold its requests, or to sample one token; else it is ended, as if it had
+died."""
 
 AnswerEnd = FinishReason | Literal["abort"]
 """Why an answer ended; `abort`: the server was told to abort its requests, and the completion is not whole."""
@@ -78,15 +79,8 @@ def floats(text: bytes) -> npt.NDArray[np.float64]:
     return np.fromstring(text.decode(), dtype=np.float64, sep=",")
 
 
-def pieces(reply: bytes, start: re.Pattern[bytes]) -> Iterator[bytes]:
-    """Yield the parts of a reply, each of which begins where `start` matches."""
-    starts = [match.start() for match in start.finditer(reply)]
-    for begin, end in pairwise([*starts, len(reply)]):
-        yield reply[begin:end]
-
-
 def found(pattern: re.Pattern[bytes], text: bytes) -> bytes:
-    """Return the first group of a pattern in a part of a reply.
+    """Return the first group of a pattern in a reply.
 
     Raises:
         RuntimeError: the reply has another form than this version of the server's.
@@ -132,8 +126,8 @@ class Dialect(Protocol):
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body to post to `generate_path`."""
 
-    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
-        """Return the `ask.n` completions in a reply from `generate_path`.
+    def answer(self, reply: bytes, ask: Ask) -> Answer:
+        """Return the completion in a reply from `generate_path`.
 
         Raises:
             RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.

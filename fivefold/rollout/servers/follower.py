@@ -1,6 +1,6 @@
 """A server's processes on the nodes after its first one, which start and end together with those of the first.
 
-    node 0   RunningServer ──starts──> the server, which has the HTTP API
+    node 0   ServerLife ──starts──> the server, which has the HTTP API
                │ Follower: a connection to each further node
     node 1   FollowerHost  ──starts──> the server's part there, when it is sent the replica's spec
 

@@ -16,6 +16,7 @@ from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import HOST, Address, HttpClient, ServerHangs
 from fivefold.rollout.servers.dialect import (
+    PAUSE_S,
     REQUEST_SEEDS,
     SERVER_SEEDS,
     Answer,
@@ -24,12 +25,10 @@ from fivefold.rollout.servers.dialect import (
     floats,
     found,
     integers,
-    pieces,
 )
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.port import claim_port
 from fivefold.rollout.servers.sglang_weights import SGLangWeights, check_held
-from fivefold.rollout.servers.standstill import PAUSE_S
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.weights.cuda_ipc import visible_uuids
 
@@ -121,7 +120,6 @@ class SGLangDialect:
             "input_ids": list(ask.token_ids),
             "return_logprob": ask.wants_logprobs,
             "sampling_params": {
-                "n": ask.n,
                 "max_new_tokens": sampling.max_new_tokens,
                 "min_new_tokens": sampling.min_new_tokens,
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -135,16 +133,13 @@ class SGLangDialect:
             },
         }
 
-    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
-        # In each completion, the tokens come before the information on it, and quotes in texts are escaped.
-        return [
-            Answer(
-                integers(found(_TOKEN_IDS, piece)),
-                _logprobs(found(_LOGPROBS, piece)) if ask.wants_logprobs else None,
-                finish_reason(found(_FINISH_REASON, piece).decode()),
-            )
-            for piece in pieces(reply, _TOKEN_IDS)
-        ]
+    def answer(self, reply: bytes, ask: Ask) -> Answer:
+        # Patterns find nothing in the completion's text, in which quotes are escaped.
+        return Answer(
+            integers(found(_TOKEN_IDS, reply)),
+            _logprobs(found(_LOGPROBS, reply)) if ask.wants_logprobs else None,
+            finish_reason(found(_FINISH_REASON, reply).decode()),
+        )
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post("/pause_generation", {"mode": "abort"}, limit_s)

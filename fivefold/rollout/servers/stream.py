@@ -1,26 +1,24 @@
-"""Jobs that a server answers beside one another, for as long as its weights change.
+"""Requests that a server answers in parallel, while its weights may change.
 
-    submit ─> requests wait ─> threads, one for each request ─> answers ─> collect: jobs that are done
+    submit ─> requests wait ─> threads, one for each request ─> answers ─> collect: completions
                     ^                                              └─ interrupted: tokens so far, with their version
                     └── the prompt and the tokens so far, once the weights are new
 
-Each completion is asked for by itself, so that its end is known when it comes, and the next one takes its place.
-
-Servers keep no request over an update that has caches of other weights: they are told to abort, answer with what they
-have, and are asked to go on from there. They read those tokens anew, which is what `recompute_kv_cache` says. With
-`recompute_kv_cache: false` requests are held instead (`standstill.py`), and an answer tells the versions of its tokens.
+When weights change, a server aborts its requests, answers with what it has, and is asked for the rest: it reads the
+tokens so far again, with the new weights, as `recompute_kv_cache` says. With `recompute_kv_cache: false` it holds its
+requests instead (`engine.py`), and an answer has the versions of its tokens.
 
 Tokens arrive with an answer, and are lost with a server that dies before it. So a completion may be asked for in chunks
 of at most so many tokens; the server then reads those before the chunk out of its cache of prefixes.
 
 To the server, the tokens so far are a part of the prompt, in which it looks for no stop text. So texts that begin in
-one answer and end in the next are looked for here, and what was sampled behind them is dropped.
+one answer and end in the next are looked for here, and what was sampled after them is dropped.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -41,7 +39,7 @@ GRACE_S = 2.0
 class _Part:
     """One completion: its request, and the answers to it so far."""
 
-    job: int
+    number: int
     request: GenerationRequest
     sampling: SamplingParams
     stop: StopRule
@@ -70,7 +68,7 @@ class _Part:
         sampled = self.sampled
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled) if self.sampling.seeded else None
-        return Ask((*self.request.token_ids, *sampled), 1, seed, self.request.wants_logprobs)
+        return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs)
 
     def rest(self, most_tokens: int | None) -> SamplingParams:
         """Return how the next tokens are sampled, `most_tokens` of them at most."""
@@ -174,22 +172,22 @@ def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
 
 
 class ServerStream:
-    """Jobs in progress on one server."""
+    """Requests in progress on one server."""
 
     def __init__(
         self,
         send: Callable[[Ask, SamplingParams], bytes],
-        read: Callable[[bytes, Ask], list[Answer]],
+        read: Callable[[bytes, Ask], Answer],
         stop_rule: Callable[[SamplingParams], StopRule],
         *,
         most: int,
         most_tokens: int | None = None,
     ) -> None:
-        """Begin without a job.
+        """Begin without a request.
 
         Args:
             send: asks the server, and returns its reply.
-            read: returns the answers of a reply, some of which may be aborted.
+            read: returns the answer of a reply, which may be aborted.
             stop_rule: returns when completions of a sampling end.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
@@ -202,27 +200,28 @@ class ServerStream:
         self._most = most
         self._most_tokens = most_tokens
         self._threads = ThreadPoolExecutor(most)
-        self._jobs: dict[int, list[_Part]] = {}
-        self._sent: dict[Future[list[Answer]], _Sent] = {}
+        self._parts: dict[int, _Part] = {}
+        """The completions that `collect` has not returned, by number."""
+        self._sent: dict[Future[Answer], _Sent] = {}
         self._waiting: list[_Part] = []
-        """Completions that have not begun or were aborted, and go on at the next `collect`."""
+        """Completions that have not begun or were aborted, and that the next `collect` asks for."""
 
     @property
     def n_running(self) -> int:
-        """Number of requests that are not answered."""
-        return sum(not part.is_whole for parts in self._jobs.values() for part in parts)
+        """Number of requests that `collect` has not returned."""
+        return len(self._parts)
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Take the requests of job `number`, which are asked for at the next `collect`."""
-        stop = self._stop_rule(sampling)
-        self._jobs[number] = [_Part(number, request, sampling, stop) for request in requests]
-        self._waiting += (part for part in self._jobs[number] if not part.is_whole)
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        """Take request `number`, which the next `collect` asks for."""
+        self._parts[number] = part = _Part(number, request, sampling, self._stop_rule(sampling))
+        if not part.is_whole:
+            self._waiting.append(part)
 
-    def collect(self, version: int, seconds: float) -> list[tuple[int, list[Completion]]]:
-        """Ask for what waits, and go on until a request is answered, or `seconds` have passed.
+    def collect(self, version: int, seconds: float) -> list[tuple[int, Completion]]:
+        """Ask for what waits, and wait until a request is answered, or `seconds` have passed.
 
         Returns:
-            Each job that is done, by its number, with its completions in the order of the requests.
+            The completion of each request that is answered, with the request's number.
 
         Raises:
             RuntimeError: the server failed.
@@ -261,31 +260,30 @@ class ServerStream:
         for sent in self._sent.values():
             sent.go_on(version)
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        """Return the requests of all jobs with the tokens that have arrived."""
-        return {number: [part.so_far() for part in parts] for number, parts in self._jobs.items()}
+    def unfinished(self) -> dict[int, GenerationRequest]:
+        """Return all requests with the tokens that have arrived."""
+        return {number: part.so_far() for number, part in self._parts.items()}
 
-    def lose(self) -> dict[int, list[GenerationRequest]]:
-        """Forget all jobs, whose server has died; return their requests with the tokens that have arrived."""
+    def lose(self) -> dict[int, GenerationRequest]:
+        """Forget all requests, whose server has died; return them with the tokens that have arrived."""
         self._read_arrived()
         for future, sent in self._sent.items():
             if future.done() and not future.cancelled() and future.exception() is None:
-                [answer] = future.result()
-                sent.note(answer)
+                sent.note(future.result())
         lost = self.unfinished()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = ThreadPoolExecutor(self._most)
-        self._jobs, self._sent, self._waiting = {}, {}, []
+        self._parts, self._sent, self._waiting = {}, {}, []
         return lost
 
     def _go_on(self, version: int) -> None:
-        """Ask for the rest of each completion that waits, those of the first jobs first."""
+        """Ask for the rest of each completion that waits, in the order of their numbers."""
         waiting, self._waiting = self._waiting, []
-        for part in sorted(waiting, key=lambda part: part.job):
+        for part in sorted(waiting, key=lambda part: part.number):
             sent = _Sent(part, version)
-            self._sent[self._threads.submit(self._answers, sent, part.ask(), part.rest(self._most_tokens))] = sent
+            self._sent[self._threads.submit(self._answer, sent, part.ask(), part.rest(self._most_tokens))] = sent
 
-    def _answers(self, sent: _Sent, ask: Ask, sampling: SamplingParams) -> list[Answer]:
+    def _answer(self, sent: _Sent, ask: Ask, sampling: SamplingParams) -> Answer:
         """Ask the server, in a thread of the pool."""
         reply = self._send(ask, sampling)
         sent.has_arrived = True
@@ -300,11 +298,12 @@ class ServerStream:
         """
         for future in [future for future in self._sent if future.done()]:
             sent = self._sent.pop(future)
-            [answer] = future.result()
-            sent.note(answer)
+            sent.note(future.result())
             if not sent.part.is_whole:
                 self._waiting.append(sent.part)
 
-    def _take_done(self) -> list[tuple[int, list[Completion]]]:
-        done = [number for number, parts in self._jobs.items() if all(part.is_whole for part in parts)]
-        return [(number, [part.completion() for part in self._jobs.pop(number)]) for number in done]
+    def _take_done(self) -> list[tuple[int, Completion]]:
+        done = [part for part in self._parts.values() if part.is_whole]
+        for part in done:
+            del self._parts[part.number]
+        return [(part.number, part.completion()) for part in done]

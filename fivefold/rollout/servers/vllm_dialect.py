@@ -62,31 +62,17 @@ def _over_nodes(node: ReplicaNode) -> list[str]:
     ]
 
 
-class _Numbers:
-    """Reads the numbers of a reply one after the other."""
-
-    def __init__(self, reply: bytes, start: int) -> None:
-        self._reply = reply
-        self._at = start
-
-    def take(self, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
-        """Return the next `count` numbers, in memory of their own."""
-        numbers = np.frombuffer(self._reply, dtype, count, self._at).copy()
-        self._at += numbers.nbytes
-        return numbers
-
-
-def _versions(row: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] | None:
+def _versions(head: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] | None:
     """Return the versions [T] of the weights that sampled a completion; None: the server was never told them.
 
     Raises:
         RuntimeError: it tells those of more or fewer tokens.
     """
-    if "versions" not in row:
+    if "versions" not in head:
         return None
-    spans = np.array(row["versions"], np.int32)
+    spans = np.array(head["versions"], np.int32)
     if spans[:, 1].sum() != n_tokens:
-        raise RuntimeError(f"the server's answer tells the versions {row['versions']} of {n_tokens} tokens")
+        raise RuntimeError(f"the server's answer tells the versions {head['versions']} of {n_tokens} tokens")
     return np.repeat(spans[:, 0], spans[:, 1])
 
 
@@ -145,7 +131,6 @@ class VLLMDialect:
         return {
             "token_ids": list(ask.token_ids),
             "sampling_params": {
-                "n": ask.n,
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
                 # With temperature 0 the log-probs are log softmax of the logits as the model gave them.
@@ -163,22 +148,19 @@ class VLLMDialect:
             },
         }
 
-    def answers(self, reply: bytes, ask: Ask) -> list[Answer]:
+    def answer(self, reply: bytes, ask: Ask) -> Answer:
         # `inside_vllm/fivefold_generate.py` describes the form.
         line, _, packed = reply.partition(b"\n")
-        rows = json_of(line, self.generate_path)
-        announced = sum(BYTES * row["n_tokens"] * (1 + row["has_logprobs"]) for row in rows)
+        head = json_of(line, self.generate_path)
+        n_tokens = head["n_tokens"]
+        announced = BYTES * n_tokens * (1 + head["has_logprobs"])
         if announced != len(packed):
             raise RuntimeError(f"the server's answer has {len(packed)} bytes of numbers where it announces {announced}")
-        numbers, answers = _Numbers(reply, len(reply) - len(packed)), {}
-        for row in rows:
-            token_ids_T = numbers.take("<i4", row["n_tokens"])
-            logprobs_T = numbers.take("<f4", row["n_tokens"] if row["has_logprobs"] else 0)
-            reason = finish_reason(row["finish_reason"])
-            answers[row["index"]] = Answer(
-                token_ids_T, logprobs_T if ask.wants_logprobs else None, reason, _versions(row, len(token_ids_T))
-            )
-        return [answers[index] for index in sorted(answers)]
+        token_ids_T = np.frombuffer(packed, "<i4", n_tokens).copy()
+        logprobs_T = None
+        if ask.wants_logprobs:
+            logprobs_T = np.frombuffer(packed[token_ids_T.nbytes :], "<f4").copy()
+        return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens))
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,32 +25,30 @@ class Scripted:
     has_weights: bool = True
     seen: list[GenerationRequest] = field(default_factory=list)
     running: dict[int, GenerationRequest] = field(default_factory=dict)
-    lost: dict[int, list[GenerationRequest]] = field(default_factory=dict)
+    lost: dict[int, GenerationRequest] = field(default_factory=dict)
     dies: bool = False
 
     @property
     def n_running(self) -> int:
         return len(self.running)
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        [request] = requests
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
         self.seen.append(request)
         self.running[number] = request
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         if self.dies:
-            self.lost = {number: [request] for number, request in self.running.items()}
-            self.running, self.dies = {}, False
+            self.lost, self.running, self.dies = self.running, {}, False
             return []
         number = min(self.running)
         last = self.running.pop(number).token_ids[-1]
-        return [(number, [Completion.of([last + 1], [-1.0], "stop", 3)])]
+        return [(number, Completion.of([last + 1], [-1.0], "stop", 3))]
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+    def unfinished(self) -> dict[int, GenerationRequest]:
         begun = Begun(np.array([9], np.int32), np.array([-1.0], np.float32), np.array([3], np.int32), None)
-        return {n: [GenerationRequest(r.token_ids, r.seed, begun=begun)] for n, r in self.running.items()}
+        return {n: GenerationRequest(r.token_ids, r.seed, begun=begun) for n, r in self.running.items()}
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+    def take_lost(self) -> dict[int, GenerationRequest]:
         lost, self.lost = self.lost, {}
         return lost
 

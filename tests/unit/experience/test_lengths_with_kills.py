@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ class TossingEngine:
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._jobs: dict[int, list[GenerationRequest]] = {}
+        self._requests: dict[int, GenerationRequest] = {}
         self._version = -1
         self._n_left = 0
         self.trainer_waits = False
@@ -35,27 +34,27 @@ class TossingEngine:
 
     @property
     def n_running(self) -> int:
-        return sum(not _has_ended(request) for requests in self._jobs.values() for request in requests)
+        return len(self._requests)
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+    def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
-        return dict(self._jobs)
+    def unfinished(self) -> dict[int, GenerationRequest]:
+        return dict(self._requests)
 
     def set_version(self, version: int) -> None:
         self._version, self._n_left = version, TOKENS
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        self._jobs[number] = list(requests)
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        self._requests[number] = request
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         """Give each running request `TOKENS` tokens once for each update, and again while the trainer waits."""
         time.sleep(0.001)
         n, self._n_left = TOKENS if self.trainer_waits else self._n_left, 0
-        self._jobs = {number: [self._longer(each, n) for each in requests] for number, requests in self._jobs.items()}
-        done = [number for number, requests in self._jobs.items() if all(map(_has_ended, requests))]
-        return [(number, [_completion(request) for request in self._jobs.pop(number)]) for number in done]
+        self._requests = {number: self._longer(request, n) for number, request in self._requests.items()}
+        done = [number for number, request in self._requests.items() if _has_ended(request)]
+        return [(number, _completion(self._requests.pop(number))) for number in done]
 
     def _longer(self, request: GenerationRequest, n: int) -> GenerationRequest:
         if _has_ended(request) or n == 0:

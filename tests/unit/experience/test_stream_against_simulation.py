@@ -54,14 +54,13 @@ class SleepingEngine:
     def n_running(self) -> int:
         return len(self._left) + len(self._waiting)
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+    def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        for request in requests:
-            self._waiting.append((number, self._lengths[self.places[request.seed]]))
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        self._waiting.append((number, self._lengths[self.places[request.seed]]))
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         began = time.perf_counter()
         before = began if self._since is None else self._since
         while self.n_running and time.perf_counter() < began + seconds:
@@ -77,7 +76,7 @@ class SleepingEngine:
             before = now
             self._since = now if self.n_running else None
             if done:
-                return [(number, [Completion.of([5], [-1.0], "stop", 0)]) for number in sorted(done)]
+                return [(number, Completion.of([5], [-1.0], "stop", 0)) for number in sorted(done)]
         return []
 
 

@@ -266,19 +266,19 @@ class LosingEngine:
     n_running, has_weights = 0, True
 
     def __init__(self) -> None:
-        self._lost: dict[int, list[GenerationRequest]] = {}
+        self._lost: dict[int, GenerationRequest] = {}
 
-    def unfinished(self) -> dict[int, list[GenerationRequest]]:
+    def unfinished(self) -> dict[int, GenerationRequest]:
         return {}
 
-    def take_lost(self) -> dict[int, list[GenerationRequest]]:
+    def take_lost(self) -> dict[int, GenerationRequest]:
         lost, self._lost = self._lost, {}
         return lost
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        self._lost[number] = list(requests)
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        self._lost[number] = request
 
-    def collect(self, seconds: float) -> list[tuple[int, list[Completion]]]:
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         return []
 
 

@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def submit(self, number: int, requests: Any, sampling: Any) -> None:
+    def submit(self, number: int, request: Any, sampling: Any) -> None:
         pass
 
     def collect(self, seconds: float) -> list[Any]:

@@ -287,15 +287,15 @@ class FakeServer:
         if prompt[0] == DEADLY:
             os._exit(STATUS_IN_REQUEST)
         self._wait_for_its_turn(prompt[0])
-        n, most_tokens = sampling.get("n", 1), min(sampling[self.flavour.most_tokens], self._room(len(prompt)))
-        seeds = [sampling[self.flavour.seed]] if self.flavour.seed in sampling else range(LONG_TOKENS, LONG_TOKENS + n)
-        answers = [_spoilt(prompt[0], *answer_to(prompt, seed, most_tokens)) for seed in seeds]
+        most_tokens = min(sampling[self.flavour.most_tokens], self._room(len(prompt)))
+        seed = sampling.get(self.flavour.seed, LONG_TOKENS)
+        answer = _spoilt(prompt[0], *answer_to(prompt, seed, most_tokens))
         if is_cut_short:
-            answers = [(tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort") for tokens, logprobs, _ in answers]
+            tokens, logprobs, _ = answer
+            answer = tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort"
         if self.flavour.prompt == "input_ids":
-            replies = [_sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"]) for answer in answers]
-            return 200, replies if n > 1 else replies[0]
-        return 200, _vllm_reply(answers, held, with_logprobs="logprobs" in sampling)
+            return 200, _sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"])
+        return 200, _vllm_reply(answer, held, with_logprobs="logprobs" in sampling)
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.load_format == "dummy":
@@ -308,8 +308,6 @@ class FakeServer:
             return "keys and values of other weights are in the prefix cache"
         if sampling["stop"] and (sampling.get("detokenize") is False or self.options.get("--skip-tokenizer-init")):
             return "stop texts need detokenization"
-        if sampling.get("n", 1) > 1 and sampling["temperature"] == 0:
-            return "n must be 1 when using greedy sampling"
         if unknown := sampling.keys() - self.flavour.sampling_keys:
             return f"unknown sampling parameters {sorted(unknown)}"
         return None
@@ -601,24 +599,21 @@ def _spoilt(first_token: int, token_ids: Sequence[int], logprobs: Logprobs, reas
     return token_ids, logprobs, reason
 
 
-def _vllm_reply(answers: Sequence[AnswerParts], versions: Sequence[int | None], *, with_logprobs: bool) -> bytes:
-    """Return answers in the form that `inside_vllm/fivefold_generate.py` describes, the last one first.
+def _vllm_reply(answer: AnswerParts, versions: Sequence[int | None], *, with_logprobs: bool) -> bytes:
+    """Return an answer in the form that `inside_vllm/fivefold_generate.py` describes.
 
-    All `versions` but the last one sampled `LONG_TOKENS` of an answer.
+    All `versions` but the last one sampled `LONG_TOKENS` of it.
     """
-    rows, parts = [], []
-    for index, (token_ids, logprobs, reason) in reversed(list(enumerate(answers))):
-        n = len(token_ids)
-        complete = with_logprobs and len(logprobs) == n
-        spans = [(version, LONG_TOKENS) for version in versions[:-1]]
-        spans.append((versions[-1], n - LONG_TOKENS * len(spans)))
-        told = {} if versions[-1] is None else {"versions": spans}
-        rows.append({"index": index, "n_tokens": n, "finish_reason": reason, "has_logprobs": complete, **told})
-        parts.append(struct.pack(f"<{n}i", *token_ids))
-        if complete:
-            numbers = [math.nan if logprob is None else logprob for logprob in logprobs]
-            parts.append(struct.pack(f"<{n}f", *numbers))
-    return b"".join([json.dumps(rows).encode(), b"\n", *parts])
+    token_ids, logprobs, reason = answer
+    n = len(token_ids)
+    complete = with_logprobs and len(logprobs) == n
+    spans = [(version, LONG_TOKENS) for version in versions[:-1]]
+    spans.append((versions[-1], n - LONG_TOKENS * len(spans)))
+    told = {} if versions[-1] is None else {"versions": spans}
+    head = {"n_tokens": n, "finish_reason": reason, "has_logprobs": complete, **told}
+    numbers = [math.nan if logprob is None else logprob for logprob in logprobs] if complete else []
+    packed = struct.pack(f"<{n}i", *token_ids) + struct.pack(f"<{len(numbers)}f", *numbers)
+    return json.dumps(head).encode() + b"\n" + packed
 
 
 def _sglang_reply(

@@ -23,8 +23,8 @@ from tests.unit.rollout.fake_server import LONG, PATIENCE_S, Log
 
 GENERATE = {"vllm": "/fivefold/generate", "sglang": "/generate"}
 BEAT = {"vllm": "/fivefold/beat", "sglang": "/health_generate"}
-BESIDE = 99
-"""Number of a job that is submitted while others run."""
+BESIDE = 9000
+"""Number of the first request that is submitted while others run."""
 PROMPT = {"vllm": "token_ids", "sglang": "input_ids"}
 
 
@@ -87,10 +87,10 @@ def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
     return [GenerationRequest((first_token, *range(10, 11 + i % 5), 3 + i % 40), 1000 * i + i % 11) for i in range(n)]
 
 
-def lose(engine: ServerEngine, requests: Mapping[int, Sequence[GenerationRequest]]) -> dict[int, Any]:
-    """Submit jobs to a server that dies of them; return those that it has lost."""
-    for number, own in requests.items():
-        engine.submit(number, own, sampling())
+def lose(engine: ServerEngine, requests: Mapping[int, GenerationRequest]) -> dict[int, GenerationRequest]:
+    """Submit requests to a server that dies of them; return those that it has lost."""
+    for number, request in requests.items():
+        engine.submit(number, request, sampling())
     deadline = time.monotonic() + PATIENCE_S
     while not (lost := engine.take_lost()):
         engine.collect(0.05)
@@ -98,11 +98,18 @@ def lose(engine: ServerEngine, requests: Mapping[int, Sequence[GenerationRequest
     return lost
 
 
+def forget(engine: ServerEngine) -> None:
+    """Forget the requests that a failed call has left."""
+    engine._stream.lose()
+
+
 def completed_beside(
-    engine: ServerEngine, requests: Sequence[GenerationRequest], others: dict[int, list[Completion]]
+    engine: ServerEngine, requests: Sequence[GenerationRequest], others: dict[int, Completion]
 ) -> list[Completion]:
-    """Return completions of requests that are answered while other jobs run; those of them that end go to `others`."""
-    engine.submit(BESIDE, requests, sampling())
-    while BESIDE not in others:
+    """Return completions of requests that are answered while others run; completions of the others go to `others`."""
+    numbers = range(BESIDE, BESIDE + len(requests))
+    for number, request in zip(numbers, requests, strict=True):
+        engine.submit(number, request, sampling())
+    while not others.keys() >= set(numbers):
         others |= dict(engine.collect(0.3))
-    return others.pop(BESIDE)
+    return [others.pop(number) for number in numbers]

@@ -1,4 +1,4 @@
-"""Jobs that the embedded engine answers beside one another while its weights change, against transformers itself."""
+"""Requests that the embedded engine answers in parallel while its weights change, against transformers itself."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_stream, "time", SimpleNamespace(monotonic=count().__next__))
 
 
-def run(engine: TransformersEngine, answers: dict[int, list[Completion]], jobs: int) -> None:
-    """Go on until `jobs` jobs are answered, some tokens at a time."""
-    while len(answers) < jobs:
+def run(engine: TransformersEngine, answers: dict[int, Completion], n: int) -> None:
+    """Decode some tokens at a time until `n` requests are answered."""
+    while len(answers) < n:
         answers |= dict(engine.collect(0.5) or engine.collect(3.5))
 
 
@@ -38,7 +38,7 @@ def model_at(path: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("rows", [5, 64])
-def test_jobs_that_join_at_any_time_have_the_completions_that_they_have_alone(
+def test_requests_that_join_at_any_time_have_the_completions_that_they_have_alone(
     family: str, rows: int, model_folder: Folder
 ) -> None:
     path = model_folder(family)
@@ -46,12 +46,13 @@ def test_jobs_that_join_at_any_time_have_the_completions_that_they_have_alone(
     requests = group_requests(ragged_prompts(12, seed=4), 3, ("stream",))
     expected = complete(engine_at(path), requests, params)
     engine = engine_at(path, max_batch_size=rows)
-    answers: dict[int, list[Completion]] = {}
-    for job in range(12):
-        engine.submit(job, requests[3 * job : 3 * job + 3], params)
-        answers |= dict(engine.collect(3.5))
-    run(engine, answers, 12)
-    got = [completion for job in range(12) for completion in answers[job]]
+    answers: dict[int, Completion] = {}
+    for number, request in enumerate(requests):
+        engine.submit(number, request, params)
+        if number % 3 == 2:
+            answers |= dict(engine.collect(3.5))
+    run(engine, answers, 36)
+    got = [answers[number] for number in range(36)]
     assert [c.token_ids.tolist() for c in got] == [c.token_ids.tolist() for c in expected]
     assert [c.finish_reason for c in got] == [c.finish_reason for c in expected]
     for one, other in zip(got, expected, strict=True):
@@ -61,11 +62,11 @@ def test_jobs_that_join_at_any_time_have_the_completions_that_they_have_alone(
 def changed_midway(
     engine: TransformersEngine, requests: Sequence[GenerationRequest], other: Path, *, sleeps: bool
 ) -> list[Completion]:
-    """Submit a job for each request, and give the engine the weights of `other`, as version 1, on the way."""
+    """Submit each request, and give the engine the weights of `other`, as version 1, on the way."""
     params = sampling(max_new_tokens=24, min_new_tokens=24)
-    answers: dict[int, list[Completion]] = {}
-    for job, request in enumerate(requests):
-        engine.submit(job, [request], params)
+    answers: dict[int, Completion] = {}
+    for number, request in enumerate(requests):
+        engine.submit(number, request, params)
         assert not engine.collect(0.5)
         assert not engine.collect(2.5)
     if sleeps:
@@ -74,7 +75,7 @@ def changed_midway(
     engine.update_weights(engine_at(other).weights(), 1)
     engine.wake()
     run(engine, answers, len(requests))
-    return [answers[job][0] for job in range(len(requests))]
+    return [answers[number] for number in range(len(requests))]
 
 
 @pytest.mark.parametrize(("recomputes", "sleeps"), [(True, False), (False, True)])
@@ -119,7 +120,7 @@ def test_kept_keys_and_values_are_those_of_the_weights_that_read_each_token(mode
 def test_an_engine_that_has_no_weights_refuses_to_go_on(model_folder: Folder) -> None:
     engine = engine_at(model_folder("llama"))
     assert engine.collect(1.5) == []
-    engine.submit(0, group_requests([[5, 6]], 2, ()), sampling())
+    engine.submit(0, *group_requests([[5, 6]], 1, ()), sampling())
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
         engine.collect(1.5)

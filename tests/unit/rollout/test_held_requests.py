@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import GenerationRequest
-from fivefold.rollout.servers import standstill
+from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.vllm_dialect import BEAT, GO_ON, HOLD, VLLMDialect
@@ -52,17 +52,17 @@ def long_request(n_holds: int, seed: int = 77) -> GenerationRequest:
 
 
 def begin(served: Served, requests: dict[int, GenerationRequest]) -> None:
-    """Submit jobs of one long request each, and wait until the server has them."""
+    """Submit long requests, and wait until the server has them."""
     n = served.n_long()
     for number, request in requests.items():
-        served.engine.submit(number, [request], PARAMS)
+        served.engine.submit(number, request, PARAMS)
     assert served.engine.collect(0.01) == []
     served.wait_for_long(n + len(requests))
 
 
-def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
-    answers: dict[int, list[Completion]] = {}
-    while len(answers) < n_jobs:
+def collected(served: Served, n: int) -> dict[int, Completion]:
+    answers: dict[int, Completion] = {}
+    while len(answers) < n:
         answers |= dict(served.engine.collect(0.3))
     return answers
 
@@ -81,7 +81,7 @@ def test_requests_go_on_over_updates_and_are_not_asked_for_again(held: Served) -
     requests = {1: long_request(1, 77), 2: long_request(2, 78)}
     begin(held, requests)
     before = len(held.bodies())
-    answers: dict[int, list[Completion]] = {}
+    answers: dict[int, Completion] = {}
     for version in (1, 2):
         assert held.posts_during(lambda version=version: held.update(version)) == [
             HOLD,
@@ -94,24 +94,20 @@ def test_requests_go_on_over_updates_and_are_not_asked_for_again(held: Served) -
         assert {v for completion in evaluated for v in completion.versions.tolist()} == {version}
         while version not in answers:
             answers |= collected(held, 1)
-    assert_sampled_at_one_go(requests[1], answers[1][0], [0, 1])
-    assert_sampled_at_one_go(requests[2], answers[2][0], [0, 1, 2])
+    assert_sampled_at_one_go(requests[1], answers[1], [0, 1])
+    assert_sampled_at_one_go(requests[2], answers[2], [0, 1, 2])
     assert sum(body["token_ids"][0] == LONG for body in held.bodies()[before:]) == 0
     # What begins now is sampled by the newest weights alone, though no request was held for them.
     held.update(3)
-    held.engine.submit(3, requests_of(1), PARAMS)
-    assert set(collected(held, 1)[3][0].versions.tolist()) == {3}
+    held.engine.submit(3, *requests_of(1), PARAMS)
+    assert set(collected(held, 1)[3].versions.tolist()) == {3}
 
 
 def test_a_server_that_dies_after_it_was_held_loses_only_what_has_not_arrived(
     held: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, request = held.engine, long_request(1)
-    [quick] = requests_of(1)
-    engine.submit(4, [request, quick], PARAMS)
-    while engine.n_running > 1:
-        assert engine.collect(0.3) == []
-    held.wait_for_long(1)
+    begin(held, {4: request})
 
     def die(self: VLLMDialect, http: HttpClient, folder: Path, version: int, *, keeps_cache: bool) -> None:
         assert held.log.posts()[-1] == HOLD
@@ -122,20 +118,18 @@ def test_a_server_that_dies_after_it_was_held_loses_only_what_has_not_arrived(
         dying.setattr(VLLMDialect, "load", die)
         held.update(1)
     assert not engine.has_weights
-    [lost, whole] = engine.unfinished()[4]
-    assert lost.begun is None, "a held request is answered as a whole, or begun anew"
-    assert whole.begun is not None
-    assert engine.take_lost() == {4: [lost, whole]}
+    lost = engine.unfinished()[4]
+    assert lost.begun is None, "a held request is answered as a whole, or starts over"
+    assert engine.take_lost() == {4: lost}
     held.update(1)
     assert engine.has_weights
     # Another replica, here the one that was started again, answers what is left, though it was never held.
-    engine.submit(4, [lost, whole], PARAMS)
+    engine.submit(4, lost, PARAMS)
     assert engine.collect(0.01) == []
     held.wait_for_long(2)
     held.update(2)
-    [[long, short]] = collected(held, 1).values()
-    assert_sampled_at_one_go(request, long, [1, 2])
-    assert set(short.versions.tolist()) == {0}
+    [completion] = collected(held, 1).values()
+    assert_sampled_at_one_go(request, completion, [1, 2])
 
 
 def test_pieces_of_a_held_request_follow_one_another(model_folder: Folder, tmp_path: Path) -> None:
@@ -143,7 +137,7 @@ def test_pieces_of_a_held_request_follow_one_another(model_folder: Folder, tmp_p
     # The first piece has four tokens, of which two are sampled before the update; so long is every piece but the last.
     begin(served, {1: long_request(1, seed=3)})
     served.update(1)
-    [[completion]] = collected(served, 1).values()
+    [completion] = collected(served, 1).values()
     lengths = [len(body["token_ids"]) for body in served.bodies()]
     assert lengths == list(range(4, 4 + len(completion.token_ids), 4))
     assert len(lengths) > 1
@@ -157,20 +151,20 @@ def test_a_held_server_that_takes_long_goes_on_and_one_that_hangs_is_started_aga
     request = long_request(1)
     begin(held, {1: request})
     with monkeypatch.context() as stalled:
-        stalled.setattr(held.engine._watch, "_quiet_s", 0.0)
+        stalled.setattr(held.engine, "_spec", replace(held.spec, server_timeout_s=0.0))
         assert held.posts_during(lambda: held.engine.collect(0.01)) == [BEAT]
     held.update(1)
-    assert_sampled_at_one_go(request, collected(held, 1)[1][0], [0, 1])
+    assert_sampled_at_one_go(request, collected(held, 1)[1], [0, 1])
     assert len(held.log.rows("start")) == 1
     begin(held, {2: request})
-    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
+    monkeypatch.setattr(dialects, "PAUSE_S", 0.5)
     held.log.hang()
     held.update(2)
     assert len(held.log.rows("start")) == 2
     assert list(held.engine.take_lost()) == [2]
     # The new server knows its version without having been held.
-    held.engine.submit(2, requests_of(1), PARAMS)
-    assert set(collected(held, 1)[2][0].versions.tolist()) == {2}
+    held.engine.submit(2, *requests_of(1), PARAMS)
+    assert set(collected(held, 1)[2].versions.tolist()) == {2}
 
 
 def test_sglang_cannot_hold_requests() -> None:

@@ -165,9 +165,9 @@ NEVER_HELD = SimpleNamespace(version=None, held=[])
 def test_an_aborted_completion_ends_where_its_logprobs_end(inside: Any, kept: int) -> None:
     token_ids = [4, 5, 6]
     output = SimpleNamespace(
-        index=0, token_ids=token_ids, finish_reason="abort", logprobs=Flat(token_ids[: len(token_ids) - kept])
+        token_ids=token_ids, finish_reason="abort", logprobs=Flat(token_ids[: len(token_ids) - kept])
     )
-    line, _, numbers = inside.fivefold_generate._packed([output], NEVER_HELD).partition(b"\n")
+    line, _, numbers = inside.fivefold_generate._packed(output, NEVER_HELD).partition(b"\n")
     n_tokens = 3 - kept
     assert f'"n_tokens": {n_tokens}'.encode() in line
     assert np.frombuffer(numbers, "<i4", n_tokens).tolist() == token_ids[:n_tokens]
@@ -175,6 +175,6 @@ def test_an_aborted_completion_ends_where_its_logprobs_end(inside: Any, kept: in
 
 
 def test_a_whole_completion_without_all_its_logprobs_is_an_error(inside: Any) -> None:
-    output = SimpleNamespace(index=0, token_ids=[4, 5], finish_reason="stop", logprobs=Flat([4]))
+    output = SimpleNamespace(token_ids=[4, 5], finish_reason="stop", logprobs=Flat([4]))
     with pytest.raises(inside.fivefold_generate.WrongLogprobs, match="1 log-probs for 2 tokens"):
-        inside.fivefold_generate._packed([output], NEVER_HELD)
+        inside.fivefold_generate._packed(output, NEVER_HELD)

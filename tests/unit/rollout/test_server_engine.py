@@ -23,7 +23,7 @@ from fivefold.weights.transport import Route
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG_TOKENS, Log, answer_to, write_python
-from tests.unit.rollout.served import GENERATE, PROMPT, Served, lose, requests_of, sampling, start
+from tests.unit.rollout.served import GENERATE, PROMPT, Served, forget, lose, requests_of, sampling, start
 
 END, POSITIONS = 2, 128
 DEAD = f"the server ended with status {fake_server.STATUS_IN_REQUEST}"
@@ -184,7 +184,7 @@ def test_a_server_that_dies_in_a_request_is_an_error(model_folder: Folder, tmp_p
     engine.close()
 
 
-def test_a_server_that_dies_loses_its_jobs_and_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
+def test_a_server_that_dies_loses_its_requests_and_is_started_again(model_folder: Folder, tmp_path: Path) -> None:
     model = model_folder("qwen3_moe")
     spec = spec_of("sglang", model, python=write_python(tmp_path), can_sleep=False, max_restarts=1)
     engine = start(spec)
@@ -192,7 +192,7 @@ def test_a_server_that_dies_loses_its_jobs_and_is_started_again(model_folder: Fo
     served.update(1)
     requests = [*requests_of(10), *requests_of(1, fake_server.DEADLY), *requests_of(30)]
     for number, request in enumerate(requests):
-        engine.submit(number, [request], sampling())
+        engine.submit(number, request, sampling())
     done: dict[int, object] = {}
     while engine.has_weights:
         done |= dict(engine.collect(0.1))
@@ -208,7 +208,7 @@ def test_a_server_that_dies_loses_its_jobs_and_is_started_again(model_folder: Fo
     assert len(served.log.rows("start")) == 2
     # It may die as often as the recipe says.
     with pytest.raises(RuntimeError, match=DEAD):
-        complete(engine, lost[10], sampling())
+        complete(engine, [lost[10]], sampling())
     engine.close()
 
 
@@ -220,7 +220,7 @@ def test_a_server_of_its_own_weights_answers_again_once_it_was_started_again(
     options = {"load_weights": True, "can_sleep": False, "max_restarts": 1, "keeps_cache": backend == "vllm"}
     engine = start(spec_of(backend, model_folder("qwen3_moe"), python=python, **options))
     [request] = requests_of(1)
-    assert lose(engine, {0: [request]}).keys() == {0}
+    assert lose(engine, {0: request}).keys() == {0}
     assert engine.has_weights
     [completion] = complete(engine, [request], sampling())
     assert set(completion.versions.tolist()) == {0}
@@ -267,7 +267,7 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
         "vllm": {
             "token_ids": [5, 6],
             "sampling_params": {
-                "n": 1, "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77,
+                "top_k": 0, "max_tokens": 9, "min_tokens": 4, "seed": 77,
                 "include_stop_str_in_output": True, "detokenize": True, "logprobs": 0, **common,
             },
         },
@@ -275,7 +275,7 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
             "input_ids": [5, 6],
             "return_logprob": True,
             "sampling_params": {
-                "n": 1, "top_k": -1, "max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 77,
+                "top_k": -1, "max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 77,
                 "no_stop_trim": True, **common,
             },
         },
@@ -312,8 +312,8 @@ def test_a_request_without_a_seed_draws_from_the_servers_random_numbers(served: 
     before = len(served.bodies())
     completions = complete(served.engine, requests, replace(sampling(), seeded=False))
     bodies = served.bodies()[before:]
-    asked = [(body[PROMPT[served.backend]], body["sampling_params"].get("n", 1)) for body in bodies]
-    assert sorted(asked) == [([5, 6, number], 1) for number in (7, 8) for _ in range(4)]
+    asked = [body[PROMPT[served.backend]] for body in bodies]
+    assert sorted(asked) == [[5, 6, number] for number in (7, 8) for _ in range(4)]
     assert all(SEED[served.backend] not in body["sampling_params"] for body in bodies)
     for completion, request in zip(completions, requests, strict=True):
         token_ids, logprobs, reason = answer_to(request.token_ids, LONG_TOKENS, 12)
@@ -385,6 +385,7 @@ def test_a_completion_that_is_aborted_at_once_is_an_error_and_one_that_has_token
     aborted, at_once = (requests_of(1, token) for token in (fake_server.ABORTED, fake_server.ABORTED_AT_ONCE))
     with pytest.raises(RuntimeError, match="'abort'"):
         complete(served.engine, [*requests_of(3), *at_once, *requests_of(3)], sampling())
+    forget(served.engine)
     [completion] = complete(served.engine, aborted, sampling())
     assert (len(completion.token_ids), completion.finish_reason) == (12, "length")
     assert_answered(served, requests_of(3), version=7)
@@ -394,6 +395,7 @@ def test_a_completion_that_is_aborted_at_once_is_an_error_and_one_that_has_token
 def test_a_token_without_a_log_prob_is_an_error(served: Served, first_token: int) -> None:
     with pytest.raises(RuntimeError, match=r"answered \d+ tokens with \d+ log-probs: every token needs a number"):
         complete(served.engine, [*requests_of(3), *requests_of(1, first_token)], sampling())
+    forget(served.engine)
 
 
 @ONE_SERVER
@@ -401,6 +403,7 @@ def test_a_request_that_the_model_cannot_answer_does_not_reach_the_server(served
     before = len(served.bodies())
     with pytest.raises(ValueError, match="token 67, but the model's vocabulary has 67"):
         complete(served.engine, [*requests_of(1), GenerationRequest((3, 67), 0)], sampling())
+    forget(served.engine)
     assert len(served.bodies()) == before
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import complete
-from fivefold.rollout.servers import running
+from fivefold.rollout.servers import life
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import write_python
@@ -63,7 +63,7 @@ def take_a_step(served: Served, version: int) -> None:
 def test_a_server_that_hangs_between_two_steps_is_started_again(
     backend: str, path: str, started: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "GRACE_S", 3.7)
+    monkeypatch.setattr(life, "GRACE_S", 3.7)
     served = started(backend, path, "hangs", server_timeout_s=0.3)
     monkeypatch.undo()
     take_a_step(served, 4)
@@ -75,7 +75,7 @@ def test_a_server_that_hangs_between_two_steps_is_started_again(
 def test_a_server_whose_engine_has_died_is_started_again_though_it_still_answers(backend: str, started: Start) -> None:
     served = started(backend, GENERATE[backend], "engine")
     served.update(0)
-    assert lose(served.engine, {0: requests_of(3)}).keys() == {0}
+    assert lose(served.engine, dict(enumerate(requests_of(3)))).keys() == {0, 1, 2}
     take_a_step(served, 1)
     assert len(served.log.rows("start")) == 2
 
@@ -111,10 +111,10 @@ def test_weights_from_files_have_the_version_that_was_sent(started: Start) -> No
 
 
 @BACKENDS
-def test_jobs_that_come_to_a_server_after_its_death_are_left_to_others(backend: str, started: Start) -> None:
+def test_requests_that_come_to_a_server_after_its_death_are_left_to_others(backend: str, started: Start) -> None:
     served = started(backend, GENERATE[backend], "engine", can_sleep=False)
     served.update(0)
-    served.engine.submit(7, requests_of(1), sampling())
+    served.engine.submit(7, *requests_of(1), sampling())
     while served.engine.has_weights:
         assert served.engine.collect(0.1) == []
     with pytest.raises(RuntimeError, match="no complete set of weights"):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.rollout.protocol import complete
-from fivefold.rollout.servers import standstill
+from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers.process import ServerDied
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LATE, STUCK, write_python
@@ -37,7 +37,7 @@ def served(request: pytest.FixtureRequest, model_folder: Callable[..., Path], tm
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give servers half a second for a token; one that is well may take longer, so it is not to be asked then."""
-    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
+    monkeypatch.setattr(dialects, "PAUSE_S", 0.5)
     yield
     monkeypatch.undo()
 
@@ -66,7 +66,7 @@ def test_a_server_that_hangs_is_started_again(
     how: str, served: Served, impatience: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fail(served, how)
-    assert lose(served.engine, {4 + i: [request] for i, request in enumerate(requests_of(3))}).keys() == {4, 5, 6}
+    assert lose(served.engine, dict(enumerate(requests_of(3), 4))).keys() == {4, 5, 6}
     assert re.search(rf"{ENDED}; it is started again \(1 of 1 times\)", capfd.readouterr().out)
     assert not served.engine.has_weights
     (served.folder / STUCK).unlink(missing_ok=True)
@@ -81,9 +81,9 @@ def test_a_server_that_hangs_is_started_again(
 def test_a_server_that_is_busy_for_long_is_left_alone(served: Served) -> None:
     engine = served.engine
     before = len(served.log.posts())
-    engine.submit(0, requests_of(1, LATE), sampling())
+    engine.submit(0, *requests_of(1, LATE), sampling())
     until(lambda: engine.collect(0.05) == [] and n_beats(served) >= 2)
-    engine.submit(1, requests_of(1), sampling())
+    engine.submit(1, *requests_of(1), sampling())
     done: dict[int, object] = {}
     while len(done) < 2:
         done |= dict(engine.collect(0.05))

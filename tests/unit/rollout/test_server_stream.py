@@ -1,4 +1,4 @@
-"""Jobs that a server answers beside one another while its weights change: a server that answers by a formula."""
+"""Requests that a server answers in parallel while its weights change: a server that answers by a formula."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.rollout.servers import standstill
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
+from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers import stream as stream_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
-from fivefold.rollout.servers.engine import ServerEngine
-from fivefold.rollout.servers.running import RunningServer
+from fivefold.rollout.servers.life import ServerLife
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.stopping import StopRule
@@ -51,12 +50,12 @@ def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneSampling:
-    """A stream all of whose jobs are sampled in one way."""
+    """A stream all of whose requests are sampled in one way."""
 
     def __init__(
         self,
         send: Callable[[Ask, SamplingParams], bytes],
-        read: Callable[[bytes, Ask], list[Answer]],
+        read: Callable[[bytes, Ask], Answer],
         params: SamplingParams,
         *,
         end_token_ids: Sequence[int] = (),
@@ -69,16 +68,16 @@ class OneSampling:
         self._params = params
         self._stream = ServerStream(send, read, stop_rule, **sizes)
 
-    def submit(self, number: int, requests: Sequence[GenerationRequest]) -> None:
-        self._stream.submit(number, requests, self._params)
+    def submit(self, number: int, request: GenerationRequest) -> None:
+        self._stream.submit(number, request, self._params)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def collected(served: Served, n_jobs: int) -> dict[int, list[Completion]]:
-    answers: dict[int, list[Completion]] = {}
-    while len(answers) < n_jobs:
+def collected(served: Served, n: int) -> dict[int, Completion]:
+    answers: dict[int, Completion] = {}
+    while len(answers) < n:
         answers |= dict(served.engine.collect(0.3))
     return answers
 
@@ -92,14 +91,14 @@ def restartable(model_folder: Folder, tmp_path: Path, max_restarts: int = 1) -> 
     return served
 
 
-def as_it_came(reply: bytes, ask: Ask) -> list[Answer]:
-    """Return what a stream reads of a reply that consists of answers."""
-    return cast(list[Answer], pickle.loads(reply))
+def as_it_came(reply: bytes, ask: Ask) -> Answer:
+    """Return what a stream reads of a reply that is an answer."""
+    return cast(Answer, pickle.loads(reply))
 
 
 def reply_of(*answer: Any) -> bytes:
-    """Return a reply with one answer."""
-    return pickle.dumps([Answer(*answer)])
+    """Return a reply that is an answer."""
+    return pickle.dumps(Answer(*answer))
 
 
 def answer(reason: AnswerEnd) -> bytes:
@@ -107,11 +106,11 @@ def answer(reason: AnswerEnd) -> bytes:
     return reply_of(np.array([9], np.int32), np.array([-1.0], np.float32), reason)
 
 
-def never_again(wait: Callable[[RunningServer], None]) -> Callable[[RunningServer], None]:
+def never_again(wait: Callable[[ServerLife], None]) -> Callable[[ServerLife], None]:
     """Return a wait for a server that is ready; for others, prompts that it has lost would wait too."""
 
-    def checked(server: RunningServer) -> None:
-        assert server._is_ready, "its prompts wait until it has started again"
+    def checked(server: ServerLife) -> None:
+        assert server.is_ready, "its prompts wait until it has started again"
         wait(server)
 
     return checked
@@ -136,21 +135,20 @@ def continued(request: GenerationRequest, n_pauses: int, params: SamplingParams)
     return tokens, logprobs
 
 
-def test_jobs_come_back_as_they_finish(server: Served) -> None:
+def test_completions_come_back_with_the_numbers_of_their_requests(server: Served) -> None:
     server.engine.wake()
     server.update(3)
     params = sampling()
-    jobs: list[Sequence[GenerationRequest]] = [requests_of(4), requests_of(2), requests_of(2 * BATCH_SIZE)]
-    for number, requests in enumerate(jobs):
-        server.engine.submit(number, requests, params)
-    answers = collected(server, len(jobs))
-    for number, requests in enumerate(jobs):
-        for request, completion in zip(requests, answers[number], strict=True):
-            tokens, logprobs, reason = answer_to(request.token_ids, request.seed, params.max_new_tokens)
-            assert completion.token_ids.tolist() == list(tokens)
-            assert completion.logprobs.tolist() == list(logprobs)
-            assert set(completion.versions.tolist()) == {3}
-            assert completion.finish_reason == reason
+    requests = requests_of(3 * BATCH_SIZE)
+    for number, request in enumerate(requests):
+        server.engine.submit(number, request, params)
+    answers = collected(server, len(requests))
+    for number, request in enumerate(requests):
+        tokens, logprobs, reason = answer_to(request.token_ids, request.seed, params.max_new_tokens)
+        assert answers[number].token_ids.tolist() == list(tokens)
+        assert answers[number].logprobs.tolist() == list(logprobs)
+        assert set(answers[number].versions.tolist()) == {3}
+        assert answers[number].finish_reason == reason
     assert server.engine.collect(0.01) == []
 
 
@@ -162,7 +160,7 @@ def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(s
     requests = {0: long_request(2), 1: long_request(1), 2: long_request(0)}
     n_long = server.n_long()
     for number, request in requests.items():
-        server.engine.submit(number, [request], params)
+        server.engine.submit(number, request, params)
     answers = collected(server, 1)
     assert set(answers) == {2}, "only what needs no pause is done"
     before = len(server.log.posts())
@@ -180,7 +178,7 @@ def test_requests_go_on_over_updates_and_tell_which_weights_sampled_each_token(s
         while 2 - version not in answers:
             answers |= collected(server, 1)
     for number, request in requests.items():
-        [completion] = answers[number]
+        completion = answers[number]
         n_pauses = request.token_ids[1]
         tokens, logprobs = continued(request, n_pauses, params)
         assert completion.token_ids.tolist() == tokens
@@ -197,20 +195,19 @@ def test_each_completion_of_a_group_ends_and_makes_room_by_itself(server: Served
     server.update(0)
     params = replace(sampling(max_new_tokens=20), seeded=False)
     before, n_long = len(server.bodies()), server.n_long()
-    server.engine.submit(0, [*(long_request(1, seed) for seed in range(3)), *requests_of(2)], params)
+    for number, request in enumerate([*(long_request(1, seed) for seed in range(3)), *requests_of(2)]):
+        server.engine.submit(number, request, params)
     assert server.engine.n_running == 5
-    deadline = time.monotonic() + LONGEST_S
-    while server.engine.n_running > 3:
-        assert server.engine.collect(0.3) == []
-        assert time.monotonic() < deadline, "the requests that need no pause are not answered"
+    answers = collected(server, 2)
+    assert set(answers) == {3, 4}, "the requests that need no pause are answered"
     assert server.engine.n_running == 3
     server.wait_for_long(n_long + 3)
     server.update(1)
-    [completions] = collected(server, 1).values()
+    answers |= collected(server, 3)
     bodies = server.bodies()[before:]
-    assert [body["sampling_params"]["n"] for body in bodies] == [1] * (5 + 3)
+    assert len(bodies) == 5 + 3
     assert all("seed" not in body and "seed" not in body["sampling_params"] for body in bodies)
-    assert all(set(c.versions.tolist()) <= {0, 1} and c.versions[0] == 0 for c in completions)
+    assert all(set(c.versions.tolist()) <= {0, 1} and c.versions[0] == 0 for c in answers.values())
     assert server.engine.n_running == 0
 
 
@@ -228,19 +225,19 @@ def test_requests_that_have_begun_go_on_before_those_that_wait() -> None:
     # One request at a time, so that their order is that in which they are asked for.
     stream = OneSampling(complete, as_it_came, sampling(), most=1)
     for number in range(3):
-        stream.submit(number, [GenerationRequest((number,), 0)])
+        stream.submit(number, GenerationRequest((number,), 0))
     assert stream.collect(0, 0.1) == []
     assert is_asked.wait(LONGEST_S)
     stream.hold()
     is_paused.set()
     stream.interrupted()
     stream.resumed(1)
-    done: dict[int, list[Completion]] = {}
+    done: dict[int, Completion] = {}
     while len(done) < 3:
         done |= dict(stream.collect(1, LONGEST_S))
     assert asked == [(0,), (0, 9), (1,), (2,)]
-    assert done[0][0].versions.tolist() == [0, 1]
-    assert done[1][0].versions.tolist() == done[2][0].versions.tolist() == [1]
+    assert done[0].versions.tolist() == [0, 1]
+    assert done[1].versions.tolist() == done[2].versions.tolist() == [1]
 
 
 def test_chunks_of_a_completion_arrive_before_its_end() -> None:
@@ -257,21 +254,21 @@ def test_chunks_of_a_completion_arrive_before_its_end() -> None:
     params = replace(sampling(max_new_tokens=9), min_new_tokens=6)
     stream = OneSampling(complete, as_it_came, params, most=1, most_tokens=4)
     for number in (100, 200):
-        stream.submit(number, [GenerationRequest((number,), 0)])
+        stream.submit(number, GenerationRequest((number,), 0))
     assert stream.collect(0, LONGEST_S) == []
-    [so_far] = stream.unfinished()[100]
+    so_far = stream.unfinished()[100]
     assert so_far.begun is not None
     assert so_far.begun.token_ids.tolist() == [1, 2, 3, 4]
     assert so_far.begun.finish_reason is None
-    done: dict[int, list[Completion]] = {}
+    done: dict[int, Completion] = {}
     while len(done) < 2:
         done |= dict(stream.collect(3, LONGEST_S))
     assert sorted(asked) == [(number, *seam) for number in (100, 200) for seam in ((0, 4), (4, 4), (8, 1))]
-    for [completion] in done.values():
+    for completion in done.values():
         assert completion.token_ids.tolist() == list(range(1, 10))
         assert completion.logprobs.tolist() == [-float(token) for token in range(1, 10)]
         assert completion.finish_reason == "length", "it has as many tokens as it may have"
-    assert done[200][0].versions.tolist()[-1] == 3
+    assert done[200].versions.tolist()[-1] == 3
 
 
 class Letters:
@@ -303,11 +300,11 @@ def test_a_stop_text_across_two_answers_ends_a_completion(text: str, least: int,
     params = sampling(max_new_tokens=20, min_new_tokens=least, stop=["END"])
     tokenizer = cast("PreTrainedTokenizerBase", Letters())
     stream = OneSampling(complete, as_it_came, params, most=1, most_tokens=3, tokenizer=tokenizer)
-    stream.submit(0, [GenerationRequest((100,), 0)])
-    done: dict[int, list[Completion]] = {}
+    stream.submit(0, GenerationRequest((100,), 0))
+    done: dict[int, Completion] = {}
     while not done:
         done = dict(stream.collect(0, LONGEST_S))
-    [completion] = done[0]
+    completion = done[0]
     assert "".join(map(chr, completion.token_ids)) == ends
     assert len(completion.logprobs) == len(completion.versions) == len(ends)
     assert completion.finish_reason == "stop"
@@ -338,11 +335,11 @@ def test_an_answer_whose_last_token_ends_the_completion_is_its_end_whatever_the_
     stream = OneSampling(
         complete, as_it_came, params, most=1, most_tokens=3, end_token_ids=[ord(".")], tokenizer=tokenizer
     )
-    stream.submit(0, [GenerationRequest((100,), 0)])
-    done: dict[int, list[Completion]] = {}
+    stream.submit(0, GenerationRequest((100,), 0))
+    done: dict[int, Completion] = {}
     while not done:
         done = dict(stream.collect(0, LONGEST_S))
-    [completion] = done[0]
+    completion = done[0]
     assert "".join(map(chr, completion.token_ids)) == "".join(answers)
     assert completion.finish_reason == ends
 
@@ -351,7 +348,7 @@ def completed(stream: OneSampling, version: int) -> list[int]:
     """Return the versions of the tokens of the one completion of a stream."""
     while not (done := stream.collect(version, LONGEST_S)):
         pass
-    [(_, [completion])] = done
+    [(_, completion)] = done
     return completion.versions.tolist()
 
 
@@ -373,7 +370,7 @@ def test_an_answer_that_comes_after_new_weights_has_the_version_of_those_that_sa
         return answer(left.pop(0))
 
     stream = OneSampling(complete, as_it_came, sampling(), most=1)
-    stream.submit(0, [GenerationRequest((0,), 0)])
+    stream.submit(0, GenerationRequest((0,), 0))
     assert stream.collect(0, 0.1) == []
     stream.hold()
     stream.interrupted()
@@ -397,7 +394,7 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
             return answer("abort")
         return answer("stop")
 
-    def read(reply: bytes, ask: Ask) -> list[Answer]:
+    def read(reply: bytes, ask: Ask) -> Answer:
         if ask.token_ids == (0,):
             has_arrived.set()
             assert may_go_on.wait(LONGEST_S)
@@ -405,7 +402,7 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
 
     stream = OneSampling(complete, read, sampling(), most=2)
     for number in range(2):
-        stream.submit(number, [GenerationRequest((number,), 0)])
+        stream.submit(number, GenerationRequest((number,), 0))
     assert stream.collect(0, 0.1) == []
     assert has_arrived.wait(LONGEST_S)
     stream.hold()
@@ -414,7 +411,7 @@ def test_an_answer_that_ended_before_new_weights_has_the_old_version_however_lat
     stream.interrupted()
     assert may_go_on.is_set()
     stream.resumed(1)
-    [(number, [completion])] = stream.collect(1, LONGEST_S)
+    [(number, completion)] = stream.collect(1, LONGEST_S)
     assert (number, completion.versions.tolist()) == (0, [0])
     stream.hold()
     may_abort.set()
@@ -428,9 +425,9 @@ def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server:
     server.update(0)
     params, pause = sampling(max_new_tokens=20), PAUSES[server.backend]
     n_long = server.n_long()
-    server.engine.submit(0, [long_request(1)], params)
-    server.engine.submit(1, requests_of(1), params)
-    before, answers = len(server.log.posts()), dict[int, list[Completion]]()
+    server.engine.submit(0, long_request(1), params)
+    server.engine.submit(1, *requests_of(1), params)
+    before, answers = len(server.log.posts()), dict[int, Completion]()
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for number, weight in enumerate(server.weights.items()):
@@ -445,7 +442,7 @@ def test_a_server_answers_until_the_weights_that_it_is_to_load_are_there(server:
     server.engine.swap_weights()
     assert [path for path in server.log.posts()[before:] if path in pause] == [*pause]
     assert server.left_behind() == []
-    [[completion]] = collected(server, 1).values()
+    [completion] = collected(server, 1).values()
     assert completion.versions.tolist() == [0] * LONG_TOKENS + [1] * (len(completion.versions) - LONG_TOKENS)
 
 
@@ -455,7 +452,7 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
 ) -> None:
     served = restartable(model_folder, tmp_path)
     engine = served.engine
-    engine.submit(4, [long_request(1)], sampling(max_new_tokens=20))
+    engine.submit(4, long_request(1), sampling(max_new_tokens=20))
     assert engine.collect(0.1) == []
     served.wait_for_long(1)
 
@@ -468,7 +465,7 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_again_without_any(
         served.update(1)
     assert not engine.has_weights
     assert served.left_behind() == []
-    [lost] = engine.take_lost()[4]
+    lost = engine.take_lost()[4]
     assert lost.begun is not None
     assert lost.begun.versions.tolist() == [0] * LONG_TOKENS
     served.update(1)
@@ -495,10 +492,9 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     assert engine.has_weights
     params, waits = sampling(max_new_tokens=20), {number: long_request(2, number) for number in (4, 8)}
     [quick] = requests_of(1)
-    engine.submit(4, [waits[4]], params)
-    engine.submit(8, [waits[8], quick], params)
-    while engine.n_running > 2:
-        assert engine.collect(0.5) == []
+    for number, request in [*waits.items(), (9, quick)]:
+        engine.submit(number, request, params)
+    assert set(collected(served, 1)) == {9}
     assert engine.take_lost() == {}
     served.wait_for_long(2)
     served.update(1)
@@ -521,27 +517,28 @@ def test_a_server_that_dies_is_started_again_and_gets_the_next_weights(
     assert engine.take_lost() == {}
     assert engine.n_running == 0
     assert len(served.log.rows("start")) == 2
-    # What had arrived is kept: two tokens of the long ones before the first update, and the whole of the quick one.
-    for number, requests in lost.items():
-        assert requests[0].begun is not None
-        assert requests[0].begun.versions.tolist() == [0] * LONG_TOKENS
-        engine.submit(number, requests, params)
-    assert engine.collect(0.1) == []
+    # What had arrived is kept: two tokens of each before the first update.
+    for number, request in lost.items():
+        assert request.begun is not None
+        assert request.begun.versions.tolist() == [0] * LONG_TOKENS
+        engine.submit(number, request, params)
+    # What another server has answered whole is not asked for again.
+    whole = Begun(np.array([5], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop")
+    engine.submit(9, replace(quick, begun=whole), params)
+    answers = collected(served, 1)
+    assert answers.pop(9).token_ids.tolist() == [5]
     served.wait_for_long(6)
     before = len(served.bodies())
     served.update(3)
-    answers = collected(served, 2)
-    assert len(served.bodies()) == before + 2, "the quick one is not asked for again"
+    answers |= collected(served, 2)
+    assert len(served.bodies()) == before + 2
     for number, request in waits.items():
         tokens, logprobs = continued(request, 2, params)
-        assert answers[number][0].token_ids.tolist() == tokens
-        assert answers[number][0].logprobs.tolist() == logprobs
-        assert answers[number][0].versions.tolist() == [0, 0, 2, 2, *[3] * (len(tokens) - 4)]
-    tokens, _, _ = answer_to(quick.token_ids, quick.seed, params.max_new_tokens)
-    assert answers[8][1].token_ids.tolist() == list(tokens)
-    assert set(answers[8][1].versions.tolist()) == {0}
+        assert answers[number].token_ids.tolist() == tokens
+        assert answers[number].logprobs.tolist() == logprobs
+        assert answers[number].versions.tolist() == [0, 0, 2, 2, *[3] * (len(tokens) - 4)]
     # It may die as often as the recipe says.
-    engine.submit(12, [long_request(1)], params)
+    engine.submit(12, long_request(1), params)
     assert engine.collect(0.1) == []
     die()
     with pytest.raises(RuntimeError, match="the server ended with status"):
@@ -553,7 +550,7 @@ def test_a_server_that_dies_while_it_starts_again_is_started_once_more(model_fol
     """Such as one whose predecessor's memory is not free yet."""
     served = restartable(model_folder, tmp_path, max_restarts=2)
     engine = served.engine
-    engine.submit(4, [long_request(1)], sampling(max_new_tokens=20))
+    engine.submit(4, long_request(1), sampling(max_new_tokens=20))
     assert engine.collect(0.1) == []
     served.wait_for_long(1)
     lives = (tmp_path / "python").read_text()
@@ -573,24 +570,24 @@ def test_a_server_that_dies_while_it_starts_again_is_started_once_more(model_fol
 def test_a_server_that_hangs_is_ended_and_started_again(
     found: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
+    monkeypatch.setattr(dialects, "PAUSE_S", 0.5)
     served = restartable(model_folder, tmp_path)
     engine = served.engine
-    engine.submit(4, [long_request(2)], sampling())
+    engine.submit(4, long_request(2), sampling())
     assert engine.collect(0.1) == []
     served.log.hang()
     if found == "no answers":
-        monkeypatch.setattr(engine._watch, "_quiet_s", 0.2)
         with monkeypatch.context() as starting:
-            starting.setattr(RunningServer, "wait_until_ready", never_again(RunningServer.wait_until_ready))
+            starting.setattr(engine, "_spec", replace(served.spec, server_timeout_s=0.2))
+            starting.setattr(ServerLife, "wait_until_ready", never_again(ServerLife.wait_until_ready))
             assert engine.collect(0.3) == []
         assert not engine.has_weights
     served.update(1)
     assert len(served.log.rows("start")) == 2
     assert list(engine.take_lost()) == [4]
     # Its successor has its own time for a first answer.
-    engine.submit(8, [long_request(2)], sampling())
+    engine.submit(8, long_request(2), sampling())
     with monkeypatch.context() as probing:
-        probing.setattr(ServerEngine, "_beat", lambda engine: pytest.fail("it has just begun"))
+        probing.setattr(SGLangDialect, "beat", lambda *_: pytest.fail("it has just begun"))
         assert engine.collect(0.01) == []
     engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 import pickle
 import signal
@@ -27,7 +28,8 @@ from fivefold.cluster import failures
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
-from fivefold.rollout.servers import running, sglang_dialect, standstill, updates, vllm_dialect
+from fivefold.rollout.servers import dialect as dialects
+from fivefold.rollout.servers import life, sglang_dialect, updates, vllm_dialect
 from fivefold.rollout.servers import weights as weights_of_servers
 from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.command import server_command
@@ -275,7 +277,7 @@ def test_a_server_that_dies_enters_another_group_but_not_amid_a_transfer(
     engine.load_buckets(iter(buckets), 1)
     assert engine.expect_transfer()
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=4))
-    engine.submit(0, [GenerationRequest((fake_server.DEADLY, 6), 7)], sampling)
+    engine.submit(0, GenerationRequest((fake_server.DEADLY, 6), 7), sampling)
     while engine.has_weights:
         engine.collect(0.1)
     assert list(engine.take_lost()) == [0]
@@ -349,7 +351,7 @@ def test_a_server_that_shares_devices_stands_still_until_its_cache_has_memory(
     engine, log = start(kind, route("ipc")), Log(tmp_path)
     engine.load_buckets(iter(buckets_of(weights, "ipc")), 1)
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=20))
-    engine.submit(0, [GenerationRequest((fake_server.LONG, 1, 9, 9), 7)], sampling)
+    engine.submit(0, GenerationRequest((fake_server.LONG, 1, 9, 9), 7), sampling)
     while not {"/fivefold/generate", "/generate"}.intersection(log.posts()):
         assert engine.collect(0.01) == []
     engine.sleep()
@@ -366,7 +368,7 @@ def test_a_server_that_shares_devices_stands_still_until_its_cache_has_memory(
     assert log.posts()[-2:] == wakes[kind["backend"]]
     while not (done := engine.collect(0.3)):
         pass
-    [(_, [completion])] = done
+    [(_, completion)] = done
     assert sorted(set(completion.versions.tolist())) == [1, 2]
 
 
@@ -378,7 +380,7 @@ def test_requests_that_are_held_before_a_transfer_go_on_after_it(
     assert engine.expect_transfer()
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 1)
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=20))
-    engine.submit(0, [GenerationRequest((fake_server.LONG, 1, 9, 9), 7)], sampling)
+    engine.submit(0, GenerationRequest((fake_server.LONG, 1, 9, 9), 7), sampling)
     while "/fivefold/generate" not in log.posts():
         assert engine.collect(0.01) == []
     before = len(log.posts())
@@ -390,7 +392,7 @@ def test_requests_that_are_held_before_a_transfer_go_on_after_it(
     assert log.posts()[before + 1 :] == [*update, "/fivefold/go_on"]
     while not (done := engine.collect(0.3)):
         pass
-    [(_, [completion])] = done
+    [(_, completion)] = done
     assert sorted(set(completion.versions.tolist())) == [1, 2]
 
 
@@ -410,7 +412,7 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 1)
     if is_busy:
         long = GenerationRequest((fake_server.LONG, 3, 9, 9), 7)
-        engine.submit(0, [long], SamplingParams.from_config(GenerationConfig(max_new_tokens=20)))
+        engine.submit(0, long, SamplingParams.from_config(GenerationConfig(max_new_tokens=20)))
         while "/fivefold/generate" not in log.posts() and "/generate" not in log.posts():
             assert engine.collect(0.01) == []
     before = len(log.posts())
@@ -419,13 +421,13 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     assert signs[kind["backend"]][is_busy] in log.posts()[before:]
     before = len(log.posts())
     with monkeypatch.context() as stalled:
-        stalled.setattr(engine._watch, "_quiet_s", 0.0)
+        stalled.setattr(engine, "_quiet_since", -math.inf)
         assert engine.collect(0.01) == []
     assert log.posts()[before:] == [], "it stands still until the weights come, however long the trainer takes"
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)
     assert engine.collect(0.01) == []
 
-    monkeypatch.setattr(standstill, "PAUSE_S", 0.5)
+    monkeypatch.setattr(dialects, "PAUSE_S", 0.5)
     log.hang()
     assert not engine.expect_transfer()
     engine.enter(replace(INVITATION, group="weights_1"), 1)
@@ -447,7 +449,7 @@ def test_a_server_that_hangs_in_a_transfer_ends_it_and_says_where(
 ) -> None:
     monkeypatch.setattr(weights_of_servers, "READY_S", 0.5)
     monkeypatch.setattr(weights_of_servers, "BUCKET_S", 0.5)
-    monkeypatch.setattr(running, "WELL_S", 0.5)
+    monkeypatch.setattr(life, "WELL_S", 0.5)
     engine, log = start(kind, route("nccl"), max_restarts=1), Log(tmp_path)
     if hangs_in == "group":
         log.hang()

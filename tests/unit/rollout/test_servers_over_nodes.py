@@ -166,7 +166,7 @@ def test_a_node_whose_processes_die_takes_those_of_the_other_along(
     update(1)
     before = starts(tmp_path)
     [request] = requests_of(1)
-    engine.submit(0, [replace(request, token_ids=(LONG, 1, *[5] * (LONG_PROMPT - 2)))], sampling())
+    engine.submit(0, replace(request, token_ids=(LONG, 1, *[5] * (LONG_PROMPT - 2))), sampling())
     while not n_long(backend, tmp_path):
         engine.collect(0.05)
     os.kill(before[node]["pid"], signal.SIGKILL)

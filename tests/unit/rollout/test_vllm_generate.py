@@ -22,9 +22,12 @@ from fivefold.rollout.servers.dialect import Answer, Ask
 from fivefold.rollout.servers.vllm_dialect import BEAT, GO_ON, HOLD, VLLMDialect
 
 PATH = VLLMDialect.generate_path
-TOKENS = [[3, 4, 5], [], [2**31 - 1, 7]]
-LOGPROBS = [[-0.5, -2.25, -1e-7], [], [-0.0, -17.125]]
-REASONS = ["stop", "length", "stop"]
+COMPLETIONS = [
+    ([3, 4, 5], [-0.5, -2.25, -1e-7], "stop"),
+    ([], [], "length"),
+    ([2**31 - 1, 7], [-0.0, -17.125], "stop"),
+]
+"""Tokens, log-probs, and why each ended."""
 
 
 class RequestOutputKind(Enum):
@@ -37,7 +40,6 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Those fields of vLLM's class that matter here."""
 
-    n: int = 1
     temperature: float = 1.0
     logprobs: int | None = None
     output_kind: RequestOutputKind | None = None
@@ -148,9 +150,7 @@ class Sampler:
                 if state := self.output_processor.request_states.get(name):
                     state.token_ids.append(7)
                     if taken.ends:
-                        output = SimpleNamespace(
-                            index=0, token_ids=state.token_ids, logprobs=None, finish_reason="stop"
-                        )
+                        output = SimpleNamespace(token_ids=state.token_ids, logprobs=None, finish_reason="stop")
                         state.finals.put_nowait(SimpleNamespace(outputs=[output]))
                         self._forget(name)
 
@@ -249,46 +249,43 @@ def body(**sampling: Any) -> bytes:
     return json.dumps({"token_ids": [5, 6], "sampling_params": sampling}).encode()
 
 
-def outputs(*, with_logprobs: bool) -> list[Any]:
-    flat = [
-        FlatLogprobs(ids, logprobs) if with_logprobs else None for ids, logprobs in zip(TOKENS, LOGPROBS, strict=True)
-    ]
-    rows = zip(TOKENS, flat, REASONS, strict=True)
-    made = [
-        SimpleNamespace(index=index, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
-        for index, (token_ids, logprobs, reason) in enumerate(rows)
-    ]
-    return made[::-1]
+def outputs(
+    token_ids: Sequence[int] = (3, 4, 5), logprobs: Sequence[float] | None = None, reason: str = "stop"
+) -> list[Any]:
+    flat = None if logprobs is None else FlatLogprobs(list(token_ids), list(logprobs))
+    return [SimpleNamespace(token_ids=token_ids, logprobs=flat, finish_reason=reason)]
 
 
-def read(content: bytes, *, wants_logprobs: bool) -> list[Answer]:
-    return VLLMDialect().answers(content, Ask((5, 6), 3, None, wants_logprobs))
+def read(content: bytes, *, wants_logprobs: bool) -> Answer:
+    return VLLMDialect().answer(content, Ask((5, 6), None, wants_logprobs))
 
 
 @pytest.mark.parametrize("with_logprobs", [True, False])
-def test_a_group_of_completions_arrives_as_the_engine_gave_it(call: Call, with_logprobs: bool) -> None:
-    engine = Engine(outputs(with_logprobs=with_logprobs))
-    asked = {"n": 3, "temperature": 0.7, **({"logprobs": 0} if with_logprobs else {})}
+@pytest.mark.parametrize(("token_ids", "logprobs", "reason"), COMPLETIONS)
+def test_a_completion_arrives_as_the_engine_gave_it(
+    call: Call, token_ids: list[int], logprobs: list[float], reason: str, with_logprobs: bool
+) -> None:
+    engine = Engine(outputs(token_ids, logprobs if with_logprobs else None, reason))
+    asked = {"temperature": 0.7, **({"logprobs": 0} if with_logprobs else {})}
     status, content = call(engine, body(**asked))
     assert status == 200
-    answers = read(content, wants_logprobs=with_logprobs)
-    assert [answer.token_ids_T.tolist() for answer in answers] == TOKENS
-    assert [answer.finish_reason for answer in answers] == REASONS
-    for answer, logprobs in zip(answers, LOGPROBS, strict=True):
-        if with_logprobs:
-            assert answer.logprobs_T is not None
-            assert answer.logprobs_T.tolist() == np.float32(logprobs).tolist()
-        else:
-            assert answer.logprobs_T is None
+    answer = read(content, wants_logprobs=with_logprobs)
+    assert answer.token_ids_T.tolist() == token_ids
+    assert answer.finish_reason == reason
+    if with_logprobs:
+        assert answer.logprobs_T is not None
+        assert answer.logprobs_T.tolist() == np.float32(logprobs).tolist()
+    else:
+        assert answer.logprobs_T is None
     [(prompt, params, _)] = engine.asked
     assert prompt == {"type": "token", "prompt_token_ids": [5, 6]}
     assert params == SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
 
 
 def test_every_request_has_an_id_of_its_own(call: Call) -> None:
-    engine = Engine(outputs(with_logprobs=False))
+    engine = Engine(outputs())
     for _ in range(2):
-        call(engine, body(n=3))
+        call(engine, body())
     assert len({request_id for _, _, request_id in engine.asked}) == 2
 
 
@@ -302,7 +299,7 @@ def test_every_request_has_an_id_of_its_own(call: Call) -> None:
     ids=["another token's", "too few", "several at each position"],
 )
 def test_log_probs_of_other_tokens_than_the_sampled_ones_are_an_error(call: Call, flat: FlatLogprobs) -> None:
-    output = SimpleNamespace(index=0, token_ids=[3, 4, 5], logprobs=flat, finish_reason="stop")
+    output = SimpleNamespace(token_ids=[3, 4, 5], logprobs=flat, finish_reason="stop")
     status, content = call(Engine([output]), body(logprobs=0))
     assert status == 500
     assert b"log-probs for 3 tokens, or gave those of other tokens" in content
@@ -363,15 +360,15 @@ def test_a_client_that_goes_ends_its_request_in_the_engine(call: Call) -> None:
 
 @pytest.mark.parametrize("missing", [1, 4])
 def test_an_answer_that_is_cut_off_is_an_error(call: Call, missing: int) -> None:
-    _, content = call(Engine(outputs(with_logprobs=True)), body(n=3, logprobs=0))
-    with pytest.raises(RuntimeError, match="bytes of numbers where it announces 40"):
+    _, content = call(Engine(outputs(logprobs=[-0.5, -2.25, -1e-7])), body(logprobs=0))
+    with pytest.raises(RuntimeError, match="bytes of numbers where it announces 24"):
         read(content[:-missing], wants_logprobs=True)
 
 
 @pytest.mark.parametrize("logprob", [np.nan, -np.inf, np.inf, -9999.0])
 def test_a_log_prob_that_no_sampled_token_has_is_an_error(call: Call, logprob: float) -> None:
     flat = FlatLogprobs([3, 4, 5], [-1.0, logprob, -1.0])
-    output = SimpleNamespace(index=0, token_ids=[3, 4, 5], logprobs=flat, finish_reason="stop")
+    output = SimpleNamespace(token_ids=[3, 4, 5], logprobs=flat, finish_reason="stop")
     _, content = call(Engine([output]), body(logprobs=0))
     with pytest.raises(RuntimeError, match="answered 3 tokens with 2 log-probs: every token needs a number"):
         read(content, wants_logprobs=True)
@@ -415,7 +412,7 @@ class Server:
         async def versions() -> list[int]:
             status, content = await self.post(PATH, body())
             assert status == 200
-            [answer] = VLLMDialect().answers(content, Ask((5, 6), 1, None, wants_logprobs=False))
+            answer = VLLMDialect().answer(content, Ask((5, 6), None, wants_logprobs=False))
             assert answer.versions_T is not None
             return answer.versions_T.tolist()
 
@@ -512,19 +509,6 @@ def test_a_server_that_was_never_told_its_version_salts_nothing(module: ModuleTy
     run(scenario())
 
 
-def test_a_request_for_several_completions_is_not_held(module: ModuleType) -> None:
-    async def scenario() -> None:
-        server = Server(module)
-        asked = asyncio.create_task(server.post(PATH, body(n=3)))
-        while not server.engine.lengths:
-            await asyncio.sleep(0.001)
-        assert_refused(await server.post(HOLD), 400, "a request for 3 completions is running")
-        assert not server.engine.is_paused
-        asked.cancel()
-
-    run(scenario())
-
-
 def test_a_server_shows_that_it_goes_on_by_the_next_token_or_without_requests(module: ModuleType) -> None:
     async def scenario() -> None:
         server = Server(module)
@@ -551,7 +535,7 @@ def test_a_server_shows_that_it_goes_on_by_the_next_token_or_without_requests(mo
 
 
 def test_versions_of_other_tokens_than_the_sampled_ones_are_an_error() -> None:
-    row = {"index": 0, "n_tokens": 1, "finish_reason": "stop", "has_logprobs": False, "versions": [[1, 2]]}
-    content = json.dumps([row]).encode() + b"\n" + np.array([7], "<i4").tobytes()
+    head = {"n_tokens": 1, "finish_reason": "stop", "has_logprobs": False, "versions": [[1, 2]]}
+    content = json.dumps(head).encode() + b"\n" + np.array([7], "<i4").tobytes()
     with pytest.raises(RuntimeError, match=r"tells the versions \[\[1, 2\]\] of 1 tokens"):
-        VLLMDialect().answers(content, Ask((5,), 1, None, wants_logprobs=False))
+        VLLMDialect().answer(content, Ask((5,), None, wants_logprobs=False))

@@ -1,16 +1,16 @@
-"""Runs inside vLLM's API server, and answers a group of completions with packed numbers.
+"""Runs inside vLLM's API server, and answers a completion with packed numbers.
 
 It is on vLLM's path and its class is vLLM's `--middleware`, so it imports nothing of Fivefold, which need not be
 installed beside vLLM. vLLM's own endpoint makes two objects and about 140 bytes of JSON for every log-prob, in one
 thread, which takes longer than to compute the log-probs.
 
-    POST /fivefold/generate     {"token_ids": [5, 6], "sampling_params": {"n": 2, "logprobs": 0, ...}}
+    POST /fivefold/generate     {"token_ids": [5, 6], "sampling_params": {"logprobs": 0, ...}}
 
-    200     one line of JSON with the list of the completions, each as
-                {"index": 0, "n_tokens": 3, "finish_reason": "stop", "has_logprobs": true, "versions": [[4, 2], [5, 1]]}
-            then for each completion, in the order of the list, without anything in between:
-                its token ids        n_tokens little-endian int32
-                their log-probs      n_tokens little-endian float32, if it has them
+    200     one line of JSON,
+                {"n_tokens": 3, "finish_reason": "stop", "has_logprobs": true, "versions": [[4, 2], [5, 1]]}
+            then, without anything in between:
+                the token ids        n_tokens little-endian int32
+                their log-probs      n_tokens little-endian float32, if there are any
             versions says which weights sampled how many tokens, one after the other. It is missing where they were
             never told
     400     the request cannot be answered, for the reason in the text
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -65,10 +65,8 @@ class Running:
     """A request that the engine has."""
 
     name: str
-    n: int
-    """Number of its completions."""
-    work: asyncio.Task[Sequence[Any]]
-    """Waits for the completions, in the engine's form."""
+    work: asyncio.Task[Any]
+    """Waits for the completion, in the engine's form."""
     version: int | None
     """Version of the weights that sample its next token; None: it was never told."""
     held: list[tuple[int | None, int]] = field(default_factory=list)
@@ -110,8 +108,8 @@ class Generate:
         while True:
             await self._goes_on.wait()
             name = f"fivefold-{uuid4().hex}"
-            work = asyncio.create_task(_outputs(engine, self._prompt(token_ids), params, name))
-            running = Running(name, params.n, work, self._version)
+            work = asyncio.create_task(_output(engine, self._prompt(token_ids), params, name))
+            running = Running(name, work, self._version)
             self._running.add(running)
             try:
                 await asyncio.wait({work})
@@ -119,9 +117,9 @@ class Generate:
                 self._running.discard(running)
                 work.cancel()
             if not work.cancelled():  # only `_hold` has cancelled it
-                outputs = work.result()
-                self._n_answered += sum(len(output.token_ids) for output in outputs)
-                return _packed(outputs, running)
+                output = work.result()
+                self._n_answered += len(output.token_ids)
+                return _packed(output, running)
 
     async def _beat(self, engine: Any, body: bytes) -> bytes:
         """Return once the engine has sampled a token of a request, or if it has none."""
@@ -132,8 +130,7 @@ class Generate:
 
     def _n_sampled(self, engine: Any) -> int:
         """Return how many tokens have been sampled since the start. One whose answer is on the way may be missing."""
-        states = (state for running in self._running for state in _states(engine, running))
-        return self._n_answered + sum(state.detokenizer.num_output_tokens() for state in states)
+        return self._n_answered + sum(_n_tokens(engine, running) or 0 for running in self._running)
 
     def _prompt(self, token_ids: list[int]) -> Any:
         if self._version is None:
@@ -142,18 +139,15 @@ class Generate:
 
     async def _hold(self, engine: Any, body: bytes) -> bytes:
         """Let the engine stand still, and note how many tokens each of its requests has."""
-        if n := max((running.n for running in self._running), default=1) - 1:
-            raise ValueError(f"a request for {n + 1} completions is running: only those for one are held")
         self._goes_on.clear()
         await engine.pause_generation(mode="keep", clear_cache=False)
         await _all_taken_over(engine)
         begun_anew = []
         for running in list(self._running):
-            states = _states(engine, running)
-            if not states:  # it has ended, and its answer is on the way
+            sampled = _n_tokens(engine, running)
+            if sampled is None:  # it has ended, and its answer is on the way
                 self._running.discard(running)
                 continue
-            sampled = states[0].detokenizer.num_output_tokens()
             running.held.append((running.version, sampled))
             if not sampled:
                 running.work.cancel()
@@ -236,13 +230,13 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams]:
     return token_ids, params
 
 
-async def _outputs(engine: Any, prompt: Any, params: SamplingParams, name: str) -> Sequence[Any]:
-    """Return the finished completions, in the engine's form."""
+async def _output(engine: Any, prompt: Any, params: SamplingParams, name: str) -> Any:
+    """Return the finished completion, in the engine's form."""
     final = None
     async for output in engine.generate(prompt, params, name):
         final = output
     assert final is not None
-    return final.outputs
+    return final.outputs[0]
 
 
 async def _all_taken_over(engine: Any) -> None:
@@ -259,32 +253,28 @@ async def _all_taken_over(engine: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-def _states(engine: Any, running: Running) -> list[Any]:
-    """Return what vLLM's API server has of each completion of a request that has not ended."""
+def _n_tokens(engine: Any, running: Running) -> int | None:
+    """Return how many tokens vLLM's API server has of a request's completion; None: it has ended."""
     processor = engine.output_processor
-    return [processor.request_states[name] for name in processor.external_req_ids.get(running.name, ())]
+    for name in processor.external_req_ids.get(running.name, ()):
+        n_tokens: int = processor.request_states[name].detokenizer.num_output_tokens()
+        return n_tokens
+    return None
 
 
-def _packed(outputs: Sequence[Any], running: Running) -> bytes:
-    rows, parts = [], []
-    for output in outputs:
-        token_ids_T = np.asarray(output.token_ids, dtype="<i4")
-        if output.finish_reason == "abort" and output.logprobs is not None:
-            # The scheduler has kept the last log-probs. What is before their tokens is the beginning of a completion.
-            token_ids_T = token_ids_T[: len(output.logprobs)]
-        rows.append(
-            {
-                "index": output.index,
-                "n_tokens": len(token_ids_T),
-                "finish_reason": output.finish_reason,
-                "has_logprobs": output.logprobs is not None,
-                **({} if running.version is None else {"versions": _versions(running, len(token_ids_T))}),
-            }
-        )
-        parts.append(token_ids_T.tobytes())
-        if output.logprobs is not None:
-            parts.append(_logprobs(output.logprobs, token_ids_T).tobytes())
-    return b"".join([json.dumps(rows).encode(), b"\n", *parts])
+def _packed(output: Any, running: Running) -> bytes:
+    token_ids_T = np.asarray(output.token_ids, dtype="<i4")
+    if output.finish_reason == "abort" and output.logprobs is not None:
+        # The scheduler has kept the last log-probs. What is before their tokens is the beginning of a completion.
+        token_ids_T = token_ids_T[: len(output.logprobs)]
+    head = {
+        "n_tokens": len(token_ids_T),
+        "finish_reason": output.finish_reason,
+        "has_logprobs": output.logprobs is not None,
+        **({} if running.version is None else {"versions": _versions(running, len(token_ids_T))}),
+    }
+    logprobs = b"" if output.logprobs is None else _logprobs(output.logprobs, token_ids_T).tobytes()
+    return b"".join([json.dumps(head).encode(), b"\n", token_ids_T.tobytes(), logprobs])
 
 
 def _versions(running: Running, n_tokens: int) -> list[tuple[int | None, int]]:
