@@ -28,7 +28,6 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.step_log import SampleLog
 from fivefold.roles.devices import Roles
 from fivefold.roles.launch import launch_roles
-from fivefold.roles.weights_overlap import copy_weights, give_weights
 from fivefold.run.profiling import recorder
 from fivefold.run.setup import OpenRun
 from fivefold.run.speed import StepSpeed, Worked
@@ -155,8 +154,7 @@ class Reinforcement:
         roles, timers = self._roles, self._timers
         self.source.stream.settle()
         if self._setup.route.overlaps_training:
-            copy = copy_weights(roles.actor, roles.rollout, version, timers)
-            give = partial(give_weights, roles.rollout, copy, timers, self._setup.route.transport)
+            give = partial(roles.give_weights, roles.copy_weights(timers), version, timers)
             self.source.weights_follow(version, give)
         else:
             roles.send_weights(version, timers)

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from fivefold.cluster.group import Remote
 from fivefold.engine.contract import Offloadable
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.models import ModelHandle, TrainedModel, moved_metrics
 from fivefold.roles.rollout import Rollout
+from fivefold.roles.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Roles(Models):
     """The models of a run, and a rollout on its own devices."""
 
     rollout: Rollout
+    sync: WeightSync
+    """The way of the actor's weights to the rollout."""
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:
@@ -67,5 +71,18 @@ class Roles(Models):
 
     def _send_weights(self, version: int, timers: PhaseTimers) -> None:
         with timers.phase("weight sync"):
-            self.rollout.meet(self.actor)
-            self.rollout.take_weights(self.actor.offer_weights(version))
+            self.sync.send(version)
+            self.rollout.version = version
+
+    def copy_weights(self, timers: PhaseTimers) -> Iterator[Remote]:
+        """Copy the actor's weights to host memory for `give_weights`; the actor may change them then.
+
+        Frozen models on the actor's devices wait meanwhile.
+        """
+        with self.actor.in_turn, timers.phase("weight sync"):
+            return self.sync.copy()
+
+    def give_weights(self, copied: Iterator[Remote], version: int, timers: PhaseTimers) -> None:
+        """Give the rollout what `copy_weights` has copied, as version `version`, in any thread."""
+        self.sync.give(copied, version, timers)
+        self.rollout.version = version

@@ -32,6 +32,7 @@ from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.specs import hosted_roles, leaves, trainer_specs
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
+from fivefold.roles.weight_sync import WeightSync
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
@@ -59,13 +60,14 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         groups, together = session.launch(replicas), []
         groups["rollout"].call(RolloutWorker.sleep)
     groups |= _start(session, recipe, placement, specs, together)
-    models = _models(recipe, placement, specs, groups, route, waiting.offloaded)
+    models = _models(recipe, placement, specs, groups, waiting.offloaded, verifies=route.checksum)
     in_turn = bool(placement.sharers("rollout"))
     is_server = placement["rollout"].layout.is_server
     rollout = Rollout(groups["rollout"], shares_devices=in_turn, is_server=is_server)
-    rollout.meet(models.actor)
+    sync = WeightSync(route, groups["actor"], groups["rollout"])
+    sync.meet()
     kind = RolesInTurn if in_turn else Roles
-    return kind(models.actor, models.further, models.frozen, rollout=rollout)
+    return kind(models.actor, models.further, models.frozen, rollout=rollout, sync=sync)
 
 
 def launch_models(session: Session, recipe: Recipe, placement: Placement, n_steps: int) -> Models:
@@ -128,8 +130,9 @@ def _models(
     placement: Placement,
     specs: Mapping[str, TrainerSpec],
     groups: Mapping[str, WorkerGroup],
-    route: Route = THROUGH_HOST,
     offloaded: tuple[Offloadable, ...] = (),
+    *,
+    verifies: bool = False,
 ) -> Models:
     """Return the handles of models whose processes have started.
 
@@ -138,11 +141,11 @@ def _models(
         placement: the roles on their devices.
         specs: what the processes were built from, by role.
         groups: the processes, by role.
-        route: the way of the actor's weights to a rollout.
         offloaded: what the actor moves off its devices while a rollout is awake there.
+        verifies: whether the actor's weights have checksums where they are sent.
     """
     roles = roles_of(recipe)
-    actor = Actor(_trainer(groups["actor"], specs["actor"]), route, offloaded)
+    actor = Actor(_trainer(groups["actor"], specs["actor"]), offloaded, verifies=verifies)
     further = {
         name: TrainedModel(
             _trainer(groups[name], spec), _turn(roles[name], placement, actor, offloaded or _asked(recipe))

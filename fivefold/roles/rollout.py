@@ -1,4 +1,4 @@
-"""The driver's handle of the replicas that generate: their weights, devices and deaths."""
+"""The driver's handle of the replicas that generate: their devices and deaths. Their weights: `weight_sync.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from functools import cached_property
 from itertools import groupby
 
 from fivefold.cluster.group import WorkerGroup
-from fivefold.roles.actor import Actor
 from fivefold.roles.gate import Gate
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, n_begun
 from fivefold.types import Prompt, Sample
-from fivefold.weights.offer import WeightOffer
 
 
 class Rollout:
@@ -64,36 +62,6 @@ class Rollout:
             found |= {number: max(job, found.get(number, []), key=n_begun) for number, job in jobs.items()}
         return found
 
-    def meet(self, actor: Actor) -> None:
-        """Enter an NCCL group with the actor, if weights are about to come over one and a server is in none.
-
-        That is so at the beginning, and when a server was started again, because it had died or shows here that it
-        hangs; the others then leave theirs. Servers with requests pause from here until they have the weights.
-        """
-        if not actor.sends_by_nccl or all(self._group.call(RolloutWorker.expect_transfer)):
-            return
-        [meeting, *_] = self._group.call(RolloutWorker.meeting)
-        invitation = actor.open_link(meeting)
-        entering = self._group.start(RolloutWorker.enter_link, invitation)
-        actor.enter_link().wait()
-        entering.wait()
-
-    def take_weights(self, offer: WeightOffer) -> None:
-        """Give every replica the weights that the actor offers, bucket by bucket."""
-        self._group.feed(RolloutWorker.take_weights, offer.buckets, offer.version)
-        offer.close()
-        self.version = offer.version
-
-    def stage_weights(self, offer: WeightOffer) -> None:
-        """Give every replica the weights of the next `swap_weights`, while it generates."""
-        self._group.feed_beside(RolloutWorker.stage_weights, offer.buckets, offer.version)
-        offer.close()
-
-    def swap_weights(self, version: int) -> None:
-        """Let every replica continue with the weights that it was last given, which are of `version`."""
-        self._group.call(RolloutWorker.swap_weights)
-        self.version = version
-
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
         self.version = None
@@ -101,7 +69,7 @@ class Rollout:
         self._group.call(RolloutWorker.sleep)
 
     def wake_weights(self) -> bool:
-        """Take the device memory of the weights back; call `take_weights` next, because `sleep` has dropped them.
+        """Take the device memory of the weights back; they come next, because `sleep` has dropped them.
 
         Returns False if a server has died while it slept; the others have theirs, and it waits for `revive`.
         """

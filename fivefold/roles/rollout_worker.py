@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
@@ -20,19 +18,18 @@ from fivefold.environments.play import Player
 from fivefold.environments.single_turn import SingleTurn
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
-from fivefold.rollout.protocol import GenerationRequest
+from fivefold.rollout.protocol import GenerationRequest, RolloutEngine
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.types import Columns, Episode
 from fivefold.weights.folder import NodePlace
-from fivefold.weights.nccl_link import Invitation, Meeting
 
 if TYPE_CHECKING:
     from fivefold.rollout.servers.engine import ServerEngine
 
 
 class RolloutWorker:
-    """One replica of the rollout engine."""
+    """One replica of the rollout engine. Its weights come through a part of it, `weight_sync.ReceivesWeights`."""
 
     def __init__(self, spec: ReplicaSpec, followers: Sequence[tuple[FollowerAddress, ...]] = ()) -> None:
         """Build the engine; a server is ready when this returns.
@@ -46,13 +43,12 @@ class RolloutWorker:
         run = f"{spec.run}-{os.environ[NODE]}"
         place = NodePlace(run, int(os.environ[PLACE_ON_NODE]), int(os.environ[PROCESSES_ON_NODE]))
         save = partial(save_hf, config_source=spec.path, tokenizer_source=spec.tokenizer_path)
-        self._transport = spec.route.transport
-        self._n_devices = spec.tp * spec.pp
+        self.spec = spec
         if followers:
             own = followers[int(os.environ["RANK"])]
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
-        self._engine = build_engine(spec, place, save)
-        self._player = Player(self._engine, SingleTurn())
+        self.engine = build_engine(spec, place, save)
+        self._player = Player(self.engine, SingleTurn())
         self._jobs: dict[int, Job] = {}
         """Jobs that are not done, by their number."""
         self._told: dict[int, list[GenerationRequest]] = {}
@@ -70,7 +66,7 @@ class RolloutWorker:
             The report on the jobs that are done, and the columns of their episodes.
         """
         began, self._reported_at = self._reported_at or time.perf_counter(), None
-        if not self._engine.has_weights:
+        if not self.engine.has_weights:
             # Its server has died while it took weights, which is reported here.
             self._told = self._take_lost() | {job.number: list(job.requests) for job in jobs}
             return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
@@ -80,7 +76,7 @@ class RolloutWorker:
         done = self._player.advance(seconds)
         report, columns = self._reported([(self._jobs.pop(number), episodes) for number, episodes in done], began)
         self._told = self._take_lost()
-        n_running, has_weights = self._player.n_running, self._engine.has_weights
+        n_running, has_weights = self._player.n_running, self.engine.has_weights
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
         return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
@@ -94,7 +90,7 @@ class RolloutWorker:
 
     def can_generate(self) -> bool:
         """Return whether the engine has weights; a server that was started again has none before the next update."""
-        return self._engine.has_weights
+        return self.engine.has_weights
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the requests of the jobs that are not done, by the job's number, with their tokens so far."""
@@ -108,47 +104,21 @@ class RolloutWorker:
         report = Responses.of(numbers, episodes, texts, time.perf_counter() - began)
         return report, Columns.of(episodes) if episodes else None
 
-    def take_weights(self, items: Iterator[Any], version: int) -> None:
-        """Replace all weights by a transport's items, whose version is `version`."""
+    def interrupted(self) -> RolloutEngine:
+        """Return the engine, whose work on its requests is interrupted."""
         self._reported_at = None
-        self._engine.receive(items, version)
-
-    def stage_weights(self, items: Iterator[Any], version: int) -> None:
-        """Take the weights of the next `swap_weights`, in host memory, in parallel with `advance`."""
-        self._engine.stage_weights(self._transport.receiver()(items, torch.device("cpu")), version)
-
-    def swap_weights(self) -> None:
-        """Replace all weights by the weights of the last `stage_weights`."""
-        self._reported_at = None
-        self._engine.swap_weights()
-
-    def expect_transfer(self) -> bool:
-        """Prepare for weights that come by NCCL; return whether the server is in a group with the trainer.
-
-        One that has died or hangs is started again, and is in none.
-        """
-        self._reported_at = None
-        return self._server().expect_transfer()
-
-    def meeting(self) -> Meeting:
-        """Return how the server enters an NCCL group."""
-        return self._server().meeting
-
-    def enter_link(self, invitation: Invitation) -> None:
-        """Enter an NCCL group with the trainer; the processes of all replicas follow rank 0 in the replicas' order."""
-        self._server().enter(invitation, 1 + int(os.environ["RANK"]) * self._n_devices)
+        return self.engine
 
     def sleep(self) -> None:
         """Drop the weights and leave the devices to the actor."""
-        self._reported_at = None
-        self._engine.sleep()
+        self.interrupted().sleep()
 
     def wake_weights(self) -> bool:
-        """Take the device memory of the weights back; they come with the next `take_weights`.
+        """Take the device memory of the weights back; they come with the next `ReceivesWeights.take`.
 
         Returns False if a server has died while it slept: see `revive`.
         """
-        return self._engine.wake_weights()
+        return self.engine.wake_weights()
 
     def revive(self) -> None:
         """Start a server again that has died while it slept, on devices with room for all that it takes."""
@@ -156,17 +126,17 @@ class RolloutWorker:
 
     def wake(self) -> None:
         """Take the rest of the device memory back."""
-        self._engine.wake()
+        self.engine.wake()
 
     def device_share(self) -> int | None:
         """Return the bytes of each of its devices that the awake engine takes; None: it settles that itself."""
         from fivefold.rollout.servers.engine import ServerEngine
 
-        return self._engine.device_share if isinstance(self._engine, ServerEngine) else None
+        return self.engine.device_share if isinstance(self.engine, ServerEngine) else None
 
     def _server(self) -> ServerEngine:
         """Return the engine, which is a server: no other engine enters an NCCL group."""
         from fivefold.rollout.servers.engine import ServerEngine
 
-        assert isinstance(self._engine, ServerEngine)
-        return self._engine
+        assert isinstance(self.engine, ServerEngine)
+        return self.engine

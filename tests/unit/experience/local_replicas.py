@@ -28,7 +28,7 @@ class EngineWorker(RolloutWorker):
     """A replica around an engine of a test."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self.engine = engine
         self._player = Player(engine, SingleTurn())
         self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
         self._jobs, self._told = {}, {}
@@ -61,17 +61,17 @@ class LocalWorker(EngineWorker):
 
     def set_version(self, version: int) -> None:
         """Give the replica the weights that it has, under another version."""
-        assert isinstance(self._engine, TransformersEngine)
-        self._engine.update_weights(list(self._engine.weights()), version)
+        assert isinstance(self.engine, TransformersEngine)
+        self.engine.update_weights(list(self.engine.weights()), version)
 
     def set_weights_of(self, version: int) -> None:
         """Give the replica weights that depend on the version alone."""
-        assert isinstance(self._engine, TransformersEngine)
+        assert isinstance(self.engine, TransformersEngine)
         generator = torch.Generator().manual_seed(version)
         weights = [
-            (name, 0.2 * torch.randn(weight.shape, generator=generator)) for name, weight in self._engine.weights()
+            (name, 0.2 * torch.randn(weight.shape, generator=generator)) for name, weight in self.engine.weights()
         ]
-        self._engine.update_weights(weights, version)
+        self.engine.update_weights(weights, version)
 
 
 class LocalGroup(WorkerGroup):

@@ -39,7 +39,7 @@ class AsksAgain:
 def test_groups_steps_and_checkpoints_count_episodes(age: int, tmp_path: Path) -> None:
     workers = [LocalWorker(max_batch_size=6) for _ in range(2)]
     for worker in workers:
-        worker._player = Player(worker._engine, AsksAgain())
+        worker._player = Player(worker.engine, AsksAgain())
     group = LocalGroup(workers)
     group.each("set_version", 0)
     recipe = recipe_of(f"rollout.max_head_offpolicyness={age}")

@@ -72,7 +72,7 @@ def test_a_replica_reports_jobs_as_they_end_with_the_bits_of_a_whole_batch(worke
         reports.append(worker.advance([], 60.0))
     assert len(reports) > 1, "all jobs are reported at the end"
     assert sorted(number for report, _ in reports for number in report.jobs) == [0, 1, 2]
-    expected = complete(worker._engine, requests[2:], sampling)
+    expected = complete(worker.engine, requests[2:], sampling)
     starts = {0: 0, 1: 1, 2: 4}
     for report, columns in reports:
         assert columns is not None
@@ -123,7 +123,7 @@ def test_a_synchronous_step_has_the_bits_of_equal_shares_that_are_decoded_togeth
             asked = [sample.prompt.token_ids for sample in taken.samples[::SAMPLES]]
             requests = group_requests(asked, SAMPLES, (recipe.seed, "train", step))
             shares = [requests[start : start + size] for start in range(0, len(requests), size)]
-            wanted = [completion for share in shares for completion in complete(alone._engine, share, sampling)]
+            wanted = [completion for share in shares for completion in complete(alone.engine, share, sampling)]
             for mine, completion in zip(sequences, wanted, strict=True):
                 assert mine["tokens"][mine["mask"]].tolist() == completion.token_ids.tolist()
                 assert mine["rollout_logprobs"][mine["mask"]].tolist() == completion.logprobs.tolist()

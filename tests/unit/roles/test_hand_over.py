@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
-from fivefold.weights.offer import WeightOffer
+from fivefold.roles.weight_sync import WeightSync
 
 PARAMS, GRADS, OPTIMIZER, BUCKETS, CACHED = 20, 40, 60, 1, 7
 SIZES: dict[Offloadable, int] = {"params": PARAMS, "grads": GRADS, "optimizer": OPTIMIZER}
@@ -66,12 +66,9 @@ class SharedRollout(Rollout):
         self.cache = self._memory - sum(self._device.used.values())
         self._device.set("cache", self.cache)
 
-    def take_weights(self, offer: WeightOffer) -> None:
+    def take_weights(self, version: int) -> None:
         assert self._device.used["rollout's weights"] == PARAMS
-        list(offer.buckets)
         self.used_while_sent = sum(self._device.used.values())
-        offer.close()
-        self.version = offer.version
 
 
 class SharedGroup:
@@ -107,13 +104,24 @@ class SharedActor(Actor):
         assert all(self._device.used[kind] == size for kind, size in SIZES.items())
         self._device.set("activations in torch's cache", CACHED)
 
-    def offer_weights(self, version: int) -> WeightOffer:
-        def buckets() -> Iterator[None]:
-            assert self._device.used["params"] == PARAMS
-            self._device.set("buckets", BUCKETS)
-            yield None
 
-        return WeightOffer(version, buckets(), close=lambda: self._device.set("buckets", 0))
+class SharedSync(WeightSync):
+    """Fills buckets of the actor's weights, which the rollout takes."""
+
+    def __init__(self, device: Device, rollout: SharedRollout) -> None:
+        self._device, self._rollout = device, rollout
+
+    def send(self, version: int) -> None:
+        assert self._device.used["params"] == PARAMS
+        self._device.set("buckets", BUCKETS)
+        self._rollout.take_weights(version)
+        self._device.set("buckets", 0)
+
+
+def roles_of(
+    actor: SharedActor, rollout: SharedRollout, further: Mapping[str, TrainedModel] | None = None
+) -> RolesInTurn:
+    return RolesInTurn(actor, further or {}, rollout=rollout, sync=SharedSync(rollout._device, rollout))
 
 
 @pytest.mark.parametrize("offloaded", [(), ("grads",), ("grads", "optimizer"), OFFLOADABLE])
@@ -122,7 +130,7 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     memory = PARAMS + GRADS + OPTIMIZER + PARAMS + BUCKETS
     actor, rollout = SharedActor(device, offloaded), SharedRollout(device, memory)
-    roles = RolesInTurn(actor, rollout=rollout)
+    roles = roles_of(actor, rollout)
     for step in range(3):
         if step > 0:
             with roles.training(timers):
@@ -153,7 +161,7 @@ def test_the_weights_go_too_once_the_cache_does_not_fit_beside_them() -> None:
     share = PARAMS + 30
     device.memory = PARAMS + share + 3
     actor, rollout = SharedActor(device, ("grads", "optimizer")), ServerRollout(device, share)
-    roles = RolesInTurn(actor, rollout=rollout)
+    roles = roles_of(actor, rollout)
     roles.send_weights(0, timers)
     assert (device.used["params"], rollout.cache) == (PARAMS, 30)
     with roles.training(timers):
@@ -176,16 +184,16 @@ class DyingServer(SharedRollout):
     def can_generate(self) -> bool:
         return self.taken != [0, 1]
 
-    def take_weights(self, offer: WeightOffer) -> None:
-        super().take_weights(offer)
-        self.taken.append(offer.version)
+    def take_weights(self, version: int) -> None:
+        super().take_weights(version)
+        self.taken.append(version)
 
 
 def test_a_server_that_dies_while_it_takes_weights_gets_them_again_in_the_same_memory() -> None:
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + PARAMS + BUCKETS + GRADS + OPTIMIZER
     rollout = DyingServer(device, memory)
-    roles = RolesInTurn(SharedActor(device, OFFLOADABLE), rollout=rollout)
+    roles = roles_of(SharedActor(device, OFFLOADABLE), rollout)
     for version in (0, 1):
         roles.send_weights(version, timers)
         with roles.training(timers):
@@ -226,7 +234,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
     device, timers = Device(), PhaseTimers()
     kept = sum(size for kind, size in SIZES.items() if kind not in offloaded)
     rollout = DyingAsleep(device, share=PARAMS + 100)
-    roles = RolesInTurn(SharedActor(device, offloaded), rollout=rollout)
+    roles = roles_of(SharedActor(device, offloaded), rollout)
     for version in range(3):
         roles.send_weights(version, timers)
         assert (rollout.version, device.used["params"]) == (version, kept)
@@ -238,7 +246,7 @@ def test_a_server_that_dies_asleep_is_started_again_in_the_memory_of_one_that_is
 
 def test_a_step_counts_what_the_actor_moves_off_and_back() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = RolesInTurn(SharedActor(device, ("grads", "optimizer")), rollout=SharedRollout(device, 0))
+    roles = roles_of(SharedActor(device, ("grads", "optimizer")), SharedRollout(device, 0))
     roles.send_weights(0, timers)
     roles.take_moved()
     assert roles.take_moved() == {}
@@ -253,7 +261,7 @@ def test_a_checkpoint_of_offloaded_state_gives_the_rollout_its_weights_back() ->
     device, timers = Device(), PhaseTimers()
     memory = PARAMS + GRADS + OPTIMIZER
     actor, rollout = SharedActor(device, ("grads", "optimizer")), SharedRollout(device, memory)
-    roles = RolesInTurn(actor, rollout=rollout)
+    roles = roles_of(actor, rollout)
     with roles.on_device(actor, timers, "params", "optimizer"):
         # Before the first weights there are none to send again.
         assert device.used["optimizer"] == OPTIMIZER
@@ -271,7 +279,7 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
     actor, rollout = SharedActor(device, OFFLOADABLE), SharedRollout(device, 10 * PARAMS)
     trainer = Trainer(SharedGroup(device, "critic's "), actor.trainer._planner)  # type: ignore[arg-type]
     critic = TrainedModel(trainer, Turn(OFFLOADABLE, actor, OFFLOADABLE, actor.in_turn))
-    roles = RolesInTurn(actor, {"critic": critic}, rollout=rollout)
+    roles = roles_of(actor, rollout, {"critic": critic})
 
     def used() -> set[str]:
         return {name for name, size in device.used.items() if size and name not in ("cache", "rollout's weights")}
@@ -298,7 +306,7 @@ def test_a_critic_is_on_shared_devices_only_while_it_works() -> None:
 
 def test_a_frozen_model_works_beside_the_training_only_on_devices_of_its_own() -> None:
     device, timers = Device(), PhaseTimers()
-    roles = RolesInTurn(actor := SharedActor(device, OFFLOADABLE), rollout=SharedRollout(device, 10 * PARAMS))
+    roles = roles_of(actor := SharedActor(device, OFFLOADABLE), SharedRollout(device, 10 * PARAMS))
     alone, shared = FrozenModel(actor.trainer), FrozenModel(actor.trainer, Turn(neighbour=actor, lock=actor.in_turn))
     worked = {id(model): threading.Event() for model in (alone, shared)}
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.roles.actor import Actor
-from fivefold.roles.rollout import Rollout
-from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.roles.weight_sending import SendsWeights
+from fivefold.roles.weight_sync import ReceivesWeights, SendsWeights, WeightSync
 from fivefold.weights import nccl_sender
 from fivefold.weights.nccl_link import NcclLink
 from fivefold.weights.stream import Stack, alone
@@ -34,45 +31,53 @@ class Replicas:
         self.entered: list[str] = []
 
     def call(self, method: Callable[..., Any]) -> list[Any]:
-        return {RolloutWorker.expect_transfer: self.linked, RolloutWorker.meeting: ["unique_id", "unique_id"]}[method]
+        return {ReceivesWeights.expect_transfer: self.linked, ReceivesWeights.meeting: ["unique_id", "unique_id"]}[
+            method
+        ]
 
     def start(self, method: Callable[..., Any], invitation: str) -> Done:
-        assert method is RolloutWorker.enter_link
+        assert method is ReceivesWeights.enter_link
         self.entered.append(invitation)
         self.linked = [True, True]
         return Done()
 
 
-class InvitingActor(Actor):
-    def __init__(self, *, sends_by_nccl: bool) -> None:
-        self._route = Route(TRANSPORTS["nccl" if sends_by_nccl else "folder"], "bfloat16", checksum=False)
+class Trainer:
+    """A trainer's two ranks, the first of which invites."""
+
+    def __init__(self) -> None:
         self.n_entered = 0
 
-    def open_link(self, meeting: str) -> Any:
-        assert meeting == "unique_id"
-        return f"invitation {self.n_entered}"
+    def call(self, method: Callable[..., Any], route: Route, meeting: str) -> list[str | None]:
+        assert (method, meeting) == (SendsWeights.open_link, "unique_id")
+        return [f"invitation {self.n_entered}", None]
 
-    def enter_link(self) -> Any:
+    def start(self, method: Callable[..., Any], route: Route) -> Done:
+        assert method is SendsWeights.enter_link
         self.n_entered += 1
         return Done()
 
 
+def sync_of(transport: str, trainer: Trainer, replicas: Replicas) -> WeightSync:
+    route = Route(TRANSPORTS[transport], "bfloat16", checksum=False)
+    return WeightSync(route, trainer, replicas)  # type: ignore[arg-type]
+
+
 def test_all_enter_a_group_at_first_and_again_when_one_was_started_again() -> None:
-    replicas, actor = Replicas(), InvitingActor(sends_by_nccl=True)
-    rollout = Rollout(replicas, shares_devices=False, is_server=True)  # type: ignore[arg-type]
+    replicas, trainer = Replicas(), Trainer()
+    sync = sync_of("nccl", trainer, replicas)
     for _ in range(2):
-        rollout.meet(actor)
+        sync.meet()
     assert replicas.entered == ["invitation 0"]
     replicas.linked = [True, False]
-    rollout.meet(actor)
+    sync.meet()
     assert replicas.entered == ["invitation 0", "invitation 1"]
-    assert actor.n_entered == 2
+    assert trainer.n_entered == 2
 
 
 def test_weights_through_host_memory_need_no_group() -> None:
     replicas = Replicas()
-    rollout = Rollout(replicas, shares_devices=False, is_server=True)  # type: ignore[arg-type]
-    rollout.meet(InvitingActor(sends_by_nccl=False))
+    sync_of("folder", Trainer(), replicas).meet()
     assert replicas.entered == []
 
 
@@ -104,7 +109,7 @@ def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyP
         assert [link.has_left for link in links] == [True] * n_left + [False]
         copy = sends._linked(route)._copy
         assert copy is None or copy.link is links[-1], "a copy is sent in the group of now"
-        sends.copy_weights(route)
+        sends.copy(route)
 
 
 def test_no_two_groups_have_one_name() -> None:

@@ -15,6 +15,7 @@ from fivefold.environments import play
 from fivefold.roles import rollout_worker
 from fivefold.roles.responses import Job
 from fivefold.roles.rollout_worker import RolloutWorker
+from fivefold.roles.weight_sync import ReceivesWeights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Prompt
 from tests.unit.rollout.conftest import spec_of
@@ -91,7 +92,7 @@ def test_a_server_works_between_two_calls(clock: Clock, backend: str, wanted: fl
         assert busy(worker) == wanted
 
 
-@pytest.mark.parametrize("interrupt", [RolloutWorker.swap_weights, RolloutWorker.sleep])
+@pytest.mark.parametrize("interrupt", [lambda worker: ReceivesWeights(worker).swap(), RolloutWorker.sleep])
 def test_an_interrupted_server_does_not(clock: Clock, interrupt: Callable[[RolloutWorker], object]) -> None:
     worker = begin("vllm")
     clock.now += GAP_S

@@ -34,12 +34,12 @@ from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
+from fivefold.roles.weight_sync import WeightSync
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
 from fivefold.train_setup import set_up
 from fivefold.types import Columns, Completion, Episode
 from fivefold.update.updates import MOST_SKIPPED, Skips
-from fivefold.weights.offer import WeightOffer
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
@@ -117,22 +117,22 @@ class FixedRollout(LocalRollout):
     def can_generate(self) -> bool:
         return self._worker.has_weights
 
-    def meet(self, actor: Actor) -> None: ...
 
-    def take_weights(self, offer: WeightOffer) -> None:
-        self._worker.take_version(offer.version)
+class FixedSync(WeightSync):
+    """Sends versions without tensors."""
+
+    def __init__(self, rollout: FixedRollout) -> None:
+        self._rollout = rollout
+
+    def send(self, version: int) -> None:
+        self._rollout._worker.take_version(version)
 
 
 class FixedActor(Actor):
-    sends_by_nccl = False
-
     def __init__(self, grad_norm: float) -> None:
         self._grad_norm = grad_norm
         self.moved = MovedBytes()
         self._turn = Turn()
-
-    def offer_weights(self, version: int) -> WeightOffer:
-        return WeightOffer(version, iter(()))
 
     def save(self, folder: Path) -> None: ...
 
@@ -165,7 +165,7 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     with pytest.raises((RunFailed, OSError)), folder:
-        train.run_loop(setup, Roles(actor, rollout=rollout), run, state, began=0.0)
+        train.run_loop(setup, Roles(actor, rollout=rollout, sync=FixedSync(rollout)), run, state, began=0.0)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles import actor as actor_module
+from fivefold.roles import weight_sync
 from fivefold.roles.actor import Actor
+from fivefold.roles.devices import Roles
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.weights_overlap import copy_weights, give_weights
+from fivefold.roles.weight_sync import ReceivesWeights, WeightSync
 from fivefold.weights.device_buckets import DeviceBucket
-from fivefold.weights.offer import WeightOffer
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
 
@@ -53,38 +53,46 @@ class NotedGroup:
             yield bucket
 
 
-class NotedRollout(Rollout):
+class NotedReplicas:
+    """Replicas that are all in the NCCL group."""
+
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def meet(self, actor: Actor) -> None:
-        self._log.append("meet")
+    def call(self, method: Callable[..., Any]) -> list[bool]:
+        self._log.append(method.__name__)
+        return [True]
 
-    def stage_weights(self, offer: WeightOffer) -> None:
-        self._log += ["stage", *(bucket.names[0] for bucket in offer.buckets)]
+    def feed(self, method: Callable[..., Any], items: Iterable[DeviceBucket], version: int) -> None:
+        assert method is ReceivesWeights.take
+        self._log += [f"take {version}", *(bucket.names[0] for bucket in items)]
 
-    def swap_weights(self, version: int) -> None:
-        self._log.append(f"swap {version}")
-
-    def take_weights(self, offer: WeightOffer) -> None:
-        self._log += ["take", *(bucket.names[0] for bucket in offer.buckets)]
+    def feed_beside(self, method: Callable[..., Any], items: Iterable[DeviceBucket], version: int) -> None:
+        assert method is ReceivesWeights.stage
+        self._log += [f"stage {version}", *(bucket.names[0] for bucket in items)]
 
 
 @pytest.mark.parametrize("transport", ["folder", "nccl"])
 def test_the_actor_is_free_once_its_weights_are_copied(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_module, "put", lambda bucket: bucket)
+    monkeypatch.setattr(weight_sync, "put", lambda bucket: bucket)
     log: list[str] = []
     timers, trainer = PhaseTimers(), object.__new__(Trainer)
     trainer.group = group = NotedGroup(log)  # type: ignore[assignment]
-    group.actor = Actor(trainer, Route(TRANSPORTS[transport], "bfloat16", False))
-    copy = copy_weights(group.actor, NotedRollout(log), 3, timers)
-    copied = [*(["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy_weights"]), "meet"]
-    assert log == copied, "nothing is left to do for the actor's own thread"
+    group.actor = Actor(trainer)
+    replicas: Any = NotedReplicas(log)
+    rollout = Rollout(replicas, shares_devices=False, is_server=True)
+    sync = WeightSync(Route(TRANSPORTS[transport], "bfloat16", False), trainer.group, replicas)
+    roles = Roles(group.actor, rollout=rollout, sync=sync)
+    copied = roles.copy_weights(timers)
+    before = ["bucket a", "bucket b", "bucket c"] if transport == "folder" else ["copy", "expect_transfer"]
+    assert log == before, "nothing is left to do for the actor's own thread"
+    assert rollout.version is None
     assert set(timers.take()) == {"weight sync"}
-    give_weights(NotedRollout(log), copy, timers, TRANSPORTS[transport])
+    roles.give_weights(copied, 3, timers)
+    assert rollout.version == 3
     if transport == "folder":
-        assert log == [*copied, "stage", "a", "b", "c", "swap 3"]
+        assert log == [*before, "stage 3", "a", "b", "c", "swap"]
         assert set(timers.take()) == {"weight staging", "weight swap"}
     else:
-        assert log == [*copied, *["next_copied"] * 4, "take", "a", "b", "c"]
+        assert log == [*before, *["next_copied"] * 4, "take 3", "a", "b", "c"]
         assert set(timers.take()) == {"weight swap"}
