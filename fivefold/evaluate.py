@@ -19,6 +19,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.sft import end_token
 from fivefold.engine.values import N_APPENDED
+from fivefold.environments.build import check_environment
 from fivefold.experience.group import groups_of
 from fivefold.experience.samples import accuracy, pass_at_k, sample_metrics
 from fivefold.experience.stream import Stream
@@ -141,6 +142,30 @@ def check_judged(
     check_requests(shape, prompts, sampling, model="reward model", n_appended=N_APPENDED)
 
 
+def check_lengths(recipe: TrainRecipe, shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse prompts that the actor cannot answer, or that leave an episode of several turns no room.
+
+    Args:
+        recipe: the recipe.
+        shape: the actor.
+        prompts: the prompts.
+        sampling: options of the completions.
+
+    Raises:
+        ValueError: see `check_requests`; or a prompt is as long as an episode may be.
+    """
+    if recipe.environment is None:
+        check_requests(shape, prompts, sampling)
+        return
+    check_tokens(shape, "a prompt", max(max(prompt.token_ids) for prompt in prompts))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest >= recipe.environment.max_length:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and an episode may have environment.max_length="
+            f"{recipe.environment.max_length}: raise it, or lower the data set's max_length"
+        )
+
+
 def check_requests(
     shape: ModelShape, prompts: Sequence[Prompt], sampling: SamplingParams, *, model: str = "model", n_appended: int = 0
 ) -> None:
@@ -194,11 +219,12 @@ def evaluate(
     check_weight_files(recipe, frozen_roles)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
+    check_environment(recipe.environment)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     evaluator = Evaluator.of(recipe, tokenizer, rewards)
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
-    check_requests(shape, evaluator.data.prompts, evaluator.sampling)
+    check_lengths(recipe, shape, evaluator.data.prompts, evaluator.sampling)
     if recipe.reward.model is not None:
         check_judged(
             model_shape(recipe, roles_of(recipe)["reward"]), tokenizer, evaluator.data.prompts, evaluator.sampling

@@ -175,7 +175,7 @@ class Reinforcement:
         """Return the samples that the screen shows."""
         if not self._setup.recipe.stats.shows_samples(step):
             return []
-        return [(sample.reward, sample.prompt.text, sample.response_text) for sample in extremes(samples)]
+        return [(sample.reward, sample.prompt.text, sample.shown_text) for sample in extremes(samples)]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.rows import held_out_usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
-from fivefold.evaluate import Evaluator, check_judged, check_requests
+from fivefold.environments.build import check_environment
+from fivefold.evaluate import Evaluator, check_judged, check_lengths
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.devices import Roles
@@ -113,6 +114,7 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     ground = lay_groundwork(recipe, began)
     route = choose_route(recipe, ground.placement)
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
+    check_environment(recipe.environment)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     rewards.check_prompts(data.prompts)
@@ -120,7 +122,7 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     sampling = SamplingParams.for_training(recipe)
     prompts = [*data.prompts, *(evaluator.data.prompts if evaluator else ())]
     rewards.check_sources(prompts)
-    check_requests(ground.shape, prompts, sampling)
+    check_lengths(recipe, ground.shape, prompts, sampling)
     if recipe.reward.model is not None:
         check_judged(ground.others["reward"], ground.tokenizer, prompts, sampling)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)

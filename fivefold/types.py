@@ -20,6 +20,10 @@ import numpy.typing as npt
 import torch
 
 FinishReason = Literal["stop", "length"]
+"""Why a completion ended."""
+StopReason = FinishReason | Literal["done", "turns", "context"]
+"""Why an episode ended. One of a single turn ends as its completion does; of several turns: the environment said so
+(`done`), it had as many turns as it may have (`turns`), or no room for another one (`context`)."""
 
 Cuts = tuple[tuple[int, ...], ...]
 """Tokens of each sequence of each row; a row's sequences lie end to end."""
@@ -28,6 +32,8 @@ NOT_SAMPLED = -1
 """Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
 UNKNOWN_EXPERT = -1
 """Stands in routes for the experts of a token that the engine does not report, such as one of a prompt."""
+ENVIRONMENT = "environment"
+"""Name of an environment's reward that has no other name."""
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as right."""
 
@@ -151,10 +157,12 @@ class Episode:
     trajectories: tuple[Trajectory, ...]
     """At least one. Several, if the model saw a prompt that does not continue the one before, such as after a template
     that drops earlier thoughts."""
-    finish_reason: FinishReason
-    """Why the last turn ended."""
+    finish_reason: StopReason
+    """Why it ended."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards by name that the environment gives; reward functions add theirs."""
+    n_turns: int = 1
+    """Number of completions."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -188,7 +196,7 @@ class Sample:
     prompt: Prompt
     response_text: str
     """The sampled tokens, decoded without special tokens."""
-    finish_reason: FinishReason
+    finish_reason: StopReason
     n_tokens: int
     """Tokens of the whole episode."""
     n_sampled: int
@@ -201,11 +209,25 @@ class Sample:
     """Factors of the rewards in their sum, by name; a name that is missing has 1."""
     accuracy_of: str | None = None
     """Name of the reward by which the completion counts as right; None: the sum."""
+    n_turns: int = 1
+    """Number of completions of the episode."""
+    transcript: str | None = None
+    """Of several turns: all that comes after the prompt, with the environment's answers in ⟦brackets⟧."""
 
     @property
     def reward(self) -> float:
         """The weighted sum of all rewards, which is trained on."""
         return sum(self.weights.get(name, 1.0) * value for name, value in self.rewards.items())
+
+    @property
+    def shown_text(self) -> str:
+        """What logs and screens show after the prompt."""
+        return self.response_text if self.transcript is None else self.transcript
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit on its tokens ended it."""
+        return self.finish_reason in ("length", "context")
 
     @property
     def score(self) -> float:
@@ -232,6 +254,8 @@ class Sample:
             {**self.rewards, **rewards},
             self.weights if weights is None else weights,
             accuracy_of or self.accuracy_of,
+            self.n_turns,
+            self.transcript,
         )
 
 

@@ -22,6 +22,9 @@ from fivefold.types import Completion, Episode
 
 PAUSE_S = 0.005
 """Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
+SETTLE_S = 0.05
+"""Seconds that the engine waits for coroutines that have begun to wait for something else, such as a tool in a thread.
+The requests of fast tools then come together, so that they share a batch as in every other run."""
 
 
 class Player:
@@ -40,6 +43,8 @@ class Player:
         self._calls = _Calls(engine, self._loop)
         self._jobs: dict[int, list[_Session]] = {}
         """Sessions of the jobs that are not done, by the job's number."""
+        self._slow: set[_Session] = set()
+        """Sessions that wait for something else than the engine, for longer than `SETTLE_S`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
 
     @property
@@ -49,7 +54,9 @@ class Player:
 
     def begin(self, number: int, tasks: Sequence[Task]) -> None:
         """Begin the episodes of job `number`."""
-        self._jobs[number] = sessions = [_Session(task, self._calls) for task in tasks]
+        self._jobs[number] = sessions = [
+            _Session(task, self._calls, (number, index)) for index, task in enumerate(tasks)
+        ]
         for session in sessions:
             session.episode = self._loop.create_task(self._environment.run(session.task, session))
 
@@ -61,11 +68,14 @@ class Player:
         """
         deadline, left = time.monotonic() + seconds, seconds
         self._run_coroutines()
-        while not (done := self._take_done()):
+        while True:
+            self._settle()
+            if done := self._take_done():
+                return done
             self._calls.submit_waiting()
             waits_elsewhere = self.n_running > self._calls.n_open
             if not waits_elsewhere and not self._calls.are_running:
-                break
+                return []
             most = min(left, PAUSE_S) if waits_elsewhere else left
             if not self._calls.collect(most) and waits_elsewhere:
                 self._loop.run_until_complete(asyncio.sleep(most))
@@ -73,7 +83,6 @@ class Player:
             self._forget_lost()
             if self._lost or (left := deadline - time.monotonic()) <= 0:
                 return self._take_done()
-        return done
 
     def unfinished(self) -> dict[int, list[GenerationRequest]]:
         """Return the jobs whose episodes another engine could continue: the first requests with their tokens so far.
@@ -102,6 +111,16 @@ class Player:
         if lost:
             self._run_coroutines()  # in which those that were cancelled end
 
+    def _settle(self) -> None:
+        """Let coroutines that have just begun to wait for something else come to their next request or their end."""
+        deadline = time.monotonic() + SETTLE_S
+        while waiting := {each for own in self._jobs.values() for each in own if each.waits_elsewhere} - self._slow:
+            if time.monotonic() >= deadline:
+                self._slow |= waiting
+            else:
+                self._loop.run_until_complete(asyncio.sleep(PAUSE_S / 10))
+        self._slow = {each for each in self._slow if each.waits_elsewhere}
+
     def _run_coroutines(self) -> None:
         """Run each coroutine that can run, until it waits."""
         self._loop.call_soon(self._loop.stop)
@@ -121,10 +140,12 @@ class _Session:
 
     task: Task
     calls: _Calls
+    place: tuple[int, int]
+    """Number of its job, and its index there."""
     episode: asyncio.Task[Episode] = field(init=False)
     n_calls: int = 0
-    call: int | None = None
-    """Number of the last call at the engine; None: there was none."""
+    call: _Call | None = None
+    """The last request; None: there was none."""
     first: Completion | None = None
     """The first completion."""
 
@@ -135,8 +156,8 @@ class _Session:
         if turn > 0:
             request = replace(request, seed=turn_seed(request.seed, turn), begun=None)
         request = replace(request, token_ids=tuple(token_ids))
-        self.call, answer = self.calls.ask(request, sampling or self.task.sampling)
-        completion = await answer
+        self.call = self.calls.ask(self.place, request, sampling or self.task.sampling)
+        completion = await self.call.answer
         self.first = self.first or completion
         return completion
 
@@ -145,9 +166,14 @@ class _Session:
         """Whether the environment has returned the episode, or raised."""
         return self.episode.done()
 
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether it has not ended, and waits for something else than a request."""
+        return not self.has_ended and (self.call is None or self.call.answer.done())
+
     def asks(self, asked: Mapping[int, GenerationRequest]) -> bool:
         """Return whether the episode waits for one of these requests at the engine."""
-        return not self.has_ended and self.call in asked
+        return not self.has_ended and self.call is not None and self.call.number in asked
 
     def so_far(self, asked: Mapping[int, GenerationRequest]) -> GenerationRequest:
         """Return the task's request with what its completion has so far.
@@ -161,8 +187,21 @@ class _Session:
             whole = self.first
             begun = Begun(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason)
             return replace(self.task.request, begun=begun)
-        request = asked.get(self.call) if self.call is not None else None
-        return self.task.request if request is None else request
+        number = None if self.call is None else self.call.number
+        return self.task.request if number is None else asked.get(number, self.task.request)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request of a session."""
+
+    place: tuple[int, int]
+    """The session's place, and with it the request's among those that wait."""
+    request: GenerationRequest
+    sampling: SamplingParams
+    answer: asyncio.Future[Completion]
+    number: int | None = None
+    """Its number at the engine; None: the engine does not have it yet."""
 
 
 class _Calls:
@@ -171,47 +210,48 @@ class _Calls:
     def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        self._n_asked = 0
-        self._answers: dict[int, asyncio.Future[Completion]] = {}
-        self._waiting: list[tuple[int, GenerationRequest, SamplingParams]] = []
+        self._n_submitted = 0
+        self._submitted: dict[int, _Call] = {}
+        """The engine's requests, by number."""
+        self._waiting: list[_Call] = []
         """Requests that the engine does not have yet, because it works or has no weights."""
 
     @property
     def n_open(self) -> int:
         """Number of requests that are not answered."""
-        return len(self._answers)
+        return len(self._submitted) + len(self._waiting)
 
     @property
     def are_running(self) -> bool:
         """Whether the engine has requests that are not answered."""
         return self._engine.n_running > 0
 
-    def ask(self, request: GenerationRequest, sampling: SamplingParams) -> tuple[int, asyncio.Future[Completion]]:
-        """Take a request for the next `submit_waiting`. Returns its number and its answer."""
-        number, self._n_asked = self._n_asked, self._n_asked + 1
-        self._waiting.append((number, request, sampling))
-        self._answers[number] = self._loop.create_future()
-        return number, self._answers[number]
+    def ask(self, place: tuple[int, int], request: GenerationRequest, sampling: SamplingParams) -> _Call:
+        """Take a request for the next `submit_waiting`."""
+        call = _Call(place, request, sampling, self._loop.create_future())
+        self._waiting.append(call)
+        return call
 
     def submit_waiting(self) -> None:
-        """Give the engine what was asked for, if it has weights."""
-        if self._engine.has_weights:
-            waiting, self._waiting = self._waiting, []
-            for number, request, sampling in waiting:
-                self._engine.submit(number, request, sampling)
+        """Give the engine what was asked for, in the order of the sessions, if it has weights."""
+        if not self._engine.has_weights:
+            return
+        waiting, self._waiting = sorted(self._waiting, key=lambda call: call.place), []
+        for number, call in enumerate(waiting, self._n_submitted):
+            self._engine.submit(number, call.request, call.sampling)
+            call.number, self._submitted[number] = number, call
+        self._n_submitted += len(waiting)
 
     def collect(self, seconds: float) -> bool:
         """Let the engine work until a request is answered, or about `seconds` have passed; return whether one is."""
         done = self._engine.collect(seconds) if self.are_running else []
         for number, completion in done:
-            self._answers.pop(number).set_result(completion)
+            self._submitted.pop(number).answer.set_result(completion)
         return bool(done)
 
-    def forget(self, number: int | None) -> None:
+    def forget(self, call: _Call | None) -> None:
         """Forget a request that the engine does not have."""
-        self._waiting = [each for each in self._waiting if each[0] != number]
-        if number in self._answers:
-            del self._answers[number]
+        self._waiting = [each for each in self._waiting if each is not call]
 
     def unfinished(self) -> dict[int, GenerationRequest]:
         """Return the engine's requests by number, with their tokens up to the last weights."""
@@ -221,5 +261,5 @@ class _Calls:
         """Forget the requests that the engine has lost; return them by number, with their tokens so far."""
         lost = self._engine.take_lost()
         for number in lost:
-            del self._answers[number]
+            del self._submitted[number]
         return lost

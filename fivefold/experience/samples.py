@@ -24,8 +24,11 @@ def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, floa
     """Compute the rewards of each sample, by name, without those that a reward model gives.
 
     Raises:
-        ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`.
+        ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`. Or an
+            environment gave other rewards than the recipe names.
     """
+    for sample in samples:
+        rewards.check_given(sample.prompt, sample.rewards)
     return rewards.judge([sample.prompt for sample in samples], [sample.response_text for sample in samples])
 
 
@@ -98,8 +101,19 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
         **{f"response_length/p{percent}": float(np.percentile(lengths, percent)) for percent in PERCENTILES},
-        "truncated": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "truncated": sum(sample.is_truncated for sample in samples) / len(samples),
+        **turn_metrics(samples),
     }
+
+
+def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the turns of episodes, and the share of each reason why they ended; nothing without an environment."""
+    reasons = [sample.finish_reason for sample in samples if sample.finish_reason not in ("stop", "length")]
+    if not reasons:
+        return {}
+    turns = [sample.n_turns for sample in samples]
+    shares = {f"episode/ended/{reason}": reasons.count(reason) / len(samples) for reason in sorted(set(reasons))}
+    return {"episode/turns/mean": fmean(turns), "episode/turns/max": float(max(turns)), **shares}
 
 
 def pass_at_k(samples: Sequence[Sample]) -> dict[str, float]:
@@ -186,13 +200,14 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
         **where,
         "prompt_index": sample.prompt.index,
         "prompt": sample.prompt.text,
-        "response": sample.response_text,
+        "response": sample.shown_text,
         "ground_truth": sample.prompt.ground_truth,
         **({"data_source": sample.prompt.data_source} if sample.prompt.data_source else {}),
         "reward": sample.reward,
         **{f"reward/{name}": value for name, value in sample.rewards.items() if name in sample.weights},
         "finish_reason": sample.finish_reason,
         "n_tokens": sample.n_sampled,
+        **({"n_turns": sample.n_turns} if sample.n_turns > 1 else {}),
         "oldest_weight_version": sample.versions[0],
         "weight_version": sample.versions[1],
     }

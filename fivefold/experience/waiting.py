@@ -29,7 +29,7 @@ from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
-from fivefold.types import Columns, FinishReason, Prompt, Sample
+from fivefold.types import Columns, FinishReason, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
@@ -115,11 +115,14 @@ class BegunGroup:
         return [replace(request, begun=begun) for request, begun in zip(requests, self.begun, strict=True)]
 
 
-def _is_as_long(n_tokens: int, reason: FinishReason | None, most_tokens: int) -> bool:
+def _is_as_long(n_tokens: int, reason: StopReason | None, most_tokens: int) -> bool:
     """Return whether so many tokens are what a limit of `most_tokens` leaves of a completion, by why it has ended.
 
-    One that reached a lower limit would continue under this one, and count as cut off though it is not.
+    One that reached a lower limit would continue under this one, and count as cut off though it is not. An episode that
+    an environment has ended has several completions, each with the limit.
     """
+    if reason in ("done", "turns", "context"):
+        return True
     if reason is None:
         return n_tokens < most_tokens
     return n_tokens == most_tokens if reason == "length" else n_tokens <= most_tokens
@@ -318,4 +321,6 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "n_sampled": sample.n_sampled,
         "versions": list(sample.versions),
         "rewards": dict(sample.rewards),
+        "n_turns": sample.n_turns,
+        "transcript": sample.transcript,
     }

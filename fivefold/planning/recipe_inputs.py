@@ -126,7 +126,7 @@ def _sequences(recipe: Recipe) -> tuple[int, int]:
     """Return the tokens of the longest sequence, and the sequences of a step: two for each preference pair."""
     rows = recipe.train_dataset
     if isinstance(recipe, TrainRecipe):
-        return rows.max_length + recipe.gconfig.max_new_tokens, rows.batch_size * recipe.gconfig.n_samples
+        return recipe.most_tokens(rows), rows.batch_size * recipe.gconfig.n_samples
     is_paired = isinstance(recipe, RMRecipe) or (isinstance(recipe, DPORecipe) and recipe.actor.loss_type != "kto")
     return rows.max_length, 2 * rows.batch_size if is_paired else rows.batch_size
 
@@ -243,7 +243,7 @@ def _generation_notes(recipe: Recipe) -> Iterator[str]:
     if (age := recipe.rollout.max_head_offpolicyness) > 0:
         prompts = (age + 1) * recipe.train_dataset.batch_size
         sequences = prompts * recipe.gconfig.n_samples
-        most = sequences * (recipe.train_dataset.max_length + recipe.gconfig.max_new_tokens) * WAITING_BYTES
+        most = sequences * recipe.most_tokens(recipe.train_dataset) * WAITING_BYTES
         yield (
             f"rollout.max_head_offpolicyness={age}: up to {prompts:,} prompts ({sequences:,} sequences) are answered "
             f"or wait for their step, with at most {most / 1e9:,.1f} GB of tokens and log-probs in host memory and in "

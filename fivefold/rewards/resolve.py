@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fivefold.config.schema.rewards import OF_MODEL, OneRewardConfig, RewardConfig
-from fivefold.rewards.reward import NamedReward, ScoredByModel
+from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig
+from fivefold.rewards.reward import GivenByEnvironment, NamedReward, ScoredByModel
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.rewards.static_check import BUILT_IN, built_in_reward, in_rewards, no_such_reward
 from fivefold.rewards.user_function import load_user_reward
@@ -47,6 +47,8 @@ def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> N
     """
     if config.fn == OF_MODEL:
         return NamedReward(config.fn, ScoredByModel(), timeout_s)
+    if config.fn == OF_ENVIRONMENT:
+        return NamedReward(config.fn, GivenByEnvironment(), timeout_s)
     if config.fn in BUILT_IN:
         built_in = built_in_reward(config)
         built_in.check_machine()

@@ -78,11 +78,16 @@ class ScoredByModel:
 
 
 @dataclass(frozen=True)
+class GivenByEnvironment:
+    """The reward comes with the episode, from the environment that has played it."""
+
+
+@dataclass(frozen=True)
 class NamedReward:
     """A reward with its name, which errors mention."""
 
     name: str
-    reward: Reward | PromptReward | ScoredByModel
+    reward: Reward | PromptReward | ScoredByModel | GivenByEnvironment
     timeout_s: float | None = None
     """Most seconds that rewards which are computed together may take, or a coroutine function for each response; None:
     no limit."""
@@ -138,8 +143,8 @@ class NamedReward:
         )
 
     def _call(self, prompt: Prompt, response: str) -> object:
-        if isinstance(self.reward, ScoredByModel):
-            raise TypeError(f"the reward {self.name!r} is the score of a model, which is no function")
+        if isinstance(self.reward, ScoredByModel | GivenByEnvironment):
+            raise TypeError(f"the reward {self.name!r} is given by a model or an environment, which is no function")
         if isinstance(self.reward, PromptReward):
             return self.reward.judge_prompt(prompt, response)
         return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)

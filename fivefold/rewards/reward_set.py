@@ -10,7 +10,7 @@ from functools import cached_property
 
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.event_loop import N_AT_ONCE
-from fivefold.rewards.reward import NamedReward, ScoredByModel, describe
+from fivefold.rewards.reward import GivenByEnvironment, NamedReward, ScoredByModel, describe
 from fivefold.types import Prompt
 
 MOST_THREADS = 16
@@ -30,6 +30,11 @@ class WeightedReward:
     def is_for(self, prompt: Prompt) -> bool:
         """Return whether this reward judges the completions of a prompt."""
         return self.data_sources is None or prompt.data_source in self.data_sources
+
+    @property
+    def is_of_environment(self) -> bool:
+        """Whether this reward comes with the episode."""
+        return isinstance(self.reward.reward, GivenByEnvironment)
 
     @property
     def is_of_model(self) -> bool:
@@ -76,10 +81,13 @@ class RewardSet:
         """Whether one of the rewards is a coroutine function."""
         return any(each.reward.is_coroutine for each in self.rewards)
 
-    def scored_by(self, prompt: Prompt) -> str:
-        """Return the name of the reward by which a completion of `prompt` counts as right."""
-        names = [each.reward.name for each in self.rewards if each.is_for(prompt)]
-        return self.accuracy_of if self.accuracy_of in names else names[0]
+    def scored_by(self, prompt: Prompt) -> str | None:
+        """Return the name of the reward by which a completion of `prompt` counts as right; None: the sum."""
+        own = [each for each in self.rewards if each.is_for(prompt)]
+        if self.accuracy_of in {each.reward.name for each in own}:
+            return self.accuracy_of
+        # One reward alone may be several numbers of an environment, whose sum counts.
+        return None if own[0].is_of_environment and not self.tells_each else own[0].reward.name
 
     def scored_by_model(self, prompts: Sequence[Prompt]) -> list[int]:
         """Return the indices of the prompts whose responses the reward model scores."""
@@ -98,7 +106,9 @@ class RewardSet:
         """
         results: list[dict[str, float]] = [{} for _ in responses]
         for each in self.rewards:
-            own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt) and not each.is_of_model]
+            if each.is_of_model or each.is_of_environment:
+                continue
+            own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
             values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own]) if own else ()
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
@@ -120,8 +130,26 @@ class RewardSet:
         """
         if score is None:
             return dict(judged)
-        names = [(each.reward.name, each.is_of_model) for each in self.rewards if each.is_for(prompt)]
+        own = [each for each in self.rewards if each.is_for(prompt) and not each.is_of_environment]
+        names = [(each.reward.name, each.is_of_model) for each in own]
         return {name: _finite(score, name, prompt, response) if of_model else judged[name] for name, of_model in names}
+
+    def check_given(self, prompt: Prompt, given: Mapping[str, float]) -> None:
+        """Refuse an episode whose environment gives other rewards than the recipe names.
+
+        Args:
+            prompt: the episode's prompt.
+            given: what its environment gave, by name.
+
+        Raises:
+            ValueError: a reward is missing, or the recipe does not name it.
+        """
+        named = {each.reward.name for each in self.rewards if each.is_for(prompt) and each.is_of_environment}
+        if self.tells_each and named != given.keys():
+            raise ValueError(
+                f"the environment gave the rewards {sorted(given)} in an episode of prompt {prompt.index + 1}, and the "
+                f"recipe's reward.rewards with fn=environment are {sorted(named)}: name each of them"
+            )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuse, before a run, prompts that cannot be judged.

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import did_you_mean, show
-from fivefold.config.schema.rewards import OF_MODEL, OneRewardConfig, RewardConfig
+from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.judge import Judge
@@ -59,7 +59,7 @@ def built_in_reward(config: OneRewardConfig) -> BuiltInReward:
 
 def no_such_reward(name: str) -> ValueError:
     """Return the error for a name that is no reward's."""
-    names = sorted([*BUILT_IN, OF_MODEL])
+    names = sorted([*BUILT_IN, OF_MODEL, OF_ENVIRONMENT])
     return ValueError(
         f"reward.fn={name!r} is neither one of {names} nor of the form module:function or file.py:function"
         f"{did_you_mean(name, names)}"
@@ -92,7 +92,7 @@ def in_rewards(name: str | None) -> Iterator[None]:
 
 
 def _check(config: OneRewardConfig) -> None:
-    if config.fn == OF_MODEL:
+    if config.fn in (OF_MODEL, OF_ENVIRONMENT):
         return
     if config.fn in BUILT_IN:
         built_in_reward(config)

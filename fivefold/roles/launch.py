@@ -226,13 +226,14 @@ def replica_spec(
         route=route,
         deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
+        environment=recipe.environment and recipe.environment.located(Path.cwd()),
     )
 
 
 def _longest(recipe: TrainRecipe) -> int:
     """Return the most tokens that a prompt and its completion may have together."""
     rows = [recipe.train_dataset, *([recipe.valid_dataset] if recipe.valid_dataset else [])]
-    return max(data.max_length for data in rows) + recipe.gconfig.max_new_tokens
+    return max(map(recipe.most_tokens, rows))
 
 
 def _copies_state(session: Session, recipe: Recipe, placement: Placement) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import NOT_SAMPLED, Cuts, Episode, FinishReason, Prompt, Sample, cuts_of
+from fivefold.types import NOT_SAMPLED, Cuts, Episode, Prompt, Sample, StopReason, cuts_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Responses:
     """Numbers of the jobs, all of whose episodes have ended."""
     texts: list[str]
     """The sampled tokens of each episode, decoded without special tokens."""
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[StopReason]
     lengths_N: npt.NDArray[np.int64]
     """Tokens of each episode."""
     sampled_N: npt.NDArray[np.int64]
@@ -62,6 +62,10 @@ class Responses:
     """Oldest and newest version of the weights that sampled each episode."""
     rewards: list[Mapping[str, float]]
     """Rewards by name that each episode's environment gave."""
+    turns: list[int]
+    """Completions of each episode."""
+    transcripts: list[str | None]
+    """What logs show of each episode of several turns."""
     cuts: Cuts | None
     """Tokens of each sequence of each episode; None: each episode is one sequence."""
     busy_s: float
@@ -74,7 +78,13 @@ class Responses:
     """Whether the replica may get further jobs before the next weights."""
 
     @staticmethod
-    def of(jobs: Sequence[int], episodes: Sequence[Episode], texts: list[str], busy_s: float = 0.0) -> Responses:
+    def of(
+        jobs: Sequence[int],
+        episodes: Sequence[Episode],
+        texts: list[str],
+        busy_s: float = 0.0,
+        transcripts: list[str | None] | None = None,
+    ) -> Responses:
         """Return the report of `episodes`, whose sampled tokens decode to `texts`."""
         sampled = [episode.sampled_versions for episode in episodes]
         return Responses(
@@ -85,6 +95,8 @@ class Responses:
             sampled_N=np.array([len(versions) for versions in sampled], dtype=np.int64),
             versions_N2=np.array([_span(versions) for versions in sampled], dtype=np.int64).reshape(-1, 2),
             rewards=[episode.rewards for episode in episodes],
+            turns=[episode.n_turns for episode in episodes],
+            transcripts=transcripts or [None] * len(episodes),
             cuts=cuts_of(episodes),
             busy_s=busy_s,
         )
@@ -111,14 +123,18 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
         end = start + len(job.requests)
         own = slice(start, end)
         samples = [
-            Sample(job.prompt, text, reason, length, n_sampled, (oldest, newest), rewards)
-            for text, reason, length, n_sampled, (oldest, newest), rewards in zip(
+            Sample(
+                job.prompt, text, reason, length, n, (oldest, newest), rewards, n_turns=n_turns, transcript=transcript
+            )
+            for text, reason, length, n, (oldest, newest), rewards, n_turns, transcript in zip(
                 report.texts[own],
                 report.finish_reasons[own],
                 lengths[own],
                 sampled[own],
                 versions[own],
                 report.rewards[own],
+                report.turns[own],
+                report.transcripts[own],
                 strict=True,
             )
         ]

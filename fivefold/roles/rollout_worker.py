@@ -13,9 +13,10 @@ from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
+from fivefold.environments.build import build_environment
 from fivefold.environments.environment import Task
 from fivefold.environments.play import Player
-from fivefold.environments.single_turn import SingleTurn
+from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine
@@ -48,7 +49,8 @@ class RolloutWorker:
             own = followers[int(os.environ["RANK"])]
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self.engine = build_engine(spec, place, save)
-        self._player = Player(self.engine, SingleTurn())
+        self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
+        self._player = Player(self.engine, build_environment(spec.environment, self._tokenizer))
         self._jobs: dict[int, Job] = {}
         """Jobs that are not done, by their number."""
         self._told: dict[int, list[GenerationRequest]] = {}
@@ -57,7 +59,6 @@ class RolloutWorker:
         """Whether the engine, a server, continues with a stream between two calls."""
         self._reported_at: float | None = None
         """When the last report left such a server with requests, if nothing has interrupted it since."""
-        self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
 
     def advance(self, jobs: Sequence[Job], seconds: float) -> tuple[Responses, Columns | None]:
         """Begin further jobs, and continue with all of them until one is done or about `seconds` have passed.
@@ -101,7 +102,10 @@ class RolloutWorker:
         episodes = [episode for _, own in done for episode in own]
         texts = decoded(self._tokenizer, [episode.sampled_tokens for episode in episodes])
         numbers = [job.number for job, _ in done]
-        report = Responses.of(numbers, episodes, texts, time.perf_counter() - began)
+        transcripts = [
+            None if self.spec.environment is None else transcript_text(self._tokenizer, episode) for episode in episodes
+        ]
+        report = Responses.of(numbers, episodes, texts, time.perf_counter() - began, transcripts)
         return report, Columns.of(episodes) if episodes else None
 
     def interrupted(self) -> RolloutEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
 
@@ -85,6 +86,8 @@ class ReplicaSpec:
     """How weights reach the engine."""
     deterministic: bool = False
     """Whether the embedded engine allows only kernels that give the same bits every time."""
+    environment: EnvironmentConfig | None = None
+    """What plays its episodes; None: each prompt gets one completion."""
     node: ReplicaNode = ReplicaNode()
     """The replica's node on which this is read."""
     followers: tuple[FollowerAddress, ...] = ()

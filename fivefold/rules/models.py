@@ -77,6 +77,11 @@ def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"gconfig.max_new_tokens={longest} leaves no room for a prompt: the model has {shape.max_positions} "
             "positions; lower it"
         )
+    if recipe.environment is not None and recipe.environment.max_length > shape.max_positions:
+        yield (
+            f"environment.max_length={recipe.environment.max_length} is more than the model's {shape.max_positions} "
+            "positions: lower it"
+        )
     if strays := [token for token in recipe.gconfig.stop_token_ids if token >= shape.vocab]:
         yield (
             f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"

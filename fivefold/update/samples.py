@@ -21,7 +21,7 @@ class MaskTruncated(Part):
 
     def prepare(self, step: Prepared) -> Prepared:
         """Take their tokens out of the mask."""
-        truncated = [index for index, sample in enumerate(step.samples) if sample.finish_reason == "length"]
+        truncated = [index for index, sample in enumerate(step.samples) if sample.is_truncated]
         return replace(step, batch=step.batch.untrained(truncated))
 
 

@@ -14,6 +14,8 @@ from fivefold.config.schema.rules import rule
 
 OF_MODEL = "model"
 """Value of `fn` for the score of the reward model."""
+OF_ENVIRONMENT = "environment"
+"""Value of `fn` for what the environment gives."""
 
 
 class RewardModelConfig(FrozenModelConfig):
@@ -34,7 +36,8 @@ class OneRewardConfig(Section):
 
     fn: str = "math"
     """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `code` (tests in a sandbox), `model` (the
-    score of `reward.model`), or your own function as `module:function` or `file.py:function`."""
+    score of `reward.model`), `environment` (what `environment` gives), or your own function as `module:function` or
+    `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -77,9 +80,25 @@ class RewardConfig(OneRewardConfig):
             if reward.data_sources == []:
                 yield f"rewards.{name}.data_sources=[] leaves the reward no prompt: name data sources, or set null"
 
+    @property
+    def asked(self) -> dict[str, OneRewardConfig]:
+        """The one function, or each of `rewards`, by the beginning of its keys."""
+        return {f"rewards.{name}.": each for name, each in self.rewards.items()} or {"": self}
+
+    @property
+    def is_of_environment(self) -> bool:
+        """Whether what the environment gives is one of the rewards."""
+        return any(each.fn == OF_ENVIRONMENT for each in self.asked.values())
+
+    @rule
+    def _environment(self) -> Iterator[str]:
+        for name, each in self.asked.items():
+            if each.fn == OF_ENVIRONMENT and each.kwargs:
+                yield f"{name}kwargs={each.kwargs}: what an environment gives has no keyword arguments: drop them"
+
     @rule
     def _model(self) -> Iterator[str]:
-        asked = {"": self, **{f"rewards.{name}.": each for name, each in self.rewards.items()}}
+        asked = self.asked
         users = [name for name, each in asked.items() if each.fn == OF_MODEL]
         if users and self.model is None:
             yield (

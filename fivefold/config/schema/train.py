@@ -8,6 +8,7 @@ from typing import Annotated
 from fivefold.config.algorithms import AlgorithmName
 from fivefold.config.methods import ADVANTAGES
 from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.fields import PositiveFloat, Sequences
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
@@ -53,10 +54,18 @@ class TrainRecipe(RunConfig):
     """Held-out prompts, all evaluated each time; null: there is no evaluation."""
     expert_dataset: ExpertDatasetConfig | None = None
     """Responses of an expert to learn in addition to the rewards; null: there are none."""
+    environment: EnvironmentConfig | None = None
+    """What plays episodes of several turns; null: each prompt gets one completion."""
     reward: RewardConfig = RewardConfig()
     evaluator: Annotated[EvaluatorConfig, reads_if(given("valid_dataset", fix="set valid_dataset.path"))] = (
         EvaluatorConfig()
     )
+
+    def most_tokens(self, rows: RowsConfig) -> int:
+        """Return the most tokens of an episode of a prompt in `rows`."""
+        if self.environment is not None:
+            return self.environment.max_length
+        return rows.max_length + self.gconfig.max_new_tokens
 
     @property
     def loss_reads_rollout_logprobs(self) -> bool:
@@ -98,6 +107,24 @@ class TrainRecipe(RunConfig):
                 "actor.advantage=none trains on no reward, and there is no teacher to learn from: set "
                 "actor.distill.coeff and teacher.path, or choose another advantage"
             )
+
+    @rule
+    def _environment(self) -> Iterator[str]:
+        if self.environment is None:
+            if self.reward.is_of_environment:
+                yield "reward.fn=environment is what an environment gives, and there is none: set environment.game"
+            return
+        if not self.reward.is_of_environment:
+            yield (
+                f"environment.game={self.environment.game!r} gives rewards, and none of the recipe's is it: set "
+                "reward.fn=environment, or give one of reward.rewards fn: environment"
+            )
+        for key, value, default in (
+            ("actor.advantage", self.actor.advantage, "remax"),
+            ("actor.overlong_tokens", self.actor.overlong_tokens, None),
+        ):
+            if (value == default) == (default == "remax"):
+                yield f"{key}={value} is for single completions, and environment plays several turns: drop it"
 
     @rule
     def _held_out(self) -> Iterator[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class EngineWorker(RolloutWorker):
         self._tokenizer = load_tokenizer(MODEL.replace("package:", "fivefold/models/"))
         self._jobs, self._told = {}, {}
         self._answers_beside, self._reported_at = False, None
+        self.spec = SimpleNamespace(environment=None)  # type: ignore[assignment]
 
 
 class LocalWorker(EngineWorker):

@@ -1,0 +1,37 @@
+"""Builds the environment of a recipe: the one place that knows them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.environments.environment import Environment
+from fivefold.environments.single_turn import SingleTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """Return what plays the episodes of a recipe; None: each prompt gets one completion.
+
+    Raises:
+        ValueError: the user's code cannot be imported, or has another form.
+    """
+    if config is None:
+        return SingleTurn()
+    from fivefold.environments.game import Game
+
+    return Game(config, tokenizer)
+
+
+def check_environment(config: EnvironmentConfig | None) -> None:
+    """Import the user's code of an environment in this process, before any other is started.
+
+    Raises:
+        ValueError: it cannot be imported, or has another form.
+    """
+    if config is not None:
+        from fivefold.environments.game import load_game
+
+        load_game(config)

@@ -1,0 +1,96 @@
+"""The tokens of an episode, as they were sampled: they are never decoded and encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.rollout.tokenizer import decoded
+from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Completion, Episode, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Transcript:
+    """One sequence that the policy and its environment write in turns.
+
+    prompt | sampled | given | sampled ...        only what was sampled is trained
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """Begin with the tokens of a prompt.
+
+        Raises:
+            ValueError: there are none, so nothing would predict the first sampled token.
+        """
+        if not len(token_ids):
+            raise ValueError("an episode has a prompt without tokens: a prompt needs at least one")
+        self._tokens: list[int] = [int(token) for token in token_ids]
+        self._turns: list[tuple[int, Completion]] = []
+        """Where each completion begins."""
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far: what the next completion continues."""
+        return tuple(self._tokens)
+
+    @property
+    def n_turns(self) -> int:
+        """Number of completions."""
+        return len(self._turns)
+
+    def sampled(self, completion: Completion) -> None:
+        """Append what the policy has sampled."""
+        self._turns.append((len(self._tokens), completion))
+        self._tokens += completion.token_ids.tolist()
+
+    def given(self, token_ids: Sequence[int]) -> None:
+        """Append what the environment answers."""
+        self._tokens += [int(token) for token in token_ids]
+
+    def trajectory(self) -> Trajectory:
+        """Return the sequence up to the last sampled token: what comes after it is read by nobody."""
+        begin, last = self._turns[-1]
+        n = begin + len(last.token_ids)
+        mask_T = np.zeros(n, np.bool_)
+        logprobs_T = np.zeros(n, np.float32)
+        versions_T = np.full(n, NOT_SAMPLED, np.int32)
+        for start, completion in self._turns:
+            end = start + len(completion.token_ids)
+            mask_T[start:end] = True
+            logprobs_T[start:end] = completion.logprobs
+            versions_T[start:end] = completion.versions
+        return Trajectory(np.array(self._tokens[:n], np.int32), mask_T, logprobs_T, versions_T, self._routes(n))
+
+    def _routes(self, n: int) -> npt.NDArray[np.int16] | None:
+        """Return the experts of the first `n` tokens; None: the engine does not report those of each turn."""
+        known = [(start, completion.routes) for start, completion in self._turns if completion.routes is not None]
+        if len(known) < len(self._turns):
+            return None
+        routes_TLK = np.full((n, *known[0][1].shape[1:]), UNKNOWN_EXPERT, known[0][1].dtype)
+        for start, routes in known:
+            routes_TLK[start : start + len(routes)] = routes
+        return routes_TLK
+
+
+def transcript_text(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> str:
+    """Return what comes after an episode's prompt as a text, with the environment's answers in ⟦brackets⟧.
+
+    Sequences that do not continue the one before are separate paragraphs.
+    """
+    return "\n\n".join(_marked(tokenizer, trajectory) for trajectory in episode.trajectories)
+
+
+def _marked(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
+    mask_T = trajectory.mask_T
+    changes = np.flatnonzero(mask_T[1:] != mask_T[:-1]) + 1
+    _, *spans = np.split(trajectory.tokens_T, changes)
+    texts = decoded(tokenizer, spans)
+    return "".join(text if number % 2 == 0 else f"⟦{text}⟧" for number, text in enumerate(texts))

@@ -1,0 +1,129 @@
+"""Calls of a user's environment: in threads, so that a slow one holds up no other episode."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fivefold.config.user_code import load_user_object, user_traceback
+from fivefold.types import Prompt
+
+MOST_THREADS = 64
+"""Most calls of synchronous functions at the same time; further ones wait."""
+_OTHER_CODE = (__file__, asyncio.__file__.removesuffix("__init__.py"), inspect.getfile(ThreadPoolExecutor))
+
+
+class EnvironmentFailed(RuntimeError):
+    """A user's environment raised an error, took too long, or returned something of another form."""
+
+
+class UserCalls:
+    """Calls functions of a user's environment, each for at most so many seconds."""
+
+    def __init__(self, key: str, name: str, timeout_s: float) -> None:
+        """Prepare calls.
+
+        Args:
+            key: the recipe's key of the environment, for messages.
+            name: its value.
+            timeout_s: most seconds of a call.
+        """
+        self._what = f"{key}={name!r}"
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(MOST_THREADS, "environment")
+
+    async def call(self, of: Prompt, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return what a function returns: a coroutine function's in the event loop, any other's in a thread.
+
+        Args:
+            of: the prompt of the episode.
+            function: a function of the user's environment.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            EnvironmentFailed: it raised an error, or took too long. The message names the prompt.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if inspect.iscoroutinefunction(function):
+                    return await function(*args, **kwargs)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        except TimeoutError as error:
+            if not isinstance(error.__cause__, asyncio.CancelledError):
+                raise self._failed(of, function, error) from error
+            raise EnvironmentFailed(
+                f"{self._where(of, function)} took longer than environment.timeout_s={self._timeout_s:g} s: give "
+                "it a limit of its own, or raise environment.timeout_s"
+            ) from None
+        except Exception as error:  # a user's code may raise anything; the run ends with it
+            raise self._failed(of, function, error) from error
+
+    def other_form(self, prompt: Prompt, function: Callable[..., Any], value: object, wanted: str) -> EnvironmentFailed:
+        """Return the error that a function returned `value`, which is not as `wanted`."""
+        return EnvironmentFailed(f"{self._where(prompt, function)} returned {value!r:.200}: it must return {wanted}")
+
+    def _failed(self, prompt: Prompt, function: Callable[..., Any], error: Exception) -> EnvironmentFailed:
+        return EnvironmentFailed(f"{self._where(prompt, function)} failed:\n{user_traceback(error, _OTHER_CODE)}")
+
+    def _where(self, prompt: Prompt, function: Callable[..., Any]) -> str:
+        return f"{self._what}: {function.__name__}, in an episode of prompt {prompt.index + 1},"
+
+
+def load_class(key: str, name: str, methods: Mapping[str, tuple[object, ...]]) -> type[Any]:
+    """Import a user's class, and check its methods.
+
+    Args:
+        key: the recipe's key, for messages.
+        name: `module:Class` or `file.py:Class`.
+        methods: what each method is called with, besides `reset`'s values of a row.
+
+    Raises:
+        ValueError: there is no such class, it cannot be made without arguments, or a method is missing or takes other
+            arguments.
+    """
+    found = load_user_object(key, name)
+    if not inspect.isclass(found):
+        raise ValueError(f"{key}={name!r} is a {type(found).__name__}: name a class")
+    _check_signature(key, f"{name}()", found, ())
+    for method, args in methods.items():
+        function = getattr(found, method, None)
+        if not callable(function):
+            raise ValueError(f"{key}={name!r} has no method {method!r}: it needs {', '.join(methods)}")
+        _check_signature(key, f"{name}.{method}", function, (None, *args))
+    return found
+
+
+def _check_signature(key: str, what: str, function: Callable[..., Any], args: tuple[object, ...]) -> None:
+    signature = inspect.signature(function)
+    named = {name: None for name in ROW if _takes(signature, name)} if what.endswith(".reset") else {}
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        raise ValueError(f"{key}: {what}{signature} cannot be called: {error}. See docs/agents.md") from error
+
+
+ROW = ("prompt", "ground_truth", "data_source", "extra_info", "seed")
+"""Values of a row that a method gets, each if it has an argument of that name."""
+
+
+def row_arguments(function: Callable[..., Any], prompt: Prompt, seed: int) -> dict[str, Any]:
+    """Return the values of a row, and the seed of an episode, for which a function has arguments."""
+    signature = inspect.signature(function)
+    values = {
+        "prompt": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra_info": prompt.extra_info,
+        "seed": seed,
+    }
+    return {name: value for name, value in values.items() if _takes(signature, name)}
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds or name in signature.parameters
