@@ -21,9 +21,9 @@ import torch
 
 FinishReason = Literal["stop", "length"]
 """Why a completion ended."""
-StopReason = FinishReason | Literal["done", "turns", "context"]
+StopReason = FinishReason | Literal["done", "turns", "context", "time"]
 """Why an episode ended. One of a single turn ends as its completion does; of several turns: the environment said so
-(`done`), it had as many turns as it may have (`turns`), or no room for another one (`context`)."""
+(`done`), it had as many turns as it may have (`turns`), no room for another one (`context`), or no time (`time`)."""
 
 Cuts = tuple[tuple[int, ...], ...]
 """Tokens of each sequence of each row; a row's sequences lie end to end."""

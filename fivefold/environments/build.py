@@ -20,6 +20,10 @@ def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
     """
     if config is None:
         return SingleTurn()
+    if config.agent is not None:
+        from fivefold.environments.agents.agent import Agent
+
+        return Agent(config, tokenizer)
     from fivefold.environments.game import Game
 
     return Game(config, tokenizer)
@@ -31,7 +35,13 @@ def check_environment(config: EnvironmentConfig | None) -> None:
     Raises:
         ValueError: it cannot be imported, or has another form.
     """
-    if config is not None:
-        from fivefold.environments.game import load_game
+    if config is None:
+        return
+    if config.agent is not None:
+        from fivefold.environments.agents.agent import load_agent
 
-        load_game(config)
+        load_agent(config.agent)
+        return
+    from fivefold.environments.game import load_game
+
+    load_game(config)

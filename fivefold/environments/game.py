@@ -35,11 +35,12 @@ def load_game(config: EnvironmentConfig) -> type[Any]:
     Raises:
         ValueError: there is no such class, or it is no game.
     """
+    assert config.game is not None
     return load_class(KEY, config.game, {"reset": (), "step": ("a move",)})
 
 
 class Game:
-    """Plays games of a user's class (`Environment`), each episode with an object of its own."""
+    """Plays games of a user's class (`Environment`), each episode with a separate object."""
 
     def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Import the game.
@@ -50,7 +51,7 @@ class Game:
         self._make = load_game(config)
         self._config = config
         self._tokenizer = tokenizer
-        self._calls = UserCalls(KEY, config.game, config.timeout_s)
+        self._calls = UserCalls(KEY, str(config.game), config.timeout_s)
 
     async def run(self, task: Task, client: Client) -> Episode:
         """Play one game.

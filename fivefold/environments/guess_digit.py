@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib3
+
 
 class GuessDigit:
     """Each wrong guess is answered by `<` or `>`: the digit is smaller, or larger.
@@ -23,3 +25,18 @@ class GuessDigit:
         if guess == self._digit:
             return "", 1.0, True
         return ("<" if self._digit < guess else ">") + "1+2=", 0.0, False
+
+
+def play(base_url: str, prompt: str, ground_truth: str) -> float:
+    """Play the same game as an agent, which asks the model through a URL and returns the reward."""
+    game = GuessDigit()
+    game.reset(ground_truth)
+    text, reward, is_over = prompt, 0.0, False
+    for _ in range(3):
+        reply = urllib3.request("POST", f"{base_url}/completions", json={"prompt": text}, retries=False).json()
+        move = reply["choices"][0]["text"]
+        hint, reward, is_over = game.step(move)
+        if is_over:
+            break
+        text += move + hint
+    return reward

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fivefold.environments.environment import Environment, Task
@@ -23,8 +23,8 @@ from fivefold.types import Completion, Episode
 PAUSE_S = 0.005
 """Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
 SETTLE_S = 0.05
-"""Seconds that the engine waits for coroutines that have begun to wait for something else, such as a tool in a thread.
-The requests of fast tools then come together, so that they share a batch as in every other run."""
+"""Seconds that the engine waits for coroutines that have begun to wait for something else, such as a tool in a thread,
+since the last one of them came to its next request. The requests of fast tools then share a batch in every run."""
 
 
 class Player:
@@ -73,7 +73,7 @@ class Player:
             if done := self._take_done():
                 return done
             self._calls.submit_waiting()
-            waits_elsewhere = self.n_running > self._calls.n_open
+            waits_elsewhere = bool(self._waiting_elsewhere())
             if not waits_elsewhere and not self._calls.are_running:
                 return []
             most = min(left, PAUSE_S) if waits_elsewhere else left
@@ -107,19 +107,23 @@ class Player:
             self._lost[number] = [session.so_far(asked) for session in sessions]
             for session in sessions:
                 session.episode.cancel()
-                self._calls.forget(session.call)
+                self._calls.forget(session.open)
         if lost:
             self._run_coroutines()  # in which those that were cancelled end
 
     def _settle(self) -> None:
         """Let coroutines that have just begun to wait for something else come to their next request or their end."""
-        deadline = time.monotonic() + SETTLE_S
-        while waiting := {each for own in self._jobs.values() for each in own if each.waits_elsewhere} - self._slow:
-            if time.monotonic() >= deadline:
+        deadline, before = time.monotonic() + SETTLE_S, 0
+        while waiting := self._waiting_elsewhere() - self._slow:
+            if len(waiting) != before:
+                deadline, before = time.monotonic() + SETTLE_S, len(waiting)
+            elif time.monotonic() >= deadline:
                 self._slow |= waiting
-            else:
-                self._loop.run_until_complete(asyncio.sleep(PAUSE_S / 10))
-        self._slow = {each for each in self._slow if each.waits_elsewhere}
+            self._loop.run_until_complete(asyncio.sleep(PAUSE_S / 10))
+        self._slow &= self._waiting_elsewhere()
+
+    def _waiting_elsewhere(self) -> set[_Session]:
+        return {each for own in self._jobs.values() for each in own if each.waits_elsewhere}
 
     def _run_coroutines(self) -> None:
         """Run each coroutine that can run, until it waits."""
@@ -143,23 +147,23 @@ class _Session:
     place: tuple[int, int]
     """Number of its job, and its index there."""
     episode: asyncio.Task[Episode] = field(init=False)
-    n_calls: int = 0
-    call: _Call | None = None
-    """The last request; None: there was none."""
-    first: Completion | None = None
-    """The first completion."""
+    first_call: _Call | None = None
+    """The first request; None: there was none."""
+    open: set[_Call] = field(default_factory=set)
+    """The requests that are not answered."""
 
     async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one completion (`Client`)."""
-        turn, self.n_calls = self.n_calls, self.n_calls + 1
-        request = self.task.request
-        if turn > 0:
-            request = replace(request, seed=turn_seed(request.seed, turn), begun=None)
-        request = replace(request, token_ids=tuple(token_ids))
-        self.call = self.calls.ask(self.place, request, sampling or self.task.sampling)
-        completion = await self.call.answer
-        self.first = self.first or completion
-        return completion
+        request = replace(self.task.request, token_ids=tuple(token_ids))
+        if self.first_call is not None:
+            request = replace(request, seed=turn_seed(request.seed, request.token_ids), begun=None)
+        call = self.calls.ask(self.place, request, sampling or self.task.sampling)
+        self.first_call = self.first_call or call
+        self.open.add(call)
+        try:
+            return await call.answer
+        finally:
+            self.open.discard(call)
 
     @property
     def has_ended(self) -> bool:
@@ -169,11 +173,11 @@ class _Session:
     @property
     def waits_elsewhere(self) -> bool:
         """Whether it has not ended, and waits for something else than a request."""
-        return not self.has_ended and (self.call is None or self.call.answer.done())
+        return not self.has_ended and not self.open
 
     def asks(self, asked: Mapping[int, GenerationRequest]) -> bool:
         """Return whether the episode waits for one of these requests at the engine."""
-        return not self.has_ended and self.call is not None and self.call.number in asked
+        return not self.has_ended and any(call.number in asked for call in self.open)
 
     def so_far(self, asked: Mapping[int, GenerationRequest]) -> GenerationRequest:
         """Return the task's request with what its completion has so far.
@@ -183,12 +187,14 @@ class _Session:
         Args:
             asked: requests at the engine, by number, with their tokens so far.
         """
-        if self.first is not None:
-            whole = self.first
+        first = self.first_call
+        if first is not None and first not in self.open and first.answer.done() and not first.answer.cancelled():
+            whole = first.answer.result()
             begun = Begun(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason)
             return replace(self.task.request, begun=begun)
-        number = None if self.call is None else self.call.number
-        return self.task.request if number is None else asked.get(number, self.task.request)
+        number = None if first is None else first.number
+        so_far = self.task.request if number is None else asked.get(number, self.task.request)
+        return replace(so_far, token_ids=self.task.request.token_ids)
 
 
 @dataclass(eq=False)
@@ -215,11 +221,6 @@ class _Calls:
         """The engine's requests, by number."""
         self._waiting: list[_Call] = []
         """Requests that the engine does not have yet, because it works or has no weights."""
-
-    @property
-    def n_open(self) -> int:
-        """Number of requests that are not answered."""
-        return len(self._submitted) + len(self._waiting)
 
     @property
     def are_running(self) -> bool:
@@ -249,9 +250,9 @@ class _Calls:
             self._submitted.pop(number).answer.set_result(completion)
         return bool(done)
 
-    def forget(self, call: _Call | None) -> None:
-        """Forget a request that the engine does not have."""
-        self._waiting = [each for each in self._waiting if each is not call]
+    def forget(self, calls: Set[_Call]) -> None:
+        """Forget requests that the engine does not have."""
+        self._waiting = [call for call in self._waiting if call not in calls]
 
     def unfinished(self) -> dict[int, GenerationRequest]:
         """Return the engine's requests by number, with their tokens up to the last weights."""

@@ -70,7 +70,7 @@ class Transcript:
         return Trajectory(np.array(self._tokens[:n], np.int32), mask_T, logprobs_T, versions_T, self._routes(n))
 
     def _routes(self, n: int) -> npt.NDArray[np.int16] | None:
-        """Return the experts of the first `n` tokens; None: the engine does not report those of each turn."""
+        """Return the experts of the first `n` tokens; None: the engine does not report them for each turn."""
         known = [(start, completion.routes) for start, completion in self._turns if completion.routes is not None]
         if len(known) < len(self._turns):
             return None

@@ -11,13 +11,19 @@ from typing import Any
 from fivefold.config.user_code import load_user_object, user_traceback
 from fivefold.types import Prompt
 
-MOST_THREADS = 64
-"""Most calls of synchronous functions at the same time; further ones wait."""
+MOST_THREADS = 512
+"""Most calls of synchronous functions at the same time; further ones wait. Agents wait for the model most of that time,
+so that they may be many."""
 _OTHER_CODE = (__file__, asyncio.__file__.removesuffix("__init__.py"), inspect.getfile(ThreadPoolExecutor))
 
 
 class EnvironmentFailed(RuntimeError):
     """A user's environment raised an error, took too long, or returned something of another form."""
+
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+        """Whether it took too long."""
 
 
 class UserCalls:
@@ -34,6 +40,7 @@ class UserCalls:
         self._what = f"{key}={name!r}"
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(MOST_THREADS, "environment")
+        self._free = asyncio.Semaphore(MOST_THREADS)
 
     async def call(self, of: Prompt, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what a function returns: a coroutine function's in the event loop, any other's in a thread.
@@ -48,27 +55,33 @@ class UserCalls:
             EnvironmentFailed: it raised an error, or took too long. The message names the prompt.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                if inspect.iscoroutinefunction(function):
+            if inspect.iscoroutinefunction(function):
+                async with asyncio.timeout(self._timeout_s):
                     return await function(*args, **kwargs)
+            async with self._free, asyncio.timeout(self._timeout_s):  # the wait for a thread does not count
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
         except TimeoutError as error:
             if not isinstance(error.__cause__, asyncio.CancelledError):
-                raise self._failed(of, function, error) from error
+                raise self._raised(of, function, error) from error
             raise EnvironmentFailed(
-                f"{self._where(of, function)} took longer than environment.timeout_s={self._timeout_s:g} s: give "
-                "it a limit of its own, or raise environment.timeout_s"
+                f"{self._where(of, function)} took longer than environment.timeout_s={self._timeout_s:g} s: let "
+                "it end by itself before, or raise environment.timeout_s",
+                is_late=True,
             ) from None
         except Exception as error:  # a user's code may raise anything; the run ends with it
-            raise self._failed(of, function, error) from error
+            raise self._raised(of, function, error) from error
 
     def other_form(self, prompt: Prompt, function: Callable[..., Any], value: object, wanted: str) -> EnvironmentFailed:
         """Return the error that a function returned `value`, which is not as `wanted`."""
-        return EnvironmentFailed(f"{self._where(prompt, function)} returned {value!r:.200}: it must return {wanted}")
+        return self.failed(prompt, function, f"returned {value!r:.200}: it must return {wanted}")
 
-    def _failed(self, prompt: Prompt, function: Callable[..., Any], error: Exception) -> EnvironmentFailed:
-        return EnvironmentFailed(f"{self._where(prompt, function)} failed:\n{user_traceback(error, _OTHER_CODE)}")
+    def failed(self, prompt: Prompt, function: Callable[..., Any], what: str) -> EnvironmentFailed:
+        """Return the error that a function did `what`."""
+        return EnvironmentFailed(f"{self._where(prompt, function)} {what}")
+
+    def _raised(self, prompt: Prompt, function: Callable[..., Any], error: Exception) -> EnvironmentFailed:
+        return self.failed(prompt, function, f"failed:\n{user_traceback(error, _OTHER_CODE)}")
 
     def _where(self, prompt: Prompt, function: Callable[..., Any]) -> str:
         return f"{self._what}: {function.__name__}, in an episode of prompt {prompt.index + 1},"

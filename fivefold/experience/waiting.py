@@ -121,7 +121,7 @@ def _is_as_long(n_tokens: int, reason: StopReason | None, most_tokens: int) -> b
     One that reached a lower limit would continue under this one, and count as cut off though it is not. An episode that
     an environment has ended has several completions, each with the limit.
     """
-    if reason in ("done", "turns", "context"):
+    if reason not in (None, "stop", "length"):
         return True
     if reason is None:
         return n_tokens < most_tokens

@@ -147,9 +147,13 @@ def group_requests(
     ]
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a later request of an episode; `turn` counts its requests from 0, the first has `seed`."""
-    return _hash_seed("turn", seed, turn)
+def turn_seed(seed: int, token_ids: tuple[int, ...]) -> int:
+    """Return the seed of a later request of an episode, whose first has `seed`.
+
+    It follows from the tokens before the completion, so that it does not depend on the order of requests in which an
+    agent asks several things at once.
+    """
+    return _hash_seed("turn", seed, *token_ids)
 
 
 def _is_in_share(row: int, share: float) -> bool:

@@ -112,11 +112,14 @@ class TrainRecipe(RunConfig):
     def _environment(self) -> Iterator[str]:
         if self.environment is None:
             if self.reward.is_of_environment:
-                yield "reward.fn=environment is what an environment gives, and there is none: set environment.game"
+                yield (
+                    "reward.fn=environment is what an environment gives, and there is none: set environment.game or "
+                    "environment.agent"
+                )
             return
         if not self.reward.is_of_environment:
             yield (
-                f"environment.game={self.environment.game!r} gives rewards, and none of the recipe's is it: set "
+                f"{self.environment.name} gives rewards, and none of the recipe's is it: set "
                 "reward.fn=environment, or give one of reward.rewards fn: environment"
             )
         for key, value, default in (

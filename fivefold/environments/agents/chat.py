@@ -1,0 +1,187 @@
+"""OpenAI's forms over a session: chat completions with tools, and completions of texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from fivefold.environments.agents.session import MODEL, Refused, Session
+from fivefold.environments.agents.tree import Turn
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+"""A call in the form that Qwen's and Hermes' templates teach."""
+
+Message = dict[str, Any]
+
+
+class Chat:
+    """The messages of one session, with the sampled text of each answer."""
+
+    def __init__(self, session: Session) -> None:
+        """Begin without a message."""
+        self._session = session
+        self._answered: list[tuple[list[Message], Message, str]] = []
+        """For each answer: the messages before it, the message that the client got, and what was sampled."""
+
+    async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a request to `/chat/completions`.
+
+        Raises:
+            Refused: see `Session.complete`; or messages of another form, or ones that the chat template refuses.
+        """
+        messages = [_canonical(message) for message in _list(body, "messages")]
+        tools = body.get("tools") or None
+        if body.get("tool_choice", "auto") not in ("auto", "none", None):
+            raise Refused(f"tool_choice={body['tool_choice']!r} is not supported: the policy chooses (auto), or none")
+        if (form := body.get("response_format")) and form.get("type", "text") != "text":
+            raise Refused(f"response_format={form!r} is not supported: leave it out")
+        uses_tools = tools is not None and body.get("tool_choice") != "none"
+        turn = await self._session.complete(
+            self._rendered(messages, tools if uses_tools else None), body, has_special_tokens=True
+        )
+        message, reason = _message(turn, len(self._answered), parses=uses_tools)
+        self._answered.append((messages, _canonical(message), turn.visible_text))
+        return _reply("chat.completion", body, turn, {"message": message, "finish_reason": reason})
+
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> str:
+        """Return messages as a text. Answers are written as they were sampled, however a client repeats them."""
+        as_sampled = [self._as_sampled(messages[:number], message) for number, message in enumerate(messages)]
+        tokenizer = self._session.tokenizer
+        if not tokenizer.chat_template:
+            raise Refused("the tokenizer has no chat template: ask /completions with a text, or use an instruct model")
+        try:
+            return str(
+                tokenizer.apply_chat_template(as_sampled, tools=tools, tokenize=False, add_generation_prompt=True)
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise Refused(f"the chat template refuses the messages: {error}") from error
+
+    def _as_sampled(self, before: Sequence[Message], message: Message) -> Message:
+        if message["role"] == "assistant":
+            for earlier, answer, sampled in self._answered:
+                if earlier == list(before) and answer == message:
+                    return {"role": "assistant", "content": sampled}
+        return {name: value for name, value in message.items() if value is not None}
+
+
+async def complete_text(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer a request to `/completions`.
+
+    Raises:
+        Refused: see `Session.complete`; or the prompt is no text.
+    """
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str):
+        raise Refused(f"prompt={prompt!r:.80} must be one text")
+    turn = await session.complete(prompt, body, has_special_tokens=False)
+    choice = {"text": turn.visible_text, "finish_reason": turn.completion.finish_reason}
+    return _reply("text_completion", body, turn, choice)
+
+
+def events(reply: Mapping[str, Any]) -> str:
+    """Return a finished reply as the events of a stream: all of it at once, and the end."""
+    [choice] = reply["choices"]
+    chunk = dict(reply)
+    if "message" in choice:
+        calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls") or ())]
+        delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+        chunk["object"] = "chat.completion.chunk"
+        chunk["choices"] = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
+    return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list) or not value:
+        raise Refused(f"{name}={value!r:.80} must be a list that is not empty")
+    return value
+
+
+def _canonical(message: Any) -> Message:
+    """Return a message in the one form in which messages are compared and rendered.
+
+    Clients repeat messages in other forms: content null or in parts, arguments as a text of JSON in another order.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refused(f"a message must have a role: {message!r:.200}")
+    content = message.get("content")
+    if isinstance(content, list):
+        if strays := [part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"]:
+            raise Refused(f"only parts of text are supported, not {strays[0]!r:.80}")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Refused(f"the content of a message must be a text: {content!r:.80}")
+    calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
+    names = ("name", "tool_call_id") if message["role"] == "tool" else ("name",)
+    return {
+        "role": "system" if message["role"] == "developer" else message["role"],
+        "content": content or "",
+        "tool_calls": calls or None,
+        **{name: message.get(name) for name in names},
+    }
+
+
+def _canonical_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Refused(f"a tool call must have a function with a name: {call!r:.200}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the arguments of a tool call are no JSON: {error}") from error
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _message(turn: Turn, number: int, *, parses: bool) -> tuple[Message, str]:
+    """Return an answer as the client gets it, and why it ended."""
+    text = turn.visible_text
+    calls: list[Message] = []
+    for found in _CALL.finditer(text) if parses else ():
+        call = _parsed(found[1])
+        if call is None:
+            # The agent sees the text, and may tell the model what is wrong with it.
+            return {"role": "assistant", "content": text}, turn.completion.finish_reason
+        name, arguments = call
+        calls.append(
+            {
+                "id": f"call_{number}_{len(calls)}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+        )
+    if not calls:
+        return {"role": "assistant", "content": text}, turn.completion.finish_reason
+    return {"role": "assistant", "content": _CALL.sub("", text).strip() or None, "tool_calls": calls}, "tool_calls"
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the arguments of a call; None: it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", {})
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def _reply(kind: str, body: Mapping[str, Any], turn: Turn, choice: Mapping[str, Any]) -> dict[str, Any]:
+    n_prompt, n_sampled = len(turn.token_ids) - len(turn.completion.token_ids), len(turn.completion.token_ids)
+    ids: dict[str, Any] = {}
+    if body.get("return_token_ids"):
+        ids = {"token_ids": turn.completion.token_ids.tolist()}
+    return {
+        "id": f"turn-{id(turn):x}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "choices": [{"index": 0, **choice, **ids}],
+        "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled},
+        **({"prompt_token_ids": turn.token_ids[:n_prompt]} if ids else {}),
+    }

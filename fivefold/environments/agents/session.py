@@ -1,0 +1,115 @@
+"""One episode of an agent, as the server sees it: requests become completions of its tree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.environments.agents.tree import Continuation, Tree, Turn
+from fivefold.environments.environment import Client, Task
+from fivefold.rollout.protocol import SamplingParams
+from fivefold.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL = "policy"
+"""Name under which the model is served."""
+_OWN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+"""How an agent may ask to sample, where the recipe does: the log-probs that are trained on are of that distribution."""
+_REFUSED = ("logit_bias", "seed", "stop", "best_of", "echo", "suffix", "prompt_logprobs", "frequency_penalty")
+
+
+class Refused(Exception):
+    """A request that the session does not answer."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class Session:
+    """Answers the requests of one episode."""
+
+    def __init__(
+        self, task: Task, client: Client, tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig
+    ) -> None:
+        """Begin without a request.
+
+        Args:
+            task: the episode.
+            client: samples completions.
+            tokenizer: the model's tokenizer.
+            config: the limits of the episode.
+        """
+        self._task = task
+        self._client = client
+        self._config = config
+        self.tokenizer = tokenizer
+        self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
+        self._answers: dict[str, asyncio.Task[Turn]] = {}
+        """The turn of each text that was asked for: who asks again, as after a lost connection, gets the same one."""
+        self.ended_by: StopReason | None = None
+        """The limit that the episode has reached; None: none."""
+
+    async def complete(self, text: str, body: Mapping[str, Any], *, has_special_tokens: bool) -> Turn:
+        """Return the turn after `text`.
+
+        Raises:
+            Refused: a limit of the episode is reached, or the request asks for what cannot be trained on.
+        """
+        sampling = self._sampling(body)
+        if text not in self._answers:
+            if len(self._answers) >= self._config.max_turns:
+                self.ended_by = "turns"
+                raise Refused(
+                    f"the episode has had its environment.max_turns={self._config.max_turns}", "max_turns_reached"
+                )
+            asked = self.tree.continued(text, has_special_tokens=has_special_tokens)
+            self._answers[text] = asyncio.ensure_future(self._sample(asked, sampling))
+        return await asyncio.shield(self._answers[text])
+
+    def close(self) -> None:
+        """Let go of what has not been answered."""
+        for answer in self._answers.values():
+            answer.cancel()
+
+    async def _sample(self, asked: Continuation, sampling: SamplingParams) -> Turn:
+        token_ids = asked.token_ids
+        room = self._config.max_length - len(token_ids)
+        if room <= 0:
+            self.ended_by = "context"
+            raise Refused(
+                f"the prompt has {len(token_ids)} tokens, and an episode may have environment.max_length="
+                f"{self._config.max_length}",
+                "context_length_exceeded",
+            )
+        if not token_ids:
+            raise Refused("the prompt has no tokens")
+        most = min(room, sampling.max_new_tokens)
+        sampling = replace(sampling, max_new_tokens=most, min_new_tokens=min(most, sampling.min_new_tokens))
+        return self.tree.add(asked, await self._client.complete(token_ids, sampling))
+
+    def _sampling(self, body: Mapping[str, Any]) -> SamplingParams:
+        """Return how a request is sampled: as the recipe says, with at most as many tokens as it asks for."""
+        own = self._task.sampling
+        if strays := [name for name in _REFUSED if body.get(name)]:
+            raise Refused(f"{strays[0]}={body[strays[0]]!r} is not supported: leave it out")
+        if body.get("n") not in (None, 1):
+            raise Refused(
+                f"n={body['n']!r} is not supported: ask n times for one completion, or raise gconfig.n_samples"
+            )
+        for name in _OWN:
+            asked, given = body.get(name), getattr(own, name)
+            if asked is not None and asked not in (given, _OWN[name] if own.greedy else given):
+                raise Refused(
+                    f"{name}={asked!r} differs from gconfig.{name}={given!r}, which training needs: leave it out"
+                )
+        limits = [value for name in ("max_tokens", "max_completion_tokens") if (value := body.get(name)) is not None]
+        if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+            raise Refused(f"max_tokens={limits[0]!r} must be a positive integer")
+        return replace(own, max_new_tokens=min([own.max_new_tokens, *limits]))
