@@ -219,7 +219,7 @@ def evaluate(
     check_weight_files(recipe, frozen_roles)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
-    check_environment(recipe.environment)
+    check_environment(recipe.environment, tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     evaluator = Evaluator.of(recipe, tokenizer, rewards)
     if evaluator is None:

@@ -114,7 +114,7 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     ground = lay_groundwork(recipe, began)
     route = choose_route(recipe, ground.placement)
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
-    check_environment(recipe.environment)
+    check_environment(recipe.environment, ground.tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     rewards.check_prompts(data.prompts)

@@ -54,6 +54,13 @@ class Prompt:
     """Name of the data set or task the prompt comes from; rewards may dispatch on it."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """The data set's `extra_info` column, handed to the reward function unchanged."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The chat messages from which `text` was made; None: it was a text."""
+
+    @property
+    def chat(self) -> tuple[Mapping[str, Any], ...]:
+        """The prompt as chat messages: a text is one message of a user."""
+        return self.messages or ({"role": "user", "content": self.text},)
 
 
 @dataclass(frozen=True, eq=False)

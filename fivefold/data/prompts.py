@@ -102,6 +102,8 @@ class RenderedPrompt:
     token_ids: tuple[int, ...]
     has_special_tokens: bool
     """Whether `text` itself has the special tokens, which the tokenizer otherwise puts around it."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The chat messages that the template has rendered; None: it was a text."""
 
 
 def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
@@ -128,6 +130,7 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
                     ground_truth=_ground_truth(row, config, where),
                     data_source=_typed(row, "data_source", "", where),
                     extra_info=_typed(row, "extra_info", {}, where),
+                    messages=rendered.messages,
                 )
             )
     if not prompts:
@@ -167,6 +170,7 @@ def render(
             f"{where}: {config.prompt_key!r} holds chat messages, but apply_chat_template is false: "
             "leave it out, or give texts"
         )
+    messages: Sequence[Mapping[str, Any]] | None = None
     if is_chat or config.apply_chat_template:
         messages = prompt if is_chat else [{"role": "user", "content": prompt}]
         has_begun = messages[-1].get("role") == "assistant"
@@ -188,7 +192,7 @@ def render(
         token_ids = token_ids if text.endswith(str(tokenizer.eos_token)) else token_ids[:-1]
     if not token_ids:
         raise ValueError(f"{where}: {config.prompt_key!r} has no tokens; a prompt needs at least one")
-    return RenderedPrompt(text, tuple(token_ids), has_special_tokens)
+    return RenderedPrompt(text, tuple(token_ids), has_special_tokens, None if messages is None else tuple(messages))
 
 
 def read_messages(prompt: Any) -> Any:

@@ -24,16 +24,20 @@ def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
         from fivefold.environments.agents.agent import Agent
 
         return Agent(config, tokenizer)
+    if config.tools is not None:
+        from fivefold.environments.agents.tools import Tools
+
+        return Tools(config, tokenizer)
     from fivefold.environments.game import Game
 
     return Game(config, tokenizer)
 
 
-def check_environment(config: EnvironmentConfig | None) -> None:
+def check_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Import the user's code of an environment in this process, before any other is started.
 
     Raises:
-        ValueError: it cannot be imported, or has another form.
+        ValueError: it cannot be imported, has another form, or needs what the tokenizer lacks.
     """
     if config is None:
         return
@@ -41,6 +45,12 @@ def check_environment(config: EnvironmentConfig | None) -> None:
         from fivefold.environments.agents.agent import load_agent
 
         load_agent(config.agent)
+        return
+    if config.tools is not None:
+        from fivefold.environments.agents.tools import check_template, load_tools
+
+        load_tools(config.tools)
+        check_template(tokenizer)
         return
     from fivefold.environments.game import load_game
 

@@ -120,7 +120,7 @@ def _check_signature(key: str, what: str, function: Callable[..., Any], args: tu
         raise ValueError(f"{key}: {what}{signature} cannot be called: {error}. See docs/agents.md") from error
 
 
-ROW = ("prompt", "ground_truth", "data_source", "extra_info", "seed")
+ROW = ("prompt", "messages", "ground_truth", "data_source", "extra_info", "seed")
 """Values of a row that a method gets, each if it has an argument of that name."""
 
 
@@ -129,6 +129,7 @@ def row_arguments(function: Callable[..., Any], prompt: Prompt, seed: int) -> di
     signature = inspect.signature(function)
     values = {
         "prompt": prompt.text,
+        "messages": [dict(message) for message in prompt.chat],
         "ground_truth": prompt.ground_truth,
         "data_source": prompt.data_source,
         "extra_info": prompt.extra_info,

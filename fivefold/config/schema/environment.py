@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from fivefold.config.schema.fields import Duration, OneLine, Positive, Section
 from fivefold.config.schema.rules import rule
 
 
 class EnvironmentConfig(Section):
-    """What plays the episodes (docs/agents.md): either `game` or `agent`."""
+    """What plays the episodes (docs/agents.md): one of `game`, `tools` and `agent`."""
 
     game: OneLine | None = None
     """Class of a game, as `module:Class` or `file.py:Class`, with the methods `reset` and `step`: each completion is a
     move."""
+    tools: OneLine | list[OneLine] | None = None
+    """What the model may call in a chat: a class, as `module:Class` or `file.py:Class`, whose public methods are tools,
+    with `reset` and `reward`; or a list of functions, whose episodes `reward` judges."""
     agent: OneLine | None = None
     """Function of an agent, as `module:function` or `file.py:function`: it asks the model at an OpenAI-compatible
     `base_url`, and returns the reward."""
@@ -30,21 +33,36 @@ class EnvironmentConfig(Section):
 
     @rule
     def _one(self) -> Iterator[str]:
-        if (self.game is None) == (self.agent is None):
-            yield f"game={self.game} and agent={self.agent}: set one of them"
+        if len(self._given) != 1:
+            yield f"set one of game, tools and agent, and not {' and '.join(self._given) or 'none of them'}"
+        if self.tools == []:
+            yield "tools=[] has no tool: name functions, or leave the section out"
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        keys = ("game", "tools", "agent")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     @property
     def name(self) -> str:
         """The key that is set, and its value."""
-        return f"environment.game={self.game!r}" if self.agent is None else f"environment.agent={self.agent!r}"
+        [(key, value)] = self._given.items()
+        return f"environment.{key}={value!r}"
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether its episodes come with rewards."""
+        return not isinstance(self.tools, list)
 
     def located(self, folder: Path) -> Self:
         """Return the section with its file found from `folder`, for processes with other working folders."""
-        return self.model_copy(update={key: _located(getattr(self, key), folder) for key in ("game", "agent")})
+        [(key, value)] = self._given.items()
+        found = [_located(name, folder) for name in value] if isinstance(value, list) else _located(value, folder)
+        return self.model_copy(update={key: found})
 
 
-def _located(name: str | None, folder: Path) -> str | None:
-    path, _, what = (name or "").rpartition(":")
+def _located(name: str, folder: Path) -> str:
+    path, _, what = name.rpartition(":")
     if path.endswith(".py") or "/" in path:
         return f"{(folder / Path(path).expanduser()).resolve()}:{what}"
     return name

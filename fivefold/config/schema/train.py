@@ -117,7 +117,12 @@ class TrainRecipe(RunConfig):
                     "environment.agent"
                 )
             return
-        if not self.reward.is_of_environment:
+        if not self.environment.gives_rewards and self.reward.is_of_environment:
+            yield (
+                f"{self.environment.name} are functions, which give no rewards: name a function in reward.fn, or "
+                "a class with the method reward in environment.tools"
+            )
+        if self.environment.gives_rewards and not self.reward.is_of_environment:
             yield (
                 f"{self.environment.name} gives rewards, and none of the recipe's is it: set "
                 "reward.fn=environment, or give one of reward.rewards fn: environment"

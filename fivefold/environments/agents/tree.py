@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text as tokens: those of an earlier turn, and what comes after it."""
+    """A text as tokens: an earlier turn's, and what comes after it."""
 
     text: str
     before: Turn | None
@@ -77,17 +77,17 @@ class Tree:
         """In the order in which they were answered."""
 
     def continued(self, text: str, *, has_special_tokens: bool) -> Continuation:
-        """Return a text as tokens, those of the longest turn that it continues first.
+        """Return a text as tokens: first the longest turn that it continues, as it was sampled.
 
         Args:
             text: all that comes before the next completion.
-            has_special_tokens: whether it has those of its beginning, as a chat template writes them.
+            has_special_tokens: whether special tokens are written in it, as a chat template does. Without them, a text
+                continues a turn whose end token it does not show.
         """
-        # Before its end token where a client has only seen what comes before that.
         ends = [
             (len(turn.before_text + end), number)
             for number, turn in enumerate(self.turns)
-            for end in (turn.sampled_text, turn.visible_text)
+            for end in ((turn.sampled_text,) if has_special_tokens else (turn.sampled_text, turn.visible_text))
             if text.startswith(turn.before_text + end)
         ]
         if ends:

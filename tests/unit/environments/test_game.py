@@ -179,6 +179,7 @@ class SeesRow:
     async def step(self, move: str) -> tuple[str, float, bool]:
         assert self.given == {
             "prompt": "1+2=", "ground_truth": "4", "data_source": "digits", "extra_info": {"level": 2}, "seed": 9,
+            "messages": [{"role": "user", "content": "1+2="}],
         }  # fmt: skip
         return "", 0.25, True
 

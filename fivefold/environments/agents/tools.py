@@ -1,0 +1,182 @@
+"""Tools: the model calls functions, or methods of an object, until it answers without a call.
+
+messages ─> model ─┬─ calls ─> tools ─> their results as messages ─> model ...
+                   └─ an answer without a call: the episode is done, and the object says its reward
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.config.user_code import load_user_object
+from fivefold.environments.agents.chat import Chat
+from fivefold.environments.agents.session import Refused, Session
+from fivefold.environments.environment import Client, Task
+from fivefold.environments.user_code import EnvironmentFailed, UserCalls, load_class, row_arguments
+from fivefold.types import ENVIRONMENT, Episode, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "environment.tools"
+_OWN = ("reset", "reward")
+"""Methods of a class that are no tools."""
+
+
+def load_tools(tools: str | Sequence[str]) -> type[Any] | list[Callable[..., Any]]:
+    """Import the recipe's tools: a class, or functions.
+
+    Raises:
+        ValueError: something cannot be imported, is no tool, or has no docstring and types from which a schema follows.
+    """
+    if isinstance(tools, str):
+        found = load_class(KEY, tools, {"reset": (), "reward": ()})
+        schemas_of(tools, _methods(found))
+        return found
+    functions = [load_user_object(KEY, name) for name in tools]
+    for name, function in zip(tools, functions, strict=True):
+        if not inspect.isroutine(function):
+            raise ValueError(f"{KEY}={name!r} is a {type(function).__name__}: name a function, or one class alone")
+    schemas_of(", ".join(tools), functions)
+    return functions
+
+
+def schemas_of(name: str, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools, from their types and docstrings.
+
+    Raises:
+        ValueError: there is no tool, or a type or a description is missing.
+    """
+    if not functions:
+        raise ValueError(f"{KEY}={name!r} has no tool: public methods besides {' and '.join(_OWN)} are tools")
+    schemas = []
+    for function in functions:
+        try:
+            schema = get_json_schema(function)
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(
+                f"{KEY}={name!r}: {error}. The model learns of a tool by its types and by its docstring, whose Args "
+                "describe each argument"
+            ) from error
+        schema["function"].pop("return", None)
+        schemas.append(schema)
+    return schemas
+
+
+def _methods(kind: Any) -> list[Callable[..., Any]]:
+    """Return the methods of a class or an object that are tools, in the order of their names."""
+    members = inspect.getmembers(kind, callable)
+    return [method for name, method in members if not name.startswith("_") and name not in _OWN]
+
+
+class Tools:
+    """Lets the model call tools (`Environment`); of a class, each episode has a separate object."""
+
+    def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Import the tools.
+
+        Raises:
+            ValueError: as `load_tools`; or the tokenizer has no chat template, or one that leaves tools out.
+        """
+        assert config.tools is not None
+        self._tools = load_tools(config.tools)
+        self._config = config
+        self._tokenizer = tokenizer
+        self._calls = UserCalls(KEY, str(config.tools), config.timeout_s)
+        check_template(tokenizer)
+
+    async def run(self, task: Task, client: Client) -> Episode:
+        """Let the model answer, with as many calls of tools as it makes.
+
+        Raises:
+            EnvironmentFailed: the object could not be made, reset or asked for its reward.
+        """
+        prompt, call = task.prompt, self._calls.call
+        messages = [*prompt.chat]
+        game = None
+        functions: Sequence[Callable[..., Any]]
+        if isinstance(self._tools, list):
+            functions = self._tools
+        else:
+            game = await call(prompt, self._tools)
+            functions = _methods(game)
+            opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
+            messages = self._opened(prompt, game.reset, messages, opening)
+        session = Session(task, client, self._tokenizer, self._config)
+        try:
+            await self._converse(prompt, Chat(session), messages, {each.__name__: each for each in functions})
+        except Refused as refusal:
+            if session.ended_by is None or not session.tree.turns:
+                raise ValueError(f"{KEY}, in an episode of prompt {prompt.index + 1}: {refusal}") from refusal
+        finally:
+            session.close()
+        rewards = {} if game is None else self._rewards(prompt, game.reward, await call(prompt, game.reward))
+        turns = session.tree.turns
+        return Episode(session.tree.trajectories(), session.ended_by or "done", rewards, n_turns=len(turns))
+
+    async def _converse(
+        self, prompt: Prompt, chat: Chat, messages: list[Any], functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        """Let the model answer until it calls no tool."""
+        schemas = schemas_of(str(self._config.tools), list(functions.values()))
+        while True:
+            reply = await chat.answer({"messages": messages, "tools": schemas})
+            message = reply["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
+                return
+            for call in message["tool_calls"]:
+                result = await self._result(prompt, functions, call["function"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+    async def _result(
+        self, prompt: Prompt, functions: Mapping[str, Callable[..., Any]], asked: Mapping[str, Any]
+    ) -> str:
+        """Return what a tool returns as a text; its error, if it raises one, for the model to see."""
+        function = functions.get(asked["name"])
+        if function is None:
+            return f"Error: there is no tool {asked['name']!r}: use {', '.join(functions)}"
+        try:
+            value = await self._calls.call(prompt, function, **json.loads(asked["arguments"]))
+        except EnvironmentFailed as failure:
+            if failure.is_late:
+                return f"Error: {function.__name__} took longer than {self._config.timeout_s:g} s"
+            return f"Error: {failure.__cause__!r}"
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+    def _opened(self, prompt: Prompt, reset: Callable[..., Any], messages: list[Any], opening: object) -> list[Any]:
+        """Return the messages with the text of `reset` at the end of the last one."""
+        if opening is None:
+            return messages
+        if not isinstance(opening, str):
+            raise self._calls.other_form(prompt, reset, opening, "a text, or nothing")
+        *before, last = messages
+        return [*before, {**last, "content": f"{last['content']}{opening}"}]
+
+    def _rewards(self, prompt: Prompt, reward: Callable[..., Any], value: Any) -> Mapping[str, float]:
+        rewards = value if isinstance(value, Mapping) else {ENVIRONMENT: value}
+        if not rewards or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in rewards.values()):
+            raise self._calls.other_form(prompt, reward, value, "a finite reward, or finite rewards by name")
+        return {str(name): float(number) for name, number in rewards.items()}
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that does not write tools into the prompt: the model would never learn of them.
+
+    Raises:
+        ValueError: there is no template, or it leaves them out.
+    """
+    problem = f"{KEY} needs a chat template with tools, and the tokenizer of {tokenizer.name_or_path!r} has "
+    if not tokenizer.chat_template:
+        raise ValueError(f"{problem}none: use an instruct model, or environment.game with texts")
+    schema = {"type": "function", "function": {"name": "a_tool_of_fivefold", "parameters": {"type": "object"}}}
+    chat = [{"role": "user", "content": "x"}]
+    if "a_tool_of_fivefold" not in str(tokenizer.apply_chat_template(chat, tools=[schema], tokenize=False)):
+        raise ValueError(f"{problem}one that leaves them out: use a model that was trained to call tools")

@@ -1,0 +1,169 @@
+"""Tools that the model calls in a chat: their results, their errors, rewards, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.environments.agents import tools as tools_module
+from fivefold.environments.agents.tools import Tools, check_template, load_tools
+from fivefold.environments.play import Player
+from fivefold.environments.user_code import EnvironmentFailed
+from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.types import Episode
+from tests.unit.environments.test_agents import CHATML, TEMPLATE, Policy, task, texts, tokenizer_of, trained
+from tests.unit.environments.test_play import played
+
+ROOT = Path(__file__).parents[3]
+
+
+class Lamp:
+    """A lamp that is on after it was switched three times."""
+
+    def reset(self, ground_truth: str) -> str:
+        """Begin with the lamp off."""
+        self.n_switched, self.wanted = 0, int(ground_truth)
+        return " Please."
+
+    def switch(self, times: int = 1) -> str:
+        """Switch the lamp.
+
+        Args:
+            times: how often
+        """
+        if times > 3:
+            raise ValueError("the switch is hot")
+        self.n_switched += times
+        return f"switched {self.n_switched} times"
+
+    async def look(self) -> dict[str, bool]:
+        """Look at the lamp."""
+        return {"on": self.n_switched % 2 == 1}
+
+    def reward(self) -> dict[str, float]:
+        """Say whether it was switched as often as wanted."""
+        return {"right": float(self.n_switched == self.wanted), "switched": float(self.n_switched)}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Episode]:
+    """(tools, what the model says in each turn, fields of the section) -> the episode."""
+
+    def run(tools: Any, /, *says: str, template: str = TEMPLATE, **fields: Any) -> Episode:
+        monkeypatch.setattr(tools_module, "load_tools", lambda _: tools)
+        config = EnvironmentConfig(**{"tools": "tests.unit.environments.test_tools:Lamp", "max_length": 4000, **fields})
+        left = list(says)
+        player = Player(Policy(lambda text: left.pop(0)), Tools(config, tokenizer_of(template)))
+        player.begin(0, [task("Switch it on.")])
+        [episode] = played(player)[0]
+        return episode
+
+    return run
+
+
+def test_the_model_calls_methods_of_an_object_until_it_answers(run: Callable[..., Episode]) -> None:
+    says = [call("switch", times=3) + call("switch"), call("look"), "It is off."]
+    episode = run(Lamp, *says)
+    [text] = texts(episode)
+    system, first, *_ = text.split("<|im_end|>\n")
+    assert first == "<|im_start|>user\nSwitch it on. Please."
+    assert system.count('"name": "switch"') == system.count('"description": "how often"') == 1
+    assert "reset" not in system
+    assert "reward" not in system
+    results = [part.split("\n", 1)[1] for part in text.split("<|im_end|>\n") if part.startswith("<|im_start|>tool")]
+    assert results == ["switched 3 times", "switched 4 times", '{"on": false}']
+    assert [CHATML.decode(tokens) for tokens in trained(episode)] == ["".join(f"{said}<|im_end|>" for said in says)]
+    assert episode.rewards == {"right": 1.0, "switched": 4.0}
+    assert (episode.n_turns, episode.finish_reason) == (3, "done")
+
+
+@pytest.mark.parametrize(
+    ("said", "result"),
+    [
+        (call("turn"), "Error: there is no tool 'turn': use look, switch"),
+        (call("switch", times=9), "Error: ValueError('the switch is hot')"),
+        (call("switch", way="up"), "Error: TypeError(\"Lamp.switch() got an unexpected keyword argument 'way'\")"),
+    ],
+)
+def test_a_tool_that_fails_answers_the_model(run: Callable[..., Episode], said: str, result: str) -> None:
+    episode = run(Lamp, said, "Oh.")
+    assert f"<|im_start|>tool\n{result}<|im_end|>" in texts(episode)[0]
+    assert episode.rewards["right"] == 0.0
+
+
+def test_an_episode_that_reaches_a_limit_has_the_reward_of_what_it_did(run: Callable[..., Episode]) -> None:
+    episode = run(Lamp, call("switch", times=2), call("switch", times=2), "never said", max_turns=2)
+    assert (episode.finish_reason, episode.rewards["right"]) == ("turns", 1.0)
+    with pytest.raises(
+        ValueError, match=r"prompt 4: the prompt has \d+ tokens, and an episode may have .*max_length=9"
+    ):
+        run(Lamp, "x", max_length=9)
+
+
+def double(x: int) -> int:
+    """Double a number.
+
+    Args:
+        x: the number
+    """
+    return 2 * x
+
+
+def test_functions_are_tools_without_rewards(run: Callable[..., Episode]) -> None:
+    episode = run([double], call("double", x=21), "42", tools=["tests.unit.environments.test_tools:double"])
+    assert "<|im_start|>tool\n42<|im_end|>" in texts(episode)[0]
+    assert episode.rewards == {}
+
+
+class Greedy(Lamp):
+    """A lamp with a reward of another form."""
+
+    def reward(self) -> Any:
+        return None
+
+
+def test_a_reward_of_another_form_names_the_prompt(run: Callable[..., Episode]) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"reward, in an episode of prompt 4, returned None: it must return"):
+        run(Greedy, "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("def f(x: int):\n  '''Do it.'''", ["f"], "no description for the argument 'x'"),
+        ("def f(x):\n  '''Do it.\n\n  Args:\n    x: what\n  '''", ["f"], "missing a type hint"),
+        ("f = 3", ["f"], "is a int: name a function"),
+        ("class C:\n def reset(self): ...\n def reward(self): ...", "C", "has no tool"),
+        ("class C:\n def reset(self): ...\n def go(self):\n  '''Go.'''", "C", "has no method 'reward'"),
+    ],
+)
+def test_what_is_no_tool_is_refused(source: str, name: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(source)
+    place = f"{tmp_path}/my_tools.py:"
+    with pytest.raises(ValueError, match=rf"(?is)environment\.tools.*{message}"):
+        load_tools(place + name if isinstance(name, str) else [place + each for each in name])
+
+
+def test_a_template_without_tools_is_refused() -> None:
+    with pytest.raises(ValueError, match="has one that leaves them out"):
+        check_template(tokenizer_of(TEMPLATE.replace("{{ tool | tojson }}", "")))
+    with pytest.raises(ValueError, match="has none: use an instruct model"):
+        check_template(load_tokenizer(str(ROOT / "fivefold" / "models" / "tiny-moe")))
+
+
+def test_one_key_says_what_plays() -> None:
+    with pytest.raises(ValueError, match="set one of game, tools and agent, and not game and tools"):
+        EnvironmentConfig(game="a:B", tools=["c:d"])
+    with pytest.raises(ValueError, match="not none of them"):
+        EnvironmentConfig(max_turns=3)
+    located = EnvironmentConfig(tools=["c.py:d", "e:f"]).located(Path("/runs"))
+    assert located.tools == ["/runs/c.py:d", "e:f"]
