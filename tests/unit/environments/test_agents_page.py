@@ -1,0 +1,94 @@
+"""The snippets of docs/agents.md do what the page says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.environments.agents.agent import Agent
+from fivefold.environments.agents.tools import Tools
+from fivefold.environments.game import Game
+from fivefold.environments.play import Player
+from fivefold.types import Episode
+from tests.e2e.documents import DOCS, blocks
+from tests.unit.environments import test_game
+from tests.unit.environments.test_agents import Policy, task, texts, tokenizer_of
+from tests.unit.environments.test_game import Replies, halving
+from tests.unit.environments.test_play import played
+from tests.unit.environments.test_tools import call
+
+PAGE = DOCS / "agents.md"
+RECIPE = test_game.ROOT / "recipes" / "guess-digit.yaml"
+
+
+@pytest.fixture
+def snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
+    """(number of the block, name) -> writes the Python block to the file of that name in the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(number: int, name: str) -> None:
+        (tmp_path / name).write_text(blocks(PAGE, "python")[number])
+
+    return write
+
+
+def environment(**fields: Any) -> Any:
+    """Return the section of a recipe with these keys, as processes in other folders get it."""
+    config = TrainRecipe.model_fields["environment"].annotation
+    assert config is not None
+    [kind] = [each for each in config.__args__ if each is not type(None)]
+    return kind(**{"max_length": 4000, **fields}).located(Path.cwd())
+
+
+def test_the_game_is_the_one_of_the_recipe(snippet: Callable[[int, str], None]) -> None:
+    snippet(0, "my_game.py")
+    [section] = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    overrides = [f"environment={section['environment']}", f"reward={section['reward']}"]
+    recipe = load_recipe(RECIPE, overrides, TrainRecipe)
+    assert recipe.environment is not None
+    assert recipe.environment.max_turns == 3
+    tasks = [test_game.task(str(digit)) for digit in range(1, 10)]
+    games = [
+        test_game.play(Game(config, test_game.TOKENIZER), Replies(halving), *tasks)
+        for config in (environment(game=recipe.environment.game, max_turns=3), test_game.config())
+    ]
+    told = [
+        [(each.rewards, each.finish_reason, each.trajectories[0].tokens_T.tolist()) for each in episodes]
+        for episodes in games
+    ]
+    assert told[0] == told[1]
+
+
+def episode_of(kind: Any, policy: Policy, wanted: Any, prompt: str) -> Episode:
+    player = Player(policy, kind)
+    one = task(prompt)
+    player.begin(0, [replace(one, prompt=replace(one.prompt, ground_truth=wanted))])
+    [episode] = played(player)[0]
+    return episode
+
+
+def test_the_shop_sells_what_is_asked_for(snippet: Callable[[int, str], None]) -> None:
+    snippet(1, "my_shop.py")
+    says = [call("price", fruit="plum"), call("price", fruit="apple"), call("buy", fruit="apple", pieces=2), "Done."]
+    tools = Tools(environment(tools="my_shop.py:Shop"), tokenizer_of())
+    episode = episode_of(tools, Policy(lambda text: says.pop(0)), {"apple": 2}, "Two apples.")
+    assert episode.rewards == {"environment": 1.0}
+    [text] = texts(episode)
+    assert "<|im_start|>tool\nError: KeyError('plum')<|im_end|>" in text
+    assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable[[int, str], None]) -> None:
+    snippet(2, "my_agent.py")
+    agent = Agent(environment(agent="my_agent.py:solve"), tokenizer_of())
+    says = ["Perhaps 4?", "4"]
+    episode = episode_of(agent, Policy(lambda text: says.pop(0)), "4", "2+2?")
+    assert (episode.rewards, episode.n_turns) == ({"environment": 1.0}, 2)
+    assert "Are you sure?" in texts(episode)[0]
