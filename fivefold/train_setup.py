@@ -61,6 +61,7 @@ class TrainSetup(RunSetup[Prompt]):
             "devices": devices,
             "weight sync": self.route.transport.title,
             "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
+            **({} if recipe.environment is None else {"environment": recipe.environment.name}),
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.examples.usage}),
             **({} if recipe.train_dataset.sampler == "epochs" else {"sampler": recipe.train_dataset.sampler}),

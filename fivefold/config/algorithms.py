@@ -333,10 +333,12 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def deviations(recipe: TrainRecipe) -> list[str]:
-    """Return a text for each key that a recipe sets to another value than its algorithm's."""
+    """Return a text for each key that a recipe sets to another value than its algorithm's, and for a user's code."""
     values = recipe.model_dump()
-    found = []
-    for key, wanted in ALGORITHMS[recipe.algorithm].keys.items():
+    keys = ALGORITHMS[recipe.algorithm].keys
+    own = {f"actor.{name}": getattr(recipe.actor, name) for name in ("loss", "advantage")}
+    found = [f"{key}={value}" for key, value in own.items() if ":" in value and key not in keys]
+    for key, wanted in keys.items():
         value: Any = values
         for part in key.split("."):
             value = value[part] if value is not None else None

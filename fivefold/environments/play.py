@@ -22,21 +22,24 @@ from fivefold.types import Completion, Episode
 
 PAUSE_S = 0.005
 """Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
-SETTLE_S = 0.05
-"""Seconds that the engine waits for coroutines that have begun to wait for something else, such as a tool in a thread,
-since the last one of them came to its next request. The requests of fast tools then share a batch in every run."""
+SETTLE_S = 0.25
+"""Seconds that an embedded engine waits for coroutines that have begun to wait for something else, such as a tool in a
+thread, since the last one of them came to its next request. The requests of fast tools then share a batch in every
+run."""
 
 
 class Player:
     """Plays the episodes of jobs. Only one thread may use it."""
 
-    def __init__(self, engine: RolloutEngine, environment: Environment) -> None:
+    def __init__(self, engine: RolloutEngine, environment: Environment, settle_s: float = SETTLE_S) -> None:
         """Begin without a job.
 
         Args:
             engine: answers the requests of episodes, and no others.
             environment: plays each episode.
+            settle_s: as `SETTLE_S`; 0 for a server, whose batches differ in every run.
         """
+        self._settle_s = settle_s
         self._environment = environment
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
@@ -44,7 +47,7 @@ class Player:
         self._jobs: dict[int, list[_Session]] = {}
         """Sessions of the jobs that are not done, by the job's number."""
         self._slow: set[_Session] = set()
-        """Sessions that wait for something else than the engine, for longer than `SETTLE_S`."""
+        """Sessions that wait for something else than the engine, for longer than `settle_s`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
 
     @property
@@ -113,10 +116,10 @@ class Player:
 
     def _settle(self) -> None:
         """Let coroutines that have just begun to wait for something else come to their next request or their end."""
-        deadline, before = time.monotonic() + SETTLE_S, 0
+        deadline, before = time.monotonic() + self._settle_s, 0
         while waiting := self._waiting_elsewhere() - self._slow:
             if len(waiting) != before:
-                deadline, before = time.monotonic() + SETTLE_S, len(waiting)
+                deadline, before = time.monotonic() + self._settle_s, len(waiting)
             elif time.monotonic() >= deadline:
                 self._slow |= waiting
             self._loop.run_until_complete(asyncio.sleep(PAUSE_S / 10))

@@ -15,7 +15,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.environments.build import build_environment
 from fivefold.environments.environment import Task
-from fivefold.environments.play import Player
+from fivefold.environments.play import SETTLE_S, Player
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
@@ -50,13 +50,14 @@ class RolloutWorker:
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self.engine = build_engine(spec, place, save)
         self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
-        self._player = Player(self.engine, build_environment(spec.environment, self._tokenizer))
+        self._answers_beside = spec.backend in DIALECTS
+        """Whether the engine, a server, continues with a stream between two calls."""
+        environment = build_environment(spec.environment, self._tokenizer)
+        self._player = Player(self.engine, environment, 0.0 if self._answers_beside else SETTLE_S)
         self._jobs: dict[int, Job] = {}
         """Jobs that are not done, by their number."""
         self._told: dict[int, list[GenerationRequest]] = {}
         """Jobs that were lost, as the last report tells, which the driver may not have read before the next call."""
-        self._answers_beside = spec.backend in DIALECTS
-        """Whether the engine, a server, continues with a stream between two calls."""
         self._reported_at: float | None = None
         """When the last report left such a server with requests, if nothing has interrupted it since."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -95,9 +97,19 @@ def _last_logits(
         input_ids=tokens,
         position_ids=positions,
         attention_mask=mask,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{_cache_argument(type(model)): cache},  # type: ignore[arg-type]
     )
     logits: Tensor = output.logits[:, -1]
     return logits
+
+
+@functools.cache
+def _cache_argument(model: type[PreTrainedModel]) -> str:
+    """Return the name under which a model takes its cache.
+
+    Newer releases of transformers call it `cache`, and warn of the older name; once the floor is one of them, there is
+    one name.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -66,6 +66,12 @@ def test_what_a_recipe_writes_takes_precedence_and_is_reported(recipe: Path) -> 
     assert deviations(loaded) == ["actor.eps_clip=0.2 (gspo: 0.0003)"]
 
 
+def test_a_users_own_loss_and_advantage_are_told(recipe: Path) -> None:
+    overrides = ["actor.loss=mine.py:Loss", "actor.advantage=mine:advantage"]
+    loaded = load_recipe(recipe, overrides, TrainRecipe)
+    assert deviations(loaded) == ["actor.loss=mine.py:Loss", "actor.advantage=mine:advantage"]
+
+
 def test_interpolations_see_what_the_algorithm_sets(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGORITHM", "gspo")
     words = ["algorithm=${oc.env:ALGORITHM}", "actor.entropy_coeff=${actor.eps_clip}"]

@@ -1,0 +1,88 @@
+"""Runs whose episodes have several turns: as a game, through a URL, evaluated, and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import ROOT, Fivefold, is_timed
+
+TRAIN = (
+    "train", str(ROOT / "recipes" / "guess-digit.yaml"), "gconfig.n_samples=4", "evaluator.n_samples=4",
+    "evaluator.freq_steps=2", "recover.freq_steps=1", "stats.n_logged_samples=4",
+)  # fmt: skip
+URL = ("environment.game=null", "environment.agent=fivefold.environments.guess_digit:play")
+
+
+def place(run: Path) -> tuple[str, str]:
+    return f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}"
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not is_timed(name)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, fivefold: Fivefold) -> Path:
+    """A run of four steps."""
+    run = tmp_path_factory.mktemp("runs") / "guess-digit" / "game"
+    result = fivefold(*TRAIN, *place(run), "total_train_steps=4")
+    assert result.returncode == 0, result.stderr + result.stdout
+    return run
+
+
+def test_a_run_says_how_its_episodes_were(played: Path) -> None:
+    for row in metrics(played):
+        shares = {name: value for name, value in row.items() if name.startswith("episode/ended/")}
+        assert set(shares) <= {"episode/ended/done", "episode/ended/turns"}
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert 1 <= row["episode/turns/mean"] <= row["episode/turns/max"] == 3
+        assert row["accuracy"] == row["episode/ended/done"] == row["reward/mean"]
+    samples = [json.loads(line) for line in (played / "samples.jsonl").read_text().splitlines()]
+    assert any("⟦<1+2=⟧" in sample["response"] or "⟦>1+2=⟧" in sample["response"] for sample in samples)
+    assert all(sample["n_tokens"] == sample.get("n_turns", 1) for sample in samples), "a turn is one token"
+
+
+@pytest.mark.parametrize("way", ["a URL", "two starts"])
+def test_the_same_episodes_train_the_same_weights(way: str, played: Path, fivefold: Fivefold) -> None:
+    run = played.with_name(way.replace(" ", "-"))
+    options = URL if way == "a URL" else ()
+    for total in (4,) if way == "a URL" else (2, 4):
+        result = fivefold(*TRAIN, *place(run), f"total_train_steps={total}", *options)
+        assert result.returncode == 0, result.stderr + result.stdout
+    [mine, wanted] = [load_file(folder / "weights" / "model.safetensors") for folder in (run, played)]
+    assert all((mine[name] == tensor).all() for name, tensor in wanted.items())
+    own = metrics(run)
+    if way == "a URL":
+        # An agent returns in the end; a game that was not won stops for its turns.
+        own, theirs = (
+            [{k: v for k, v in row.items() if "ended" not in k} for row in each] for each in (own, metrics(played))
+        )
+        assert own == theirs
+    else:
+        assert own == metrics(played)
+
+
+def test_the_weights_play_in_an_evaluation_too(played: Path, fivefold: Fivefold) -> None:
+    recipe, weights = str(ROOT / "recipes" / "guess-digit.yaml"), str(played / "weights")
+    result = fivefold("eval", recipe, "--model", weights, "evaluator.n_samples=4")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["accuracy"] == told["reward"] == json.loads((played / "summary.json").read_text())["accuracy"]
+
+
+def test_a_game_that_fails_ends_the_run_with_its_line(tmp_path: Path, fivefold: Fivefold) -> None:
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n    def reset(self): ...\n    def step(self, move):\n        return self.board[move]\n"
+    )
+    result = fivefold(
+        *TRAIN, *place(tmp_path / "guess-digit" / "broken"), "environment.game=broken.py:Broken", cwd=tmp_path
+    )
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert "return self.board[move]" in said
+    assert "AttributeError: 'Broken' object has no attribute 'board'" in said
