@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from fivefold.config.keys import known_keys, nearest_keys, options_of, section_of
 from fivefold.config.library_names import in_its_place
+from fivefold.config.other_names import meaning_of
 from fivefold.config.schema.fields import NAME, ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.rules import RuleErrors
@@ -81,8 +82,9 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
     others = [f"`{command}`" for other, command in COMMANDS.items() if other is not schema and key in known_keys(other)]
     if others:
         return f"{line}; it belongs to a recipe of {' or '.join(others)}"
-    if (instead := in_its_place(key)) is not None:
-        return f"{line}; {instead}"
+    for instead in (in_its_place(key), meaning_of(key)):
+        if instead is not None:
+            return f"{line}; {instead}"
     nearest = nearest_keys(key, schema)
     return f"{line}; did you mean {' or '.join(nearest)}?" if nearest else line
 

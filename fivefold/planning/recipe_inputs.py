@@ -23,6 +23,7 @@ from fivefold.planning.inputs import Inputs, ModelInputs, RolloutInputs
 from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.rules.recipe import recipe_problems
 from fivefold.rules.unused import unused_keys
+from fivefold.rules.unusual import unusual_values
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 WAITING_BYTES = 13
@@ -75,7 +76,13 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
         snapshot=recipe.recover.snapshot,
-        notes=(*_kind_notes(recipe), *unused_keys(recipe, shape), *_folder_notes(recipe), *_generation_notes(recipe)),
+        notes=(
+            *_kind_notes(recipe),
+            *unused_keys(recipe, shape),
+            *unusual_values(recipe),
+            *_folder_notes(recipe),
+            *_generation_notes(recipe),
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from fivefold.roles.checks import check_tokenizers, check_weight_files
 from fivefold.rollout.tokenizer import fix_date, load_tokenizer
 from fivefold.rules.recipe import check_recipe
 from fivefold.rules.unused import unused_keys
+from fivefold.rules.unusual import unusual_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +62,8 @@ class Groundwork:
         )
 
     def warnings(self, recipe: Recipe) -> dict[str, object]:
-        """Return the banner's entry about unused devices and keys without effect; empty if there is nothing to say."""
-        lines = [*self.placement.warnings(), *unused_keys(recipe, self.shape)]
+        """Return the banner's entry about unused devices, keys without effect and odd values; empty: there are none."""
+        lines = [*self.placement.warnings(), *unused_keys(recipe, self.shape), *unusual_values(recipe)]
         return {"warnings": "\n".join(lines)} if lines else {}
 
 

@@ -72,7 +72,7 @@ def test_the_weights_play_in_an_evaluation_too(played: Path, fivefold: Fivefold)
     result = fivefold("eval", recipe, "--model", weights, "evaluator.n_samples=4")
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
-    assert told["accuracy"] == told["reward"] == json.loads((played / "summary.json").read_text())["accuracy"]
+    assert told["accuracy"] == told["reward"] == json.loads((played / "summary.json").read_text())["accuracy_after"]
 
 
 def test_a_game_that_fails_ends_the_run_with_its_line(tmp_path: Path, fivefold: Fivefold) -> None:

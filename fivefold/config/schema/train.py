@@ -127,12 +127,10 @@ class TrainRecipe(RunConfig):
                 f"{self.environment.name} gives rewards, and none of the recipe's is it: set "
                 "reward.fn=environment, or give one of reward.rewards fn: environment"
             )
-        for key, value, default in (
-            ("actor.advantage", self.actor.advantage, "remax"),
-            ("actor.overlong_tokens", self.actor.overlong_tokens, None),
-        ):
-            if (value == default) == (default == "remax"):
-                yield f"{key}={value} is for single completions, and environment plays several turns: drop it"
+        single = {"actor.advantage=remax": self.actor.advantage == "remax"}
+        single["actor.overlong_reward_penalty=true"] = self.actor.overlong_reward_penalty
+        for key in (key for key, is_set in single.items() if is_set):
+            yield f"{key} is for single completions, and {self.environment.name} plays several turns: drop it"
 
     @rule
     def _held_out(self) -> Iterator[str]:

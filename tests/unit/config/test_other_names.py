@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fivefold.config.keys import known_keys
 from fivefold.config.library_names import _OTHERS
 from fivefold.config.load import load_recipe
+from fivefold.config.other_names import MEANINGS, WITHOUT
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
 KEYS = {
     "actor.megatron.recompute_granularity=full": "set recompute: none, selective or full",
     "actor.megatron.tensor_model_parallel_size=2": "the layout decides it: set backend",
@@ -26,6 +29,13 @@ KEYS = {
     "teacher.mb_spec.max_tokens_per_infer_mb=2": "did you mean teacher.mb_spec.max_tokens_per_mb?",
     "reward.model.mb_spec.max_tokens_per_infer_mb=2": "did you mean reward.model.mb_spec.max_tokens_per_mb?",
     "actor.gradient_accumulation_steps=4": "set ppo_n_minibatches",
+    "rollout.n=4": "did you mean gconfig.n_samples?",
+    "num_generations=4": "did you mean gconfig.n_samples?",
+    "actor.kl_loss_coef=0.1": "did you mean actor.kl_ctl?",
+    "rollout.gpu_memory_utilization=0.5": "did you mean rollout.memory_fraction?",
+    "actor.optimizer.type=muon": "the optimizer is AdamW: drop it",
+    "actor.lora_rank=8": "adapters (LoRA) are not supported",
+    "actor_rollout_ref.model.path=m": "files of verl have it: `fivefold import FILE` converts them",
 }
 
 
@@ -38,4 +48,18 @@ def test_a_key_of_another_place_is_told_what_takes_its_place(override: str, hint
 
 
 def test_no_key_of_a_recipe_has_a_name_that_is_told_to_be_anothers() -> None:
-    assert not {key.rpartition(".")[2] for key in known_keys(TrainRecipe)} & _OTHERS.keys()
+    named = {key.rpartition(".")[2] for key in known_keys(TrainRecipe)}
+    assert not named & (_OTHERS.keys() | MEANINGS.keys() | WITHOUT.keys())
+
+
+def test_what_other_names_mean_are_keys_and_what_an_importer_takes_them_for() -> None:
+    assert set(MEANINGS.values()) <= set(known_keys(TrainRecipe))
+    imported: dict[str, set[str]] = {}
+    for table in (ROOT / "fivefold_import").glob("*/keys.yaml"):
+        for section in yaml.safe_load(table.read_text()).values():
+            for name, row in (section.get("to") or {}).items() if isinstance(section, dict) else ():
+                imported.setdefault(name.rpartition(".")[2], set()).add(row[0])
+    # TRL's beta and epsilon are KL's weight and the clip range; other frameworks' files use the words for other things.
+    both = {name: key for name, key in MEANINGS.items() if name in imported and name not in ("beta", "epsilon")}
+    assert len(both) >= 15
+    assert {name: imported[name] for name, key in both.items() if key not in imported[name]} == {}

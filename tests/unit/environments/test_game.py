@@ -297,7 +297,7 @@ RECIPE = ROOT / "recipes" / "guess-digit.yaml"
         (["environment=null"], r"reward\.fn=environment is what an environment gives"),
         (["reward.fn=math"], r"gives rewards, and none of the recipe's is it: set reward\.fn=environment"),
         (["actor.advantage=remax"], "actor.advantage=remax is for single completions"),
-        (["actor.overlong_tokens=1"], "actor.overlong_tokens=1 is for single completions"),
+        (["actor.overlong_reward_penalty=true"], "actor.overlong_reward_penalty=true is for single completions"),
         (["reward.kwargs.x=1"], "what an environment gives has no keyword arguments"),
     ],
 )
