@@ -24,7 +24,7 @@ KEEPS_ALL = "no sample is dropped: a prompt begins only if it will be young enou
 FIXED_BATCH = "each step samples train_dataset.batch_size prompts"
 NO_CRITIC = "the run has no critic, because its advantages need none"
 NO_STAGES = "a run has one stage"
-NO_AGENTS = "each prompt gets one response: there are no tools, turns or environments"
+NO_AGENTS = "agents, tools and environments are not converted: docs/agents.md says what to write by hand"
 ADAMW = "the optimizer is AdamW"
 
 # Rewards

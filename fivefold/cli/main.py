@@ -19,6 +19,7 @@ from fivefold.cli.evaluate import evaluate
 from fivefold.cli.generate import generate
 from fivefold.cli.import_recipe import import_recipe
 from fivefold.cli.plan import plan
+from fivefold.cli.play import play
 from fivefold.cli.report import list_runs, report, timeline, watch
 from fivefold.cli.training import TRAINING, training_command
 from fivefold.cluster.interrupt import keep_exit_statuses
@@ -59,6 +60,7 @@ for name, text in TRAINING.items():
     app.command(name, help=text, epilog=EXIT_CODES)(training_command(name))
 app.command("eval", epilog=EXIT_CODES)(evaluate)
 app.command("generate", epilog=EXIT_CODES)(generate)
+app.command("play", epilog=EXIT_CODES)(play)
 app.command("plan", epilog=EXIT_CODES)(plan)
 app.command("import", epilog=EXIT_CODES)(import_recipe)
 app.command("convert", epilog=EXIT_CODES)(convert)

@@ -17,7 +17,7 @@ so that they may be many."""
 _OTHER_CODE = (__file__, asyncio.__file__.removesuffix("__init__.py"), inspect.getfile(ThreadPoolExecutor))
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(ValueError):
     """A user's environment raised an error, took too long, or returned something of another form."""
 
     def __init__(self, message: str, *, is_late: bool = False) -> None:

@@ -242,7 +242,7 @@ def test_the_version_is_printed() -> None:
 
 def test_every_command_has_an_example_and_its_exit_codes_in_its_help() -> None:
     listed = invoke("--help").stdout
-    for command in ("train", "sft", "eval", "generate", "plan", "import", "convert", "checkpoints", "doctor"):
+    for command in ("train", "sft", "eval", "generate", "play", "plan", "import", "convert", "checkpoints", "doctor"):
         assert f"\n  {command} " in listed
         text = invoke(command, "--help").stdout
         assert "Example" in text

@@ -1,0 +1,83 @@
+"""Plays episodes of a recipe's environment in this process, and shows them turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.prompts import load_prompts
+from fivefold.environments.build import build_environment, check_environment
+from fivefold.environments.environment import Task
+from fivefold.environments.play import Player
+from fivefold.evaluate import check_lengths
+from fivefold.families.read import load_shape
+from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.tokenizer import decoded, load_tokenizer
+from fivefold.rollout.transformers_engine import TransformersEngine
+from fivefold.types import Episode, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SLICE_S = 0.2
+"""Seconds of the engine between two looks at whether an episode has ended."""
+
+
+def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
+    """Play one episode of each of the first `n` prompts with the embedded engine; yield a text for each episode.
+
+    Args:
+        recipe: the recipe; of its roles, only the model of the rollout is loaded.
+        model: folder, hub name or `package:<name>`; None: the recipe's actor.
+        n: number of prompts.
+
+    Raises:
+        ValueError: the model, the data or the environment cannot be loaded.
+        EnvironmentFailed: the environment failed in an episode.
+    """
+    path = resolve_model_path(model or recipe.actor.path)
+    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    check_environment(recipe.environment, tokenizer)
+    prompts = load_prompts(recipe.train_dataset, tokenizer).prompts[:n]
+    sampling = SamplingParams.for_training(recipe)
+    check_lengths(recipe, load_shape(resolve_model_folder(path)), prompts, sampling)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = TransformersEngine.from_path(
+        path, dtype=recipe.actor.dtype, device=device, max_batch_size=n, tokenizer_path=None, load_weights=True
+    )
+    player = Player(engine, build_environment(recipe.environment, tokenizer))
+    requests = group_requests([prompt.token_ids for prompt in prompts], 1, (recipe.seed, "play"))
+    for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        player.begin(number, [Task(prompt, request, replace(sampling, seeded=True))])
+    while player.n_running:
+        for number, [episode] in player.advance(SLICE_S):
+            yield described(tokenizer, prompts[number], episode)
+
+
+def described(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, episode: Episode) -> str:
+    """Return an episode as a text: how it ended, its rewards, and the turns of each of its sequences."""
+    rewards = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items()) or "none yet"
+    turns = f"{episode.n_turns} turn{'s' * (episode.n_turns != 1)}"
+    lines = [f"prompt {prompt.index + 1}: {episode.finish_reason} after {turns}; rewards: {rewards}"]
+    n = len(episode.trajectories)
+    for number, trajectory in enumerate(episode.trajectories, start=1):
+        counts = f"{len(trajectory.tokens_T)} tokens, {int(trajectory.mask_T.sum())} of them trained"
+        lines.append(f"  sequence {number} of {n}: {counts}")
+        lines += _spans(tokenizer, trajectory)
+    return "\n".join(lines)
+
+
+def _spans(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> Iterator[str]:
+    """Yield a line for each part of a sequence that is trained, or is not."""
+    mask_T = trajectory.mask_T
+    spans = np.split(trajectory.tokens_T, np.flatnonzero(mask_T[1:] != mask_T[:-1]) + 1)
+    for number, (tokens, text) in enumerate(zip(spans, decoded(tokenizer, spans), strict=True)):
+        kind = "model" if number % 2 else ("reads" if number else "prompt")
+        yield f"    {kind:>6} {len(tokens):>5}  {text!r}"
