@@ -129,6 +129,8 @@ def _responses(number: int, lengths: np.ndarray) -> Responses:
         sampled_N=lengths.astype(np.int64) - PROMPT,
         versions_N2=np.full((len(lengths), 2), 3),
         rewards=[{}] * len(lengths),
+        turns=[1] * len(lengths),
+        transcripts=[None] * len(lengths),
         cuts=None,
         busy_s=1.0,
     )

@@ -107,7 +107,10 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the turns of episodes, and the share of each reason why they ended; nothing without an environment."""
+    """Return the turns of episodes and `episode/ended/<reason>`, the share of each reason why they ended.
+
+    Without an environment there are none.
+    """
     reasons = [sample.finish_reason for sample in samples if sample.finish_reason not in ("stop", "length")]
     if not reasons:
         return {}
