@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.environments.environment import Environment
+from fivefold.environments.retried import Retried
 from fivefold.environments.single_turn import SingleTurn
 
 if TYPE_CHECKING:
@@ -20,6 +21,11 @@ def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
     """
     if config is None:
         return SingleTurn()
+    environment = _build(config, tokenizer)
+    return Retried(environment, config.retries) if config.retries else environment
+
+
+def _build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
     if config.agent is not None:
         from fivefold.environments.agents.agent import Agent
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from fivefold.config.schema.fields import Duration, OneLine, Positive, Section
+from fivefold.config.schema.fields import Duration, NonNegative, OneLine, Positive, Section
 from fivefold.config.schema.rules import rule
 
 
@@ -30,6 +30,10 @@ class EnvironmentConfig(Section):
     timeout_s: Duration = 60.0
     """Most seconds of one call of the game, which a longer one ends with the run; or of an agent's whole episode, which
     then stops with `time` and reward 0."""
+
+    retries: NonNegative = 0
+    """Times that an episode is played again whose environment has failed, as for a service that is away for a moment;
+    what fails once more ends the run."""
 
     @rule
     def _one(self) -> Iterator[str]:

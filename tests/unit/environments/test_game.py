@@ -16,10 +16,11 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.environments import game as game_module
-from fivefold.environments.environment import Task
+from fivefold.environments.environment import Environment, Task
 from fivefold.environments.game import Game, load_game
 from fivefold.environments.guess_digit import GuessDigit
 from fivefold.environments.play import Player
+from fivefold.environments.retried import Retried
 from fivefold.environments.transcript import Transcript, transcript_text
 from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -76,7 +77,7 @@ def game(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Game]:
     return build
 
 
-def play(environment: Game, engine: Replies, *tasks: Task) -> list[Episode]:
+def play(environment: Environment, engine: Replies, *tasks: Task) -> list[Episode]:
     player = Player(engine, environment)
     player.begin(0, tasks)
     return played(player)[0]
@@ -266,6 +267,35 @@ def test_answers_in_any_order_give_the_same_requests_in_the_same_order(game: Cal
         seen.append([(request.token_ids, request.seed) for request in engine.seen])
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[0]) == 2 * 1 + 10 * 3
+
+
+def flaky(n_failures: int) -> type:
+    """Return a game that fails in so many of its first moves."""
+    left = [n_failures]
+
+    class Flaky(GuessDigit):
+        def step(self, move: str) -> tuple[str, float, bool]:
+            if left[0]:
+                left[0] -= 1
+                raise ConnectionError("the board is away")
+            return super().step(move)
+
+    return Flaky
+
+
+@pytest.mark.parametrize("n_failures", [0, 2, 3])
+def test_an_episode_whose_game_fails_is_played_again_and_has_only_its_last_attempt(
+    n_failures: int, game: Callable[..., Game], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = Retried(game(flaky(n_failures)), retries=2)
+    if n_failures == 3:
+        with pytest.raises(EnvironmentFailed, match="the board is away"):
+            play(environment, Replies(halving), task("2"))
+        return
+    [episode] = play(environment, Replies(halving), task("2"))
+    assert transcript_text(TOKENIZER, episode) == "5⟦<1+2=⟧2"
+    assert episode.rewards == {"environment": 1.0}
+    assert capsys.readouterr().out.count("The episode is played again") == n_failures
 
 
 @pytest.mark.parametrize(
