@@ -83,6 +83,25 @@ async def complete_text(session: Session, body: Mapping[str, Any]) -> dict[str, 
     return _reply("text_completion", body, turn, choice)
 
 
+async def complete_ids(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer a request to `/inference/v1/generate`, of tokens by tokens with their log-probs.
+
+    Raises:
+        Refused: see `Session.complete`; or the prompt is no list of tokens.
+    """
+    token_ids, n = body.get("token_ids"), len(session.tokenizer)
+    if not isinstance(token_ids, list) or not all(isinstance(token, int) and 0 <= token < n for token in token_ids):
+        raise Refused(f"token_ids={token_ids!r:.80} must be a list of numbers from 0 to {n - 1}")
+    turn = await session.complete_ids(token_ids, body.get("sampling_params") or {})
+    sampled = turn.completion
+    logprobs = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
+    ]
+    choice = {"token_ids": sampled.token_ids.tolist(), "logprobs": {"content": logprobs}}
+    return _reply("generate", body, turn, {**choice, "finish_reason": sampled.finish_reason})
+
+
 def events(reply: Mapping[str, Any]) -> str:
     """Return a finished reply as the events of a stream: all of it at once, and the end."""
     [choice] = reply["choices"]

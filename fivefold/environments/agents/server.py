@@ -18,7 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.environments.agents.chat import Chat, complete_text, events
+from fivefold.environments.agents.chat import Chat, complete_ids, complete_text, events
+from fivefold.environments.agents.messages import answer_messages, message_events
 from fivefold.environments.agents.session import MODEL, Refused, Session
 
 if TYPE_CHECKING:
@@ -88,6 +89,12 @@ class SessionServer:
         async def completions(request: Request) -> Response:
             return await self._answered(request, lambda found, body: complete_text(found.session, body))
 
+        async def messages(request: Request) -> Response:
+            return await self._answered(request, lambda found, body: answer_messages(found.chat, body), message_events)
+
+        async def generate(request: Request) -> Response:
+            return await self._answered(request, lambda found, body: complete_ids(found.session, body))
+
         async def models(request: Request) -> Response:
             self._found(request)
             return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "fivefold"}]})
@@ -95,13 +102,15 @@ class SessionServer:
         async def refused(request: Request, error: Exception) -> Response:
             assert isinstance(error, Refused)
             content = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            return _json({"error": content}, error.status)
+            return _json({"type": "error", "error": content}, error.status)
 
         root = "/s/{secret}/v1"
         return Starlette(
             routes=[
                 Route(f"{root}/chat/completions", chat, methods=["POST"]),
                 Route(f"{root}/completions", completions, methods=["POST"]),
+                Route(f"{root}/messages", messages, methods=["POST"]),
+                Route("/s/{secret}/inference/v1/generate", generate, methods=["POST"]),
                 Route(f"{root}/models", models),
             ],
             exception_handlers={Refused: refused},
@@ -114,16 +123,19 @@ class SessionServer:
         return found
 
     async def _answered(
-        self, request: Request, answer: Callable[[Open, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+        self,
+        request: Request,
+        answer: Callable[[Open, Mapping[str, Any]], Awaitable[dict[str, Any]]],
+        streamed: Callable[[Mapping[str, Any]], str] = events,
     ) -> Response:
-        """Answer a request in the session's loop."""
+        """Answer a request in the session's loop; `streamed` writes the answer as events."""
         found, body = self._found(request), await _body(request)
         work = asyncio.run_coroutine_threadsafe(_awaited(answer(found, body)), found.loop)
         reply = await asyncio.wrap_future(work)
         if body.get("stream"):
             from starlette.responses import Response
 
-            return Response(events(reply), media_type="text/event-stream")
+            return Response(streamed(reply), media_type="text/event-stream")
         return _json(reply)
 
 

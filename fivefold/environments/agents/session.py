@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +51,8 @@ class Session:
         self._config = config
         self.tokenizer = tokenizer
         self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
-        self._answers: dict[str, asyncio.Task[Turn]] = {}
-        """The turn of each text that was asked for: who asks again, as after a lost connection, gets the same one."""
+        self._answers: dict[str | tuple[int, ...], asyncio.Task[Turn]] = {}
+        """The turn of each prompt that was asked for: who asks again, as after a lost connection, gets the same one."""
         self.ended_by: StopReason | None = None
         """The limit that the episode has reached; None: none."""
 
@@ -62,16 +62,24 @@ class Session:
         Raises:
             Refused: a limit of the episode is reached, or the request asks for what cannot be trained on.
         """
+        return await self._turn(text, body, lambda: self.tree.continued(text, has_special_tokens=has_special_tokens))
+
+    async def complete_ids(self, token_ids: Sequence[int], body: Mapping[str, Any]) -> Turn:
+        """Return the turn after tokens. Raises as `complete`."""
+        return await self._turn(tuple(token_ids), body, lambda: self.tree.continued_ids(token_ids))
+
+    async def _turn(
+        self, key: str | tuple[int, ...], body: Mapping[str, Any], continued: Callable[[], Continuation]
+    ) -> Turn:
         sampling = self._sampling(body)
-        if text not in self._answers:
+        if key not in self._answers:
             if len(self._answers) >= self._config.max_turns:
                 self.ended_by = "turns"
                 raise Refused(
                     f"the episode has had its environment.max_turns={self._config.max_turns}", "max_turns_reached"
                 )
-            asked = self.tree.continued(text, has_special_tokens=has_special_tokens)
-            self._answers[text] = asyncio.ensure_future(self._sample(asked, sampling))
-        return await asyncio.shield(self._answers[text])
+            self._answers[key] = asyncio.ensure_future(self._sample(continued(), sampling))
+        return await asyncio.shield(self._answers[key])
 
     def close(self) -> None:
         """Let go of what has not been answered."""

@@ -97,6 +97,14 @@ class Tree:
             return Continuation(text, None, (*self._prompt_ids, *self._encoded(text[len(self._prompt) :])))
         return Continuation(text, None, self._encoded(text, add_special_tokens=not has_special_tokens))
 
+    def continued_ids(self, token_ids: Sequence[int]) -> Continuation:
+        """Return tokens as the longest turn that they continue, and what comes after it."""
+        asked = list(token_ids)
+        turns = [turn for turn in self.turns if asked[: len(turn.token_ids)] == turn.token_ids]
+        before = max(turns, key=lambda turn: len(turn.token_ids), default=None)
+        given = asked[len(before.token_ids) if before else 0 :]
+        return Continuation(str(self._tokenizer.decode(asked)), before, tuple(given))
+
     def add(self, asked: Continuation, completion: Completion) -> Turn:
         """Add what was sampled after `asked`."""
         sampled = completion.token_ids.tolist()
