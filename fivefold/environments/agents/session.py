@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 """Name under which the model is served."""
-_OWN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-"""How an agent may ask to sample, where the recipe does: the log-probs that are trained on are of that distribution."""
+_OF_RECIPE = ("temperature", "top_p", "top_k")
+"""What the recipe decides: the log-probs that are trained on belong to its distribution."""
 _REFUSED = ("logit_bias", "seed", "stop", "best_of", "echo", "suffix", "prompt_logprobs", "frequency_penalty")
 
 
@@ -111,9 +111,9 @@ class Session:
             raise Refused(
                 f"n={body['n']!r} is not supported: ask n times for one completion, or raise gconfig.n_samples"
             )
-        for name in _OWN:
+        for name in _OF_RECIPE if not own.greedy else ():  # a greedy evaluation draws nothing
             asked, given = body.get(name), getattr(own, name)
-            if asked is not None and asked not in (given, _OWN[name] if own.greedy else given):
+            if asked not in (None, given):
                 raise Refused(
                     f"{name}={asked!r} differs from gconfig.{name}={given!r}, which training needs: leave it out"
                 )
