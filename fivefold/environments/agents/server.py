@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.environments.agents.chat import Chat, complete_ids, complete_text, events
 from fivefold.environments.agents.messages import answer_messages, message_events
+from fivefold.environments.agents.responses import answer_response, response_events
 from fivefold.environments.agents.session import MODEL, Refused, Session
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class SessionServer:
         async def messages(request: Request) -> Response:
             return await self._answered(request, lambda found, body: answer_messages(found.chat, body), message_events)
 
+        async def responses(request: Request) -> Response:
+            return await self._answered(request, lambda found, body: answer_response(found.chat, body), response_events)
+
         async def generate(request: Request) -> Response:
             return await self._answered(request, lambda found, body: complete_ids(found.session, body))
 
@@ -110,6 +114,7 @@ class SessionServer:
                 Route(f"{root}/chat/completions", chat, methods=["POST"]),
                 Route(f"{root}/completions", completions, methods=["POST"]),
                 Route(f"{root}/messages", messages, methods=["POST"]),
+                Route(f"{root}/responses", responses, methods=["POST"]),
                 Route("/s/{secret}/inference/v1/generate", generate, methods=["POST"]),
                 Route(f"{root}/models", models),
             ],
