@@ -18,7 +18,8 @@ class EnvironmentConfig(Section):
     move."""
     tools: OneLine | list[OneLine] | None = None
     """What the model may call in a chat: a class, as `module:Class` or `file.py:Class`, whose public methods are tools,
-    with `reset` and `reward`; or a list of functions, whose episodes `reward` judges."""
+    with `reset` and `reward`; or a list of functions, whose episodes `reward` judges. In the list, `python` runs
+    programs of the model in a sandbox."""
     agent: OneLine | None = None
     """Function of an agent, as `module:function` or `file.py:function`: it asks the model at an OpenAI-compatible
     `base_url`, and returns the reward."""
@@ -41,6 +42,12 @@ class EnvironmentConfig(Section):
             yield f"set one of game, tools and agent, and not {' and '.join(self._given) or 'none of them'}"
         if self.tools == []:
             yield "tools=[] has no tool: name functions, or leave the section out"
+        names = self.tools if isinstance(self.tools, list) else [*self._given.values()]
+        for name in names:
+            if isinstance(name, str) and not all(name.rpartition(":")) and name != "python":
+                yield f"{name!r} must have the form module:name or file.py:name"
+        if self.tools == "python":
+            yield "tools=python is one of a list of functions: write tools=[python]"
 
     @property
     def _given(self) -> dict[str, Any]:

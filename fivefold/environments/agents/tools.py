@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.user_code import load_user_object
 from fivefold.environments.agents.chat import Chat
+from fivefold.environments.agents.python_tool import check_python, python
 from fivefold.environments.agents.session import Refused, Session
 from fivefold.environments.environment import Client, Task
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, load_class, row_arguments
@@ -40,7 +41,9 @@ def load_tools(tools: str | Sequence[str]) -> type[Any] | list[Callable[..., Any
         found = load_class(KEY, tools, {"reset": (), "reward": ()})
         schemas_of(tools, _methods(found))
         return found
-    functions = [load_user_object(KEY, name) for name in tools]
+    if "python" in tools:
+        check_python()
+    functions = [python if name == "python" else load_user_object(KEY, name) for name in tools]
     for name, function in zip(tools, functions, strict=True):
         if not inspect.isroutine(function):
             raise ValueError(f"{KEY}={name!r} is a {type(function).__name__}: name a function, or one class alone")

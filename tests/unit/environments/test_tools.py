@@ -14,6 +14,7 @@ from fivefold.environments.agents import tools as tools_module
 from fivefold.environments.agents.tools import Tools, check_template, load_tools
 from fivefold.environments.play import Player
 from fivefold.environments.user_code import EnvironmentFailed
+from fivefold.rewards.sandbox.runner import missing
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Episode
 from tests.unit.environments.test_agents import CHATML, TEMPLATE, Policy, task, texts, tokenizer_of, trained
@@ -124,6 +125,27 @@ def test_functions_are_tools_without_rewards(run: Callable[..., Episode]) -> Non
     assert episode.rewards == {}
 
 
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("x = 6 * 7\nprint('x is', x)", "x is 42"),
+        ("def f(n):\n    return n * f(n - 1) if n else 1\nprint(f(20))", "2432902008176640000"),
+        ("print(1)\n1 / 0", '1\nTraceback (most recent call last):\n  File "<program>", line 2, in <module>'),
+        ("import sys\nsys.exit(3)", "The program has printed nothing."),
+        ("print('x' * 5000)", "and 1,001 characters more"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "Error"),
+        ("open('/etc/passwd').read()", "PermissionError"),
+    ],
+)
+@pytest.mark.skipif(bool(missing()), reason="the kernel has no sandbox")
+def test_programs_of_the_model_run_in_a_sandbox(run: Callable[..., Episode], code: str, answer: str) -> None:
+    functions = load_tools(["python"])
+    episode = run(functions, call("python", code=code), "So.", tools=["python"], max_length=9000)
+    [result] = [part for part in texts(episode)[0].split("<|im_start|>") if part.startswith("tool\n")]
+    assert answer in result
+    assert episode.rewards == {}
+
+
 class Greedy(Lamp):
     """A lamp with a reward of another form."""
 
@@ -165,5 +187,9 @@ def test_one_key_says_what_plays() -> None:
         EnvironmentConfig(game="a:B", tools=["c:d"])
     with pytest.raises(ValueError, match="not none of them"):
         EnvironmentConfig(max_turns=3)
+    with pytest.raises(ValueError, match=r"'pythn' must have the form module:name or file\.py:name"):
+        EnvironmentConfig(tools=["pythn"])
+    with pytest.raises(ValueError, match=r"write tools=\[python\]"):
+        EnvironmentConfig(tools="python")
     located = EnvironmentConfig(tools=["c.py:d", "e:f"]).located(Path("/runs"))
     assert located.tools == ["/runs/c.py:d", "e:f"]
