@@ -39,7 +39,7 @@ async def answer_messages(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _as_chat(message: Any) -> Iterator[Message]:
-    """Yield a message as messages of a chat: results of tools are messages of their own there."""
+    """Yield a message as messages of a chat: results of tools are separate messages there."""
     if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
         raise Refused(f"a message must have the role user or assistant: {message!r:.200}")
     content = message.get("content")
