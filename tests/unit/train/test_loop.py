@@ -153,8 +153,13 @@ class FixedActor(Actor):
         return UpdateResult(metrics, skipped, non_finite=("layers.0",))
 
 
-def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the metrics and the samples that a run of two steps has written when an error ends it."""
+def loop(
+    root: Path, actor: FixedActor, rollout: FixedRollout, **resumed: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the metrics and the samples that a run of two steps has written when an error ends it.
+
+    `resumed` are fields of its state before the first step that a new run has otherwise.
+    """
     overrides = [
         f"cluster.fileroot={root}", "total_train_steps=2", "train_dataset.limit=64", "valid_dataset.limit=4",
         "actor.ppo_n_minibatches=4", "evaluator.freq_steps=1", "recover.mode=disabled",
@@ -164,8 +169,9 @@ def loop(root: Path, actor: FixedActor, rollout: FixedRollout) -> tuple[list[dic
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(TRAIN_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
+    roles = Roles(actor, rollout=rollout, sync=FixedSync(rollout))
     with pytest.raises((RunFailed, OSError)), folder:
-        train.run_loop(setup, Roles(actor, rollout=rollout, sync=FixedSync(rollout)), run, state, began=0.0)
+        train.run_loop(setup, roles, run, replace(state, **resumed), began=0.0)
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )
@@ -176,6 +182,20 @@ def test_metrics_and_samples_of_a_step_are_written_even_if_its_updates_are_not_f
     assert [(row["step"], row["skipped_updates"]) for row in metrics] == [(1, MOST_SKIPPED)]
     assert "response_length/mean" in metrics[0]
     assert {sample["step"] for sample in samples} == {1}
+
+
+@pytest.mark.parametrize("before", range(MOST_SKIPPED))
+def test_updates_that_were_skipped_before_an_interruption_count_after_it(before: int, tmp_path: Path) -> None:
+    rollout = FixedRollout(FixedWorker(9))
+    metrics, _ = loop(tmp_path, FixedActor(math.nan), rollout, skips_in_a_row=before)
+    assert [row["skipped_updates"] for row in metrics] == [MOST_SKIPPED - before]
+
+
+def test_the_rollout_gets_the_weights_of_every_step(tmp_path: Path) -> None:
+    # It answers before training, in two steps and in the evaluation between them.
+    worker = FixedWorker(4)
+    loop(tmp_path, FixedActor(1.0), FixedRollout(worker))
+    assert worker.taken == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
