@@ -10,10 +10,11 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter, Signature
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -194,17 +195,31 @@ def _signature(arguments: ast.arguments) -> Signature:
         *((argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
         *((argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
     ]
-    n_required = len(positional) - len(arguments.defaults)
+    without = [None] * (len(positional) - len(arguments.defaults))
     parameters = [
-        Parameter(name, kind, default=Parameter.empty if index < n_required else None)
-        for index, (name, kind) in enumerate(positional)
+        Parameter(name, kind, default=_default(default))
+        for (name, kind), default in zip(positional, [*without, *arguments.defaults], strict=True)
     ]
     if arguments.vararg is not None:
         parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
     parameters += [
-        Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=_default(default))
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg is not None:
         parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
     return Signature(parameters)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A default value, which a signature shows as the source writes it."""
+
+    source: str
+
+    def __repr__(self) -> str:
+        return self.source
+
+
+def _default(value: ast.expr | None) -> Any:
+    return Parameter.empty if value is None else _Written(ast.unparse(value))

@@ -13,6 +13,8 @@ from fivefold.config.user_code import load_user_object
 OF_VERL = "solution_str"
 """Argument by which a function that was written for verl is recognised: its arguments are given by their names there,
 and it may return a mapping whose `score` is the reward."""
+OF_TRL = "completions"
+"""Argument by which a function that was written for TRL is recognised; only an error mentions it."""
 _NO_NUMBER: Mapping[str, Callable[[object], bool]] = {
     "a generator function": inspect.isgeneratorfunction,
     "an asynchronous generator function": inspect.isasyncgenfunction,
@@ -121,6 +123,9 @@ def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any
         arguments = ", ".join(
             [*(() if is_of_verl else ("response", "ground_truth")), *(f"{name}=" for name in by_name)]
         )
+        hint = ""
+        if OF_TRL in signature.parameters:
+            hint = ". TRL's functions judge lists of completions: this one gets one response, and returns one number"
         raise ValueError(
-            f"reward.fn={name!r} has the signature {signature}, but it is called as fn({arguments}): {error}"
+            f"reward.fn={name!r} has the signature {signature}, but it is called as fn({arguments}): {error}{hint}"
         ) from error

@@ -31,6 +31,9 @@ def with_default(response, truth, /, data_source="", extra_info=None, *rest, tar
 def one_argument(response):
     return 1.0
 
+def with_defaults(response, reference="none", *, scale=(1, 2)):
+    return 1.0
+
 if True:
     def conditional({ARGUMENTS}):
         return 1.0
@@ -81,6 +84,7 @@ typed: object = plain
         ("plain_module:plain", {"target": 1}, "has the signature (response, ground_truth, *, data_source, extra_info)"),
         ("plain_module:plain", {"data_source": 1}, "reward.kwargs has ['data_source'], which each row"),
         ("plain_module:one_argument", {}, "has the signature (response), but it is called as"),
+        ("plain_module:with_defaults", {}, "has the signature (response, reference='none', *, scale=(1, 2)), but"),
         ("no_such_module:plain", {}, "there is no module 'no_such_module', installed or in"),
         ("package.other:plain", {}, "there is no module 'package.other', installed or in"),
         ("plain_module.inner:plain", {}, "there is no module 'plain_module.inner'"),

@@ -45,6 +45,7 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
     return {"score": float(solution_str == ground_truth) + bonus, "acc": data_source}
 async def of_verl_later(data_source, solution_str, ground_truth, extra_info=None, **_): return {"score": 0.5}
 def other_order(data_source, solution_str): return 0.0
+def of_trl(completions, prompts=None, **kwargs): return [0.0] * len(completions)
 def too_many(response, ground_truth, reference, *, data_source, extra_info): return 0.0
 def generator(response, ground_truth, **_): yield 1.0
 async def async_generator(response, ground_truth, **_): yield 1.0
@@ -117,6 +118,7 @@ def test_a_function_of_a_file_is_named_by_its_path(write_module: Write, tmp_path
         ("my_rewards:flag", {"data_source": "a"}, r"reward.kwargs has \['data_source'\], which each row"),
         ("my_rewards:flag", {"response": "a"}, r"signature \(response, ground_truth, \*\*_\).*multiple values .*'resp"),
         ("my_rewards:other_order", {}, r"has the signature \(data_source, solution_str\)"),
+        ("my_rewards:of_trl", {"prompts": 1}, "TRL's functions judge lists of completions: this one gets one response"),
         (
             "my_rewards:too_many",
             {},
