@@ -39,8 +39,8 @@ SAMPLE_INDENT = "    "
 CUT = " ... "
 SILENCE_S = 60.0
 """Seconds without a line after which the status is printed as a line, if there is no status line."""
-BEST_OF = ("eval/accuracy", "accuracy", "reward/mean")
-"""Metrics that choose the best step, larger is better: the first that several steps have."""
+BEST_OF = {"eval/accuracy": "held-out accuracy", "accuracy": "training accuracy", "reward/mean": "training reward"}
+"""Metrics that choose the best step, larger is better: the first that several steps have; and what a person reads."""
 
 
 class RunConsole:
@@ -134,7 +134,7 @@ class RunConsole:
         best: dict[str, object] = {}
         if (name := self._best_metric) is not None:
             value, step = self._best[name]
-            best = {"best step": f"{step}, {name} {value:.3f}"}
+            best = {"best step": f"{step}, {BEST_OF[name]} {value:.3f}"}
         self._box(title, {**best, **facts}, style="green")
 
     def _remember_best(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -147,7 +147,7 @@ class RunConsole:
                     self._best[name] = value, step
         if (shown := self._best_metric) is not None:
             value, best = self._best[shown]
-            self._status.best = f"best {shown} {value:.3f} at step {best}"
+            self._status.best = f"best {BEST_OF[shown]} {value:.3f} at step {best}"
 
     @property
     def _best_metric(self) -> str | None:

@@ -1,6 +1,6 @@
 """The live line below a run's table: what the run is doing, for how long, and how much is left.
 
-* step 3/50   evaluation 53%   4.1 s, about 4 s left   elapsed 0:28   about 9:24 left   best accuracy 0.800 at step 2
+* step 3/50   evaluation 53%   4.1 s, about 4 s left   elapsed 0:28   about 9:24 left   best training accuracy 0.8
 * setup, actor loading weights 12%   8.0 s, about 59 s left
 * setup, rollout starting the server   41.0 s, about 54 s left
 """

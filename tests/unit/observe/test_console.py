@@ -315,7 +315,7 @@ def test_the_best_step_may_be_one_before_the_run_was_interrupted() -> None:
     console.start(n_steps=4, done=2, earlier=[{"step": 1, "accuracy": 0.75}, {"step": 2, "accuracy": 0.25}])
     console.step(3, METRICS, SECONDS)
     console.end("done", {})
-    assert "best step  1, accuracy 0.750" in out.getvalue()
+    assert "best step  1, training accuracy 0.750" in out.getvalue()
 
 
 def test_of_a_metric_that_one_step_has_there_is_no_best() -> None:
@@ -325,7 +325,7 @@ def test_of_a_metric_that_one_step_has_there_is_no_best() -> None:
     console.step(1, METRICS | {"accuracy": 0.75}, SECONDS)
     console.step(2, METRICS | {"accuracy": 0.25, "eval/accuracy": 0.0}, SECONDS)
     console.end("done", {})
-    assert "best step  1, accuracy 0.750" in out.getvalue()
+    assert "best step  1, training accuracy 0.750" in out.getvalue()
 
 
 def test_an_accuracy_that_is_always_0_names_no_best_step() -> None:
@@ -335,4 +335,4 @@ def test_an_accuracy_that_is_always_0_names_no_best_step() -> None:
     for step, reward in ((1, -0.2), (2, 0.4)):
         console.step(step, METRICS | {"accuracy": 0.0, "reward/mean": reward}, SECONDS)
     console.end("done", {})
-    assert "best step  2, reward/mean 0.400" in out.getvalue()
+    assert "best step  2, training reward 0.400" in out.getvalue()

@@ -100,7 +100,7 @@ def test_the_table_has_fewer_columns_on_a_narrow_screen_and_no_cut_ones(width: i
     console = Console(file=out, width=width, force_terminal=terminal, highlight=False)
     show(RunConsole(TRAIN_COLUMNS, timers, console), timers)
     assert "…" not in out.getvalue()
-    assert "2, accuracy 0.875" in out.getvalue()
+    assert "2, training accuracy 0.875" in out.getvalue()
     if not terminal:
         assert max(map(len, out.getvalue().splitlines())) <= width
 
