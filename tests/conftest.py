@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,3 +19,15 @@ gc.disable()
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_code_of_other_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget modules that a test wrote and imported: the next test may write another one of the same name."""
+    written = str(tmp_path_factory.getbasetemp())
+    yield
+    if any(folder.startswith(written) for folder in sys.path):
+        sys.path[:] = [folder for folder in sys.path if not folder.startswith(written)]
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "")).startswith(written):
+                del sys.modules[name]

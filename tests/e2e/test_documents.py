@@ -11,9 +11,7 @@ import pickle
 import re
 import runpy
 import shutil
-import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +148,14 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
 
 
 @pytest.fixture
-def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the page's two modules, and the recipes."""
     first, second = blocks(DOCS / "rewards.md", "python")
     (tmp_path / "my_rewards.py").write_text(first)
     (tmp_path / "my_judges.py").write_text(second)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
-    yield tmp_path
-    for name in ("my_rewards", "my_judges"):  # other tests have modules of these names
-        sys.modules.pop(name, None)
+    return tmp_path
 
 
 def judged(reward: NamedReward, *responses: str) -> list[float]:
@@ -308,7 +303,6 @@ def methods_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainReci
     """The recipe of the page's command, with the page's module in the working folder."""
     (tmp_path / "my_methods.py").write_text(blocks(DOCS / "extending.md", "python")[1])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
     return shown_recipe("actor.loss")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,6 @@ number = 3
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
 def actor(**keys: Any) -> ActorConfig:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def begin_limits_at(begun: threading.Event, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Change to an empty working folder. Returns a function that writes a file into it, by name and content."""
 
     def write(name: str, code: str) -> Path:
@@ -48,10 +47,4 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
         return file
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
-    before = set(sys.modules)
-    yield write
-    # The next test may import another module of the same name.
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
+    return write
