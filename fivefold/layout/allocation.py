@@ -37,7 +37,7 @@ class RoleAllocation:
             raise RuleError(f"unknown backend `{self.backend}`", f"use one of {', '.join(BACKENDS)}")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise RuleError(
-                f"`{self.name}` is not a name", "start with a letter; go on with letters, digits, `_` and `-`"
+                f"`{self.name}` is not a name", "start with a letter; continue with letters, digits, `_` and `-`"
             )
         self._check_degrees()
         if self.vpp > 1 and self.pp == 1:
@@ -67,7 +67,7 @@ class RoleAllocation:
             raise RuleError(f"t{self.etp}: a degree is at least 1", "write t1, or leave it out", letter="t", part="ffn")
         if self.etp > 1 and not BACKENDS[self.backend].folds_experts:
             raise RuleError(
-                f"{self.backend} has no layout of its own for experts",
+                f"{self.backend} has no separate layout for experts",
                 "use megatron, or drop it",
                 letter="t",
                 part="ffn",
@@ -204,7 +204,7 @@ class Allocation:
                     role=index,
                 )
             if role.role in seen:
-                fix = "give each role a name of its own" if role.name else f"name it: {role.backend}[NAME]:..."
+                fix = "give each role its own name" if role.name else f"name it: {role.backend}[NAME]:..."
                 raise RuleError(f"two roles are both `{role.role}`", fix, role=index)
             seen.add(role.role)
 
@@ -215,7 +215,7 @@ class Allocation:
                 listed = ", ".join(f"{role.role} {size}" for size, role in sizes.items())
                 raise RuleError(
                     f"roles share the same devices (`|`, colocate=true), but their sizes differ: {listed}",
-                    "make them equal (`d*` fits a role to the others), or give them devices of their own (`+`, "
+                    "make them equal (`d*` fits a role to the others), or give them separate devices (`+`, "
                     "colocate=false)",
                     role=self.roles.index(list(sizes.values())[1]),
                 )

@@ -3,7 +3,7 @@
     sglang:d4t4+megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)        16 devices generate, 16 train
     vllm[rollout]:d*|megatron[actor]:d4t2                    both on the same 8 devices, in turn
 
-    allocation := group ("+" group)*         "+": devices of their own
+    allocation := group ("+" group)*         "+": separate devices
     group      := role ("|" role)*           "|": the same devices, in turn; binds tighter
     role       := backend ["[" name "]"] ":" (degrees | hybrid)
     hybrid     := "(" "attn" ":" degrees "|" "ffn" ":" degrees ")"
@@ -111,7 +111,7 @@ class AllocationParser:
         if self._peek() in ("+", "|"):
             self._fail(
                 "this string lays out one role, so it has no `+` or `|`",
-                "give each role a `backend` of its own, or set `allocation_mode`",
+                "give each role its own `backend`, or set `allocation_mode`",
             )
         self._expect_end()
         if role.name is not None:
@@ -156,7 +156,9 @@ class AllocationParser:
         name = self._word()
         if not name:
             self._fail(
-                "a role's name is expected here", "start with a letter; go on with letters, digits, `_` and `-`", start
+                "a role's name is expected here",
+                "start with a letter; continue with letters, digits, `_` and `-`",
+                start,
             )
         if not self._take("]"):
             self._fail("the `[` of the name is not closed", "add `]` after the name")

@@ -108,7 +108,7 @@ class ChatClient:
 def _read(reply: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
     """Return the body of a reply.
 
-    The pool's own limit is that of one read, and services send white space to keep a connection open.
+    The pool's own limit is for one read, and services send white space to keep a connection open.
 
     Raises:
         urllib3.exceptions.TimeoutError: the body is not whole at `deadline`, a time on `time.monotonic`.

@@ -24,7 +24,7 @@ LEAST_MEMORY_MB = 64
 
 @dataclass(frozen=True)
 class CodeReward:
-    """Runs each test in a process of its own; 1 if all pass."""
+    """Runs each test in a separate process; 1 if all pass."""
 
     timeout_s: float = 10.0
     """Seconds of wall-clock time of each test, the start of the interpreter included."""
@@ -58,7 +58,7 @@ class CodeReward:
 
     @property
     def n_at_once(self) -> int:
-        """Number of responses that can be judged at the same time, each from a thread of its own."""
+        """Number of responses that can be judged at the same time, each from a separate thread."""
         return self.concurrency or os.cpu_count() or 1
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:

@@ -69,7 +69,7 @@ class ValueTest:
 class AssertTest:
     """Python texts run after the program, in its process, and none of them raises an exception.
 
-    That all have run is told by a secret, so that neither printing nor exiting early passes.
+    A secret shows that all have run, so that neither printing nor exiting early passes.
     """
 
     texts: list[str]

@@ -1,7 +1,7 @@
 """The event loop in which coroutine functions judge responses.
 
 the main thread    judge_together ──> runs the loop itself: some functions need that thread, as for signals
-several threads    judge_together ──> the loop, which runs in a thread `beside` them; each call ends with its responses
+several threads    judge_together ──> the loop, which runs in a separate thread; each call ends with its responses
 
 A process has one loop, because clients of services, which a module often keeps in a variable, can be used in one only.
 """
@@ -31,7 +31,7 @@ CLEAN_UP_S = 1.0
 """Seconds that a coroutine has to end when its time is over. Then it is taken to block the loop."""
 
 _RUNS = threading.Lock()
-"""Held while the loop runs, by the thread that runs it or has it run beside: an evaluation may need it too."""
+"""Held while the loop runs, by the thread that runs it or lets it run in another: an evaluation may need it too."""
 
 
 def judge_together(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -40,7 +40,7 @@ def judge_together(reward: NamedReward, prompts: Sequence[Prompt], responses: Se
     Args:
         reward: the reward.
         prompts: the prompt of each response.
-        responses: the completions, of which there is at least one.
+        responses: the completions, at least one.
 
     Raises:
         ValueError: an error of the function, a value that is no finite number, or a response that was judged for longer
@@ -100,7 +100,7 @@ class _Loop:
 
     @property
     def is_beside(self) -> bool:
-        """Whether the loop runs in a thread of its own."""
+        """Whether the loop runs in a separate thread."""
         return self._thread is not None
 
     def judge_here(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -142,7 +142,7 @@ class _Loop:
         return min(list(self._in_work), key=_InWork.left_s, default=None)
 
     def start(self) -> None:
-        """Run the loop in a thread of its own."""
+        """Run the loop in a separate thread."""
         self._thread = threading.Thread(target=self._run, name="coroutines", daemon=True)
         self._thread.start()
 
@@ -216,7 +216,7 @@ class _Loop:
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that go on, each once: a second time would interrupt what they do to end."""
+    """Cancel the running tasks, each once: a second time would interrupt what they do to end."""
     for task in tasks:
         if not task.done() and not task.cancelling():
             task.cancel()

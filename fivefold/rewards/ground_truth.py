@@ -8,7 +8,7 @@ from typing import Any
 
 
 def accepted_answers(ground_truth: Any) -> Sequence[Any]:
-    """Return the right answers: the items of a list or a tuple, any of which is right, or the ground truth alone."""
+    """Return the right answers: the items of a list or a tuple, each of them right, or the ground truth alone."""
     return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
 
 

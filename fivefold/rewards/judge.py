@@ -31,7 +31,7 @@ Does the answer agree with the reference? Explain in one sentence. Then end with
 
 
 class Question(Protocol):
-    """What the judge is told of a prompt. A prompt itself needs torch, which a plan does without."""
+    """What the judge sees of a prompt. A prompt itself needs torch, which a plan does without."""
 
     @property
     def text(self) -> str:
@@ -51,7 +51,7 @@ class Judge:
     model: str
     """Name of the model, as the service knows it."""
     template: str = TEMPLATE
-    """What is asked: `{prompt}`, `{response}` and `{ground_truth}` stand for those of the sample."""
+    """What is asked: `{prompt}`, `{response}` and `{ground_truth}` stand for the sample's."""
     temperature: float = 0.0
     max_tokens: int = 512
     """Most tokens of the model's answer."""
@@ -100,7 +100,7 @@ class Judge:
 
     @property
     def n_at_once(self) -> int:
-        """Number of responses that can be judged at the same time, each from a thread of its own."""
+        """Number of responses that can be judged at the same time, each from a separate thread."""
         return self.concurrency
 
     def check_machine(self) -> None:
@@ -125,7 +125,7 @@ class Judge:
             ValueError: the service gave no score and `on_failure` is None, or it refuses every request.
         """
         values = {"prompt": prompt.text, "response": response, "ground_truth": str(prompt.ground_truth)}
-        # In one pass, so that a response cannot bring fields of its own.
+        # In one pass, so that a response cannot bring further fields.
         question = re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], self.template)
         body = {
             "model": self.model,

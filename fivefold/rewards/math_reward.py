@@ -54,7 +54,7 @@ class MathReward:
 
     @property
     def n_at_once(self) -> int:
-        """Number of answers that can be judged at the same time, each from a thread of its own."""
+        """Number of answers that can be judged at the same time, each from a separate thread."""
         return n_processes()
 
     def check_machine(self) -> None:
@@ -143,7 +143,7 @@ class VerifierProcess:
 
 
 class VerifierPool:
-    """Several `VerifierProcess`es, each of which works for one thread at a time."""
+    """Several `VerifierProcess`es; each works for one thread at a time."""
 
     def __init__(self, n: int) -> None:
         self._verifiers = [VerifierProcess() for _ in range(n)]
@@ -181,7 +181,7 @@ def _start() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        # In a session of its own, Ctrl-C does not reach the worker, which ends with its pipe.
+        # In a separate session, Ctrl-C does not reach the worker, which ends with its pipe.
         start_new_session=True,
     )
 

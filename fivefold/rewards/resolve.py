@@ -12,7 +12,7 @@ from fivefold.rewards.user_function import load_user_reward
 
 
 def resolve_rewards(config: RewardConfig, timeout_s: float | None = None) -> RewardSet:
-    """Return the rewards that a recipe names: the one of `fn`, or those of `rewards`.
+    """Return the rewards that a recipe names: the one of `fn`, or all in `rewards`.
 
     Args:
         config: the recipe's `reward` section.

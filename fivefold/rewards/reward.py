@@ -55,7 +55,7 @@ class BuiltIn(Protocol):
 
     @property
     def n_at_once(self) -> int:
-        """Number of responses that can be judged at the same time, each from a thread of its own."""
+        """Number of responses that can be judged at the same time, each from a separate thread."""
 
     def check_machine(self) -> None:
         """Refuse a machine that lacks what the reward needs.
@@ -74,7 +74,7 @@ class BuiltIn(Protocol):
 
 @dataclass(frozen=True)
 class ScoredByModel:
-    """The reward is the score of the recipe's reward model, which reads tokens and has processes of its own."""
+    """The reward is the score of the recipe's reward model, which reads tokens and has separate processes."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class NamedReward:
     n_threads: int = 1
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
-    """Whether the reward is a coroutine function, of which `judge_coroutine` awaits the result."""
+    """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
     """Held by each call of `judge` that `compute_rewards` makes, whichever thread asks: `n_threads` at one time."""
 
@@ -139,7 +139,7 @@ class NamedReward:
         where = "".join(f", and was {note}" for note in notes)
         return ValueError(
             f"the reward function {self.name!r} took longer than scheduler.timeout_s={self.timeout_s:g} s for "
-            f"{what}{where}. Give it a limit of its own, or raise scheduler.timeout_s"
+            f"{what}{where}. Give it a shorter limit, or raise scheduler.timeout_s"
         )
 
     def _call(self, prompt: Prompt, response: str) -> object:

@@ -51,7 +51,7 @@ class RewardSet:
     """Name of the reward by which a completion counts as right, where it is for the prompt. None, or elsewhere: the
     first reward that is for the prompt."""
     tells_each: bool = True
-    """Whether each reward is a column and has metrics of its own; one function alone has those of the sum."""
+    """Whether each reward is a column and has its own metrics; one function alone has the sum's."""
 
     @staticmethod
     def of(reward: NamedReward) -> RewardSet:
@@ -60,7 +60,7 @@ class RewardSet:
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Factors of the rewards in their sum, by the names under which they are told; empty for one function alone."""
+        """Factors of the rewards in their sum, by the names in logs and metrics; empty for one function alone."""
         return {each.reward.name: each.weight for each in self.rewards if self.tells_each}
 
     @property
@@ -117,7 +117,7 @@ class RewardSet:
     def complete(
         self, prompt: Prompt, response: str, judged: Mapping[str, float], score: float | None
     ) -> dict[str, float]:
-        """Return the rewards of one response by name and in the recipe's order, those of the reward model among them.
+        """Return the rewards of one response by name and in the recipe's order, with the reward model's.
 
         Args:
             prompt: the prompt.

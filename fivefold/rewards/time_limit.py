@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNAL = signal.SIGUSR2
-"""This is not SIGALRM, because reward functions use that for time limits of their own, as math-verify does."""
+"""This is not SIGALRM, because reward functions use that for their own time limits, as math-verify does."""
 
 
 class OutOfTime(BaseException):

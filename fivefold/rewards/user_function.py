@@ -101,7 +101,7 @@ def _check_arguments(name: str, function: Callable[..., Any], kwargs: Mapping[st
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward.fn={name!r} has no signature that could be checked ({error}): call it from a function of your own"
+            f"reward.fn={name!r} has no signature that could be checked ({error}): call it from your own function"
         ) from error
     check_call(name, signature, kwargs)
 

@@ -1,6 +1,6 @@
 """The decode loop. Requests that begin together are a wave; the rows of all waves share one batch and one cache.
 
-prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> every few: stop? ──> rows that go on ─┐
+prompts ──prefill, each distinct prompt once──> logits ─┬─> choose a token ──> every few: stop? ──> running rows ────┐
                                                         └──────────────── one forward for all of them <──────────────┘
 
     wave 1   p p p r r r r r r         rows are aligned at their last token, so that waves join at any time
@@ -88,7 +88,7 @@ class Wave:
 
     @property
     def is_done(self) -> bool:
-        """Whether no row goes on."""
+        """Whether no row continues."""
         return self.n_running == 0 or self.length == self._sampling.max_new_tokens
 
     def sample(self) -> Tensor:
@@ -128,11 +128,11 @@ class Wave:
         return True
 
     def running(self) -> Tensor:
-        """Return the indices of the rows that go on, int64."""
+        """Return the indices of the rows that continue, int64."""
         return self._is_running_B.nonzero().squeeze(1)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows except those at the indices `rows`. Their logits have been used, or are computed anew."""
+        """Drop all rows except those at the indices `rows`. Their logits have been used, or are computed again."""
         self._request_B, self._is_running_B = self._request_B[rows], self._is_running_B[rows]
         self.position_B = self.position_B[rows]
         self.padding_B = None if self.padding_B is None else self.padding_B[rows]
@@ -208,7 +208,7 @@ class Decoder:
             wave.logits_BV = wave.logits_BV.new_empty(0)
 
     def recompute(self, version: int) -> None:
-        """Compute keys, values and logits of all rows anew, with weights of version `version`."""
+        """Compute keys, values and logits of all rows again, with weights of version `version`."""
         self._cache = None
         waves, self.waves = self.waves, []
         for wave in waves:

@@ -52,7 +52,7 @@ class EmbeddedStream:
             stop_rule: returns when completions of a sampling end.
             max_rows: most rows that are decoded at one time.
             recomputes: whether new weights compute the keys and values of all tokens again; otherwise rows continue
-                with those of the weights before.
+                with the keys and values of the weights before.
         """
         self._model = model
         self._stop_rule = cache(stop_rule)

@@ -34,7 +34,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
     """Build the engine of one replica; a server is started, and ready when this returns.
 
     Args:
-        place: where the replica stands among those of its node. Servers alone use it.
+        place: the replica's index on its node, and its node's number of replicas. Servers alone use it.
         save: writes tensors as the model folder that a server reads.
 
     Raises:

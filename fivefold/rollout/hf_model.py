@@ -43,7 +43,7 @@ def build_model(
         load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
     Raises:
-        ValueError: a checkpoint whose tensors are not those of the model or are not finite, or a model with
+        ValueError: a checkpoint whose tensors are not the model's or are not finite, or a model with
             sliding-window attention.
     """
     register_attention()

@@ -39,7 +39,7 @@ class RowCache(Cache):
         """
         super().__init__(layers=[])
         self.length = prompt_length
-        """Number of columns in use, those of the current forward included."""
+        """Number of columns in use, with the columns of the current forward."""
         self._n_rows = n_rows
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -88,7 +88,7 @@ class RowCache(Cache):
             kwargs: ignored.
 
         Returns:
-            Keys and values of the new prompts alone, or those of all columns of every row.
+            Keys and values of the new prompts alone, or of all columns of every row.
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))

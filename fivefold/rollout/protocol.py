@@ -27,7 +27,7 @@ MONITORED_SHARE = 1 / 8
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """What a completion has so far: n tokens, from which another server can go on."""
+    """What a completion has so far: n tokens, from which another server can continue."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -35,11 +35,11 @@ class Begun:
     versions: npt.NDArray[np.int32]
     """[n]: version of the weights that sampled each token."""
     finish_reason: FinishReason | None
-    """Why it has ended; None: it goes on."""
+    """Why it has ended; None: it has not."""
 
     @staticmethod
     def joined(parts: Sequence[Begun]) -> Begun:
-        """Return the parts of one completion, of which there is at least one, as one."""
+        """Return the parts of one completion, at least one, as one."""
         return Begun(
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
@@ -60,7 +60,7 @@ class GenerationRequest:
     wants_logprobs: bool = True
     """Whether the log-probs of the sampled tokens are asked for. The embedded engine always gives them."""
     begun: Begun | None = None
-    """What the completion has already, from which a server goes on. The embedded engine begins anew, with the same
+    """What the completion has already, from which a server continues. The embedded engine starts over, with the same
     random numbers."""
 
 
@@ -131,7 +131,7 @@ class SamplingParams:
 def group_requests(
     prompts: Sequence[Sequence[int]], n_samples: int, key: tuple[int | str, ...], logprob_share: float = 1.0
 ) -> list[GenerationRequest]:
-    """Return `n_samples` requests for each prompt, with those of one prompt side by side.
+    """Return `n_samples` requests for each prompt, a prompt's requests side by side.
 
     A request's seed is a hash of `key` (the run's seed, the phase, the step, ...), of the prompt's index in `prompts`
     and of the sample's index in its group. So that seeds do not depend on the number of replicas, make all requests
@@ -217,18 +217,18 @@ class RolloutEngine(Protocol):
         """
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take weights for the next `swap_weights`; a thread of its own may call this beside `collect`.
+        """Take weights for the next `swap_weights`; a separate thread may call this during `collect`.
 
         Args:
             weights: as in `update_weights`, in host memory that stays as it is.
             version: version of the weights.
 
         Raises:
-            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+            ValueError: as `update_weights`; the engine then keeps the weights that it has.
         """
 
     def swap_weights(self) -> None:
-        """Replace all weights in place by those of the last `stage_weights`, which are then forgotten.
+        """Replace all weights in place by the weights of the last `stage_weights`, which are then forgotten.
 
         Raises:
             RuntimeError: the engine is asleep.
@@ -246,7 +246,7 @@ class RolloutEngine(Protocol):
         """Forget the weights, and give the device memory of weights and cache back."""
 
     def wake_weights(self) -> bool:
-        """Take the device memory of the weights again, so that an update can bring them, and not yet that of the cache.
+        """Take the device memory of the weights again, so that an update can bring them, and not yet the cache's.
 
         The engine cannot generate before `wake`. An engine that has the memory already stays as it is.
 
@@ -266,7 +266,7 @@ def complete(
     """Return one completion for each request, in their order, of an engine that has no other requests.
 
     Raises:
-        RuntimeError: what answered them has died. Further errors are those of the engine's `submit` and `collect`.
+        RuntimeError: what answered them has died. Further errors: see the engine's `submit` and `collect`.
     """
     for number, request in enumerate(requests):
         engine.submit(number, request, sampling)

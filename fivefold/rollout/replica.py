@@ -11,7 +11,7 @@ from fivefold.weights.transport import Route
 
 @dataclass(frozen=True)
 class ReplicaNode:
-    """One of the nodes of a replica, each of which has as many of its processes."""
+    """One of the nodes of a replica; each has as many of its processes."""
 
     rank: int = 0
     """Index of the node; node 0 has the server's HTTP API."""
@@ -26,7 +26,7 @@ class ReplicaNode:
 
 @dataclass(frozen=True)
 class FollowerAddress:
-    """Where a node after a replica's first one is told to start its part of the server."""
+    """Where a node after a replica's first one gets the order to start its part of the server."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class ReplicaSpec:
     max_length: int
     """Most tokens of a prompt and its completion together."""
     seed: int
-    """Seed of the server's own random numbers; each request has a seed of its own besides."""
+    """Seed of the server's own random numbers; each request also has its own seed."""
     can_sleep: bool
     """Whether the server gives its device memory back while it sleeps, because other roles use the devices."""
     reserved: int
@@ -69,7 +69,7 @@ class ReplicaSpec:
     memory_fraction: float | None
     """Share of each device's memory that the server takes; None: its usual share, less `reserved`."""
     python: str | None
-    """Python program of the server's environment; None: that of this process."""
+    """Python program of the server's environment; None: this process's."""
     arguments: tuple[str, ...]
     """Further arguments of the server's command line."""
     needs_text: bool = True
@@ -77,11 +77,11 @@ class ReplicaSpec:
     max_restarts: int = 0
     """Times that a server which died is started again."""
     server_timeout_s: float = 300.0
-    """Seconds without an answer after which a server has to show that it goes on."""
+    """Seconds without an answer after which a server has to show that it still works."""
     new_tokens_per_chunk: int | None = None
     """Most tokens of a stream's completion that a server is asked for at one time; None: all."""
     keeps_cache: bool = False
-    """Whether running completions go on with the keys and values that they have when weights change."""
+    """Whether running completions keep the keys and values that they have when weights change."""
     route: Route = THROUGH_HOST
     """How weights reach the engine."""
     deterministic: bool = False

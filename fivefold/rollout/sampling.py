@@ -32,7 +32,7 @@ def choose_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row (int64 [B]) and its log-probability (float32 [B]).
 
-    The log-probability of a sampled token is that of the distribution from which it is drawn: temperature, then top-k,
+    The log-probability of a sampled token belongs to the distribution from which it is drawn: temperature, then top-k,
     then top-p, renormalised. The log-probability of a greedy choice is log softmax(logits), without a temperature.
 
     Args:

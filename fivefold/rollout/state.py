@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 Memory = Literal["none", "weights", "all"]
-"""Device memory that an engine has: none while it sleeps, that of its weights, or that of weights and cache."""
+"""Device memory that an engine has: none while it sleeps, for its weights, or for weights and cache."""
 
 
 class EngineState:
     """Tells which device memory an engine has, and the version of its weights, if it has any."""
 
     def __init__(self, weight_version: int | None) -> None:
-        """`weight_version` is that of the engine's first weights; None: it has none before the first update."""
+        """`weight_version` is the version of the engine's first weights; None: it has none before the first update."""
         self._weight_version = weight_version
         self._memory: Memory = "all"
 
@@ -52,7 +52,7 @@ class EngineState:
         self._weight_version = None
 
     def end_update(self, version: int) -> None:
-        """Record that all weights are those of `version`."""
+        """Record that all weights have `version`."""
         self._weight_version = version
 
     def sleep(self) -> None:

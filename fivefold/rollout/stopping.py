@@ -53,7 +53,7 @@ class StopRule:
         return self._ids if step < self._min_new_tokens and len(self._ids) else None
 
     def ends(self, tails_BW: Tensor, n_new: int, length: int) -> Tensor:
-        """Return int64 [B]: the length at which each completion has ended; 0: it goes on.
+        """Return int64 [B]: the length at which each completion has ended; 0: it has not.
 
         Args:
             tails_BW: int64, the last `window` + `n_new` - 1 tokens of each completion, or all if there are fewer.
@@ -80,7 +80,7 @@ class _StopTexts:
         if tokenizer is None:
             raise ValueError(
                 f"stop={list(texts)} needs a tokenizer to read the completions, and this engine has none: "
-                "put the tokenizer's files beside the model, or use stop_token_ids"
+                "put the tokenizer's files next to the model, or use stop_token_ids"
             )
         self._texts = texts
         self._tokenizer = tokenizer

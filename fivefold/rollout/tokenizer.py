@@ -79,9 +79,9 @@ def other_token(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
 
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
-    """Let the chat templates of a tokenizer write the date of `moment`, where they would write that of each call.
+    """Let the chat templates of a tokenizer write the date of `moment`, where they would write the date of each call.
 
-    Templates such as Llama 3.2's write the date into every prompt, so that a run that goes on the next day would have
+    Templates such as Llama 3.2's write the date into every prompt, so that a run that continues the next day would have
     other prompts. transformers takes no function in the place of its `strftime_now`; templates call it with literals.
     """
 

@@ -46,7 +46,7 @@ class TransformersEngine:
             end_token_ids: tokens after which a completion ends.
             max_batch_size: most rows that are decoded at one time.
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
-            recomputes: whether new weights compute the keys and values of submitted requests anew.
+            recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
         """
         self._model = model
@@ -84,7 +84,7 @@ class TransformersEngine:
             tokenizer_path: like `path`; None: `path`.
             load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
                 waits for `update_weights`.
-            recomputes: whether new weights compute the keys and values of submitted requests anew.
+            recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
 
         Raises:
@@ -119,7 +119,7 @@ class TransformersEngine:
     def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         """Work on submitted requests until some are answered, or about `seconds` have passed (`RolloutEngine`).
 
-        Log-probs are those of the sampling distribution; of greedy completions, those of the model's own logits. A
+        Log-probs belong to the sampling distribution; of greedy completions, to the model's own logits. A
         request gives the same completion whichever requests share its batch, up to the rounding of matmuls.
 
         Raises:
@@ -166,7 +166,7 @@ class TransformersEngine:
         """Keep `weights` for `swap_weights`, without a copy of them (`RolloutEngine`).
 
         Raises:
-            ValueError: as `update_weights`; the engine then goes on with the weights that it has.
+            ValueError: as `update_weights`; the engine then keeps the weights that it has.
         """
         self._staged = version, list(audited(self._tensors, weights))
 

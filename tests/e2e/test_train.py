@@ -240,7 +240,7 @@ def no_package(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], "is {server}, which is not installed beside Fivefold: .*rollout.server_python"),
+        ([], "is {server}, which is not installed next to Fivefold: .*rollout.server_python"),
         (["rollout.server_python=/nowhere/python"], "rollout.server_python=/nowhere/python is no program: .*{server}"),
         ([HERE, "rollout.server_args=[--enforce-eager,--port=80]"], "server_args has --port, which follows from other"),
         ([HERE, "rollout.server_args=[--dtype,half]"], "server_args has --dtype, which follows from other"),

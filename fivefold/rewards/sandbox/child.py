@@ -1,7 +1,7 @@
 """The process that runs one program: it restricts itself for good, and then runs the program.
 
 It is started by its file name, in an interpreter that knows neither the environment nor installed packages. What it
-tells the runner goes to a pipe of its own: "ready", and then what the test asks for.
+tells the runner goes to a separate pipe: "ready", and then what the test asks for.
 """
 
 from __future__ import annotations

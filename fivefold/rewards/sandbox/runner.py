@@ -76,7 +76,7 @@ def missing() -> Mapping[str, str]:
 
 
 def run(program: str, asks: Mapping[str, Any], sandbox: Sandbox, stdin: str = "") -> Result:
-    """Run a program in a process and a folder of its own.
+    """Run a program in a separate process and folder.
 
     Args:
         program: source code in Python.
@@ -148,7 +148,7 @@ def _collect(process: subprocess.Popen[bytes], report: int, folder: Path, timeou
     try:
         broken = _watch(process, streams, written, folder, time.monotonic() + timeout_s)
     finally:
-        # The child is not waited for yet, so its number still is that of its group.
+        # The child is not waited for yet, so its number still is its group's.
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         for stream in (process.stdout, process.stderr):

@@ -1,4 +1,4 @@
-"""seccomp: the kernel answers all system calls but those of a list as if it did not have them, for good.
+"""seccomp: the kernel answers all system calls outside a list as if it did not have them, for good.
 
 A list of what is allowed, and not of what is forbidden, also keeps out what future kernels add. It has no network
 (`socket`), no processes (`fork`, `execve`, `clone` without threads), no files by other ways than Landlock governs
@@ -143,7 +143,7 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 def _unless(condition: Condition, refuse: bytes) -> bytes:
-    """Return instructions that refuse the system call unless the condition holds, and else go on behind them."""
+    """Return instructions that refuse the system call unless the condition holds, and else continue after them."""
     count = len(condition.values)
     tests = [_instruction(EQUALS, value, count - index, 0) for index, value in enumerate(condition.values)]
     load = _instruction(LOAD, ARGUMENTS_AT + 8 * condition.argument)

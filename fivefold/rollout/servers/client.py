@@ -80,7 +80,7 @@ class HttpClient:
         Args:
             address: where the server listens.
             n_connections: number of threads that may wait for replies at one time.
-            limit_s: most seconds until the reply to a `post` or `get` that has no limit of its own.
+            limit_s: most seconds until the reply to a `post` or `get` that has no other limit.
         """
         self._limit_s = limit_s
         options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False}

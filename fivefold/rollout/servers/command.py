@@ -27,8 +27,8 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
     package = dialect.program(spec.node)[0].partition(".")[0]
     if spec.python is None and find_spec(package) is None:
         raise ValueError(
-            f"rollout.backend is {spec.backend}, which is not installed beside Fivefold: install it, in an environment "
-            "of its own if need be, whose Python rollout.server_python then names"
+            f"rollout.backend is {spec.backend}, which is not installed next to Fivefold: install it, in a "
+            "separate environment if need be, whose Python rollout.server_python then names"
         )
     if spec.python is not None and shutil.which(spec.python) is None:
         raise ValueError(

@@ -42,7 +42,7 @@ PAUSE_S = 60.0
 died."""
 
 AnswerEnd = FinishReason | Literal["abort"]
-"""Why an answer ended; `abort`: the server was told to abort its requests, and the completion is not whole."""
+"""Why an answer ended; `abort`: the server had to abort its requests, and the completion is not whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ class Dialect(Protocol):
         """
 
     def hold(self, http: HttpClient, limit_s: float) -> None:
-        """Make the server stand still between two tokens of its requests, which keep what they have.
+        """Make the server pause between two tokens of its requests, which keep what they have.
 
         Raises:
             ServerHangs: it did not within `limit_s`.
@@ -159,7 +159,7 @@ class Dialect(Protocol):
         """
 
     def go_on(self, http: HttpClient, version: int) -> None:
-        """Make a server that was held go on, with weights of `version`. From now on, its answers tell versions.
+        """Make a server that was held continue, with weights of `version`. From now on, its answers tell versions.
 
         No request begins on what was cached with other weights.
         """

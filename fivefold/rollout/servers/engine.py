@@ -1,6 +1,6 @@
 """The rollout engine over an inference server, which is in one of these states:
 
-    starting ──> awake <──hold, resume──> held: it stands still, and its weights may change
+    starting ──> awake <──hold, resume──> held: it pauses, and its weights may change
                    │  ^
                sleep  wake_weights, wake
                    v  │
@@ -54,7 +54,7 @@ class ServerEngine:
         Args:
             dialect: how to speak to the server.
             spec: the replica, whose backend is the server's.
-            place: where the replica stands among those of its node, which share the files of their weights.
+            place: the replica's index on its node, whose replicas share the files of their weights.
             save: writes tensors as a model folder that the server reads.
 
         Raises:
@@ -117,7 +117,7 @@ class ServerEngine:
             RuntimeError: the engine is asleep or has no weights, or the server failed.
         """
         if self._is_held:
-            # It stands still until the trainer sends its weights.
+            # It pauses until the trainer sends its weights.
             time.sleep(seconds)
             return []
         done: list[tuple[int, Completion]] = []
@@ -246,7 +246,7 @@ class ServerEngine:
     # Hold and resume
 
     def _hold(self) -> None:
-        """Make the server stand still, if it answers requests.
+        """Make the server pause, if it answers requests.
 
         It aborts them, and their rest is asked for later; or it keeps them with their keys and values
         (`rollout.recompute_kv_cache: false`).

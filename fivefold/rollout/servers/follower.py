@@ -1,4 +1,4 @@
-"""A server's processes on the nodes after its first one, which start and end together with those of the first.
+"""A server's processes on the nodes after its first one, which start and end together with the first node's.
 
     node 0   ServerLife ──starts──> the server, which has the HTTP API
                │ Follower: a connection to each further node

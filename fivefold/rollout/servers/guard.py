@@ -3,7 +3,7 @@
     python guard.py FOLDER COMMAND...       FOLDER is removed after the server's end; an empty word stands for none
 
 A rollout process may be killed at any time, and a server without its parent would keep its GPUs. The guard is started
-by its file name, in a session of its own. Processes that the server leaves behind become children of the guard, which
+by its file name, in a separate session. Processes that the server leaves behind become children of the guard, which
 ends them.
 
 When Ray ends a rollout process, it kills the processes that this one has started. So the guard is a child of the

@@ -20,7 +20,7 @@ class Place(Protocol):
 
     @property
     def address(self) -> Address:
-        """What the server and its clients are told."""
+        """The address for the server and its clients."""
 
     @property
     def folder(self) -> Path | None:

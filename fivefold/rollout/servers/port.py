@@ -1,4 +1,4 @@
-"""Ports of this machine, each of which belongs to one server. They are the `Place` of servers without Unix sockets.
+"""Ports of this machine; each belongs to one server. They are the `Place` of servers without Unix sockets.
 
 Some servers bind with SO_REUSEPORT: two of them may listen on one port, and each gets a part of the requests. Others
 bind minutes after their start. So it is not enough that a port is free: each replica claims its own.

@@ -41,7 +41,7 @@ class Part(Protocol):
 
 
 class ServerProcess:
-    """A server under its guard. Its messages go to the same log as those of this process."""
+    """A server under its guard. Its messages go to this process's log."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ServerProcess:
         places: Sequence[Place],
         others: Sequence[Part] = (),
     ) -> None:
-        """Start `command` with the variables of this process and those of `environment`.
+        """Start `command` with the variables of this process and of `environment`.
 
         Args:
             command: program and arguments.
@@ -66,7 +66,7 @@ class ServerProcess:
             [sys.executable, "-P", str(GUARD), str(folder), *command],
             stdin=subprocess.PIPE,
             env={**inherited, **environment},
-            # In a session of its own, Ctrl-C does not reach it: the run ends it.
+            # In a separate session, Ctrl-C does not reach it: the run ends it.
             start_new_session=True,
             pass_fds=[place.descriptor for place in places],
         )
@@ -121,7 +121,7 @@ class ServerProcess:
         self._process.stdin.close()
 
     def _end_with(self, other: Part) -> None:
-        """End this part of the server, whose processes would wait for those of `other`, once that has ended."""
+        """End this part of the server, whose processes would wait for the processes of `other`, once that has ended."""
         cause = other.wait_for_end()
         if self._process.poll() is None:
             self._cause = cause

@@ -153,10 +153,10 @@ class SGLangDialect:
             raise ServerHangs(f"the server did not sample a token within {limit_s:g} s")
 
     def hold(self, http: HttpClient, limit_s: float) -> None:
-        raise ValueError("SGLang reads the tokens so far anew when weights change: drop rollout.recompute_kv_cache")
+        raise ValueError("SGLang reads the tokens so far again when weights change: drop rollout.recompute_kv_cache")
 
     def go_on(self, http: HttpClient, version: int) -> None:
-        raise ValueError("SGLang is not told which weights it goes on with: drop rollout.recompute_kv_cache")
+        raise ValueError("SGLang does not know with which weights it continues: drop rollout.recompute_kv_cache")
 
     def load(self, http: HttpClient, folder: Path, version: int, *, keeps_cache: bool) -> None:
         update = {"model_path": str(folder), "weight_version": str(version)}

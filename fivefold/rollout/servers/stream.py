@@ -64,7 +64,7 @@ class _Part:
         return [int(token) for answer in self.answers for token in answer.token_ids]
 
     def ask(self) -> Ask:
-        """Return what to ask for, to go on from the tokens so far."""
+        """Return what to ask for, to continue from the tokens so far."""
         sampled = self.sampled
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled) if self.sampling.seeded else None
@@ -109,7 +109,7 @@ class _Sent:
             self.version, self.next_version = self.next_version, None
 
     def go_on(self, version: int) -> None:
-        """Record that the interrupted server is about to go on, with weights of `version`."""
+        """Record that the interrupted server is about to continue, with weights of `version`."""
         if not self.has_arrived:
             self.next_version = version
 
@@ -148,7 +148,7 @@ class _Sent:
 
 
 def _reason_to_end(sampled: list[int], most_tokens: int, stop: StopRule) -> FinishReason | None:
-    """Return why a completion ends with its last token so far, which the server has not noticed; None: it goes on.
+    """Return why a completion ends with its last token so far, which the server has not noticed; None: it does not.
 
     SGLang samples one more token of what it aborts, and does not look at that, nor at the last one of a chunk.
     """
@@ -160,7 +160,7 @@ def _reason_to_end(sampled: list[int], most_tokens: int, stop: StopRule) -> Fini
 def _end_across(before: list[int], new: list[int], stop: StopRule) -> int:
     """Return the number of `new` tokens up to the one that ends a completion by a text that begins `before`; 0: none.
 
-    The server itself has found the texts that lie among the new tokens, the last of which ends them.
+    The server itself has found the texts among the new tokens, which end with the last one.
     """
     # A text that begins before the new tokens ends with one of so many.
     n_new = min(len(new), stop.window - 1)
@@ -246,7 +246,7 @@ class ServerStream:
     def interrupted(self) -> None:
         """Take the answers of a server that has aborted all of its requests and holds back new ones.
 
-        Asks that have not reached it yet are answered once it goes on.
+        Asks that have not reached it yet are answered once it continues.
         """
         wait(self._sent, GRACE_S)
         self._read_arrived()
@@ -256,7 +256,7 @@ class ServerStream:
         wait([future for future, sent in self._sent.items() if sent.has_arrived])
 
     def resumed(self, version: int) -> None:
-        """Record that an interrupted server is about to go on, with weights of `version` for what it has held back."""
+        """Record that an interrupted server is about to continue with what it held back, with weights of `version`."""
         for sent in self._sent.values():
             sent.go_on(version)
 

@@ -32,7 +32,7 @@ class ServerUpdates:
             dialect: how to speak to the server.
             spec: the replica.
             tensors: the model's tensors, by their names in files.
-            place: where the replica stands among those of its node, which share the files.
+            place: the replica's index on its node, whose replicas share the files.
             save: writes tensors as a model folder that the server reads.
 
         Raises:

@@ -47,7 +47,7 @@ def _second_runner() -> str:
     """Return 1 where vLLM's second model runner is to be used: on GPUs, the only devices that it knows.
 
     By itself, vLLM uses it for dense models and for few families of experts. It takes less of the host's time for a
-    step, on which the speed of small models depends, and has a sampler of its own.
+    step, on which the speed of small models depends, and has its own sampler.
     """
     return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") else "0"
 
@@ -66,7 +66,7 @@ def _versions(head: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] |
     """Return the versions [T] of the weights that sampled a completion; None: the server was never told them.
 
     Raises:
-        RuntimeError: it tells those of more or fewer tokens.
+        RuntimeError: it has versions for more or fewer tokens.
     """
     if "versions" not in head:
         return None
@@ -100,7 +100,7 @@ class VLLMDialect:
             *("--max-num-seqs", str(spec.max_batch_size), "--max-model-len", str(spec.max_length)),
             # The recipe alone says how to sample; without this, generation_config.json would too.
             *("--generation-config", "vllm"),
-            # Log-probs are those of the sampling distribution, and not of the model's logits.
+            # Log-probs of the sampling distribution, not of the model's logits.
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
@@ -199,7 +199,7 @@ class VLLMDialect:
         return [int(checksum) for checksum in reply["results"]]
 
     def sleep(self, http: HttpClient) -> None:
-        # Level 1 would copy the weights to host memory; the actor sends all of them anew, so level 2 drops them.
+        # Level 1 would copy the weights to host memory; the actor sends all of them again, so level 2 drops them.
         http.post("/sleep?level=2")
 
     def wake_weights(self, http: HttpClient) -> None:

@@ -302,7 +302,7 @@ def test_log_probs_of_other_tokens_than_the_sampled_ones_are_an_error(call: Call
     output = SimpleNamespace(token_ids=[3, 4, 5], logprobs=flat, finish_reason="stop")
     status, content = call(Engine([output]), body(logprobs=0))
     assert status == 500
-    assert b"log-probs for 3 tokens, or gave those of other tokens" in content
+    assert b"log-probs for 3 tokens, or gave other tokens' than" in content
 
 
 @pytest.mark.parametrize(

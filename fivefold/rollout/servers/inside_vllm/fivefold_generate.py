@@ -1,7 +1,7 @@
 """Runs inside vLLM's API server, and answers a completion with packed numbers.
 
 It is on vLLM's path and its class is vLLM's `--middleware`, so it imports nothing of Fivefold, which need not be
-installed beside vLLM. vLLM's own endpoint makes two objects and about 140 bytes of JSON for every log-prob, in one
+installed next to vLLM. vLLM's own endpoint makes two objects and about 140 bytes of JSON for every log-prob, in one
 thread, which takes longer than to compute the log-probs.
 
     POST /fivefold/generate     {"token_ids": [5, 6], "sampling_params": {"logprobs": 0, ...}}
@@ -14,15 +14,15 @@ thread, which takes longer than to compute the log-probs.
             versions says which weights sampled how many tokens, one after the other. It is missing where they were
             never told
     400     the request cannot be answered, for the reason in the text
-    500     the engine failed, or gave other log-probs than those of the sampled tokens
+    500     the engine failed, or gave log-probs of other tokens than the sampled ones
 
-New weights may come between two tokens of a request, which goes on with the keys and values that it has:
+New weights may come between two tokens of a request, which keeps its keys and values:
 
-    POST /fivefold/hold         {}                  stand still
-    POST /fivefold/go_on        {"version": 5}      go on, with weights of this version
+    POST /fivefold/hold         {}                  pause
+    POST /fivefold/go_on        {"version": 5}      continue, with weights of this version
 
 Blocks of vLLM's cache of prefixes are salted with the version with which a request began, so that none begins on those
-of other weights. What has no token when the server stands still is begun anew for that, once it goes on.
+of other weights. What has no token when the server pauses is therefore restarted once it continues.
 
     POST /fivefold/beat         {}                  answered once a token has been sampled, or if none is to be
 """
@@ -57,7 +57,7 @@ Reply = tuple[int, bytes]
 
 
 class WrongLogprobs(Exception):
-    """The engine gave log-probs that are not those of the sampled tokens."""
+    """The engine gave log-probs that are not the sampled tokens'."""
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Generate:
         return tokens_input(token_ids, cache_salt=f"weights {self._version}")
 
     async def _hold(self, engine: Any, body: bytes) -> bytes:
-        """Let the engine stand still, and note how many tokens each of its requests has."""
+        """Let the engine pause, and note how many tokens each of its requests has."""
         self._goes_on.clear()
         await engine.pause_generation(mode="keep", clear_cache=False)
         await _all_taken_over(engine)
@@ -157,7 +157,7 @@ class Generate:
         return b"{}"
 
     async def _go_on(self, engine: Any, body: bytes) -> bytes:
-        """Let the engine go on, with weights of the version that the request names."""
+        """Let the engine continue, with weights of the version that the request names."""
         version = json.loads(body)["version"]
         self._version = version
         for running in self._running:
@@ -300,7 +300,7 @@ def _logprobs(flat: Any, token_ids_T: npt.NDArray[np.int32]) -> npt.NDArray[np.f
     entries = np.asarray(flat.token_ids, dtype=np.int32)
     if not np.array_equal(entries, token_ids_T):
         raise WrongLogprobs(
-            f"vLLM gave {len(entries)} log-probs for {len(token_ids_T)} tokens, or gave those of other tokens than it "
+            f"vLLM gave {len(entries)} log-probs for {len(token_ids_T)} tokens, or gave other tokens' than it "
             "sampled: ask for them with logprobs=0"
         )
     return np.asarray(flat.logprobs, dtype="<f4")

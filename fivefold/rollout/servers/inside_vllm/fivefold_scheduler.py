@@ -1,13 +1,13 @@
 """Runs inside vLLM's engine: sends the log-probs of sampled tokens to the API server several at a time.
 
 It is on vLLM's path and `scheduler` is vLLM's `--scheduler-cls`, so it imports nothing of Fivefold, which need not be
-installed beside vLLM.
+installed next to vLLM.
 
 Symptom: log-probs of the sampled tokens take 15 to 40% of the speed of vLLM 0.25 with 256 sequences on an H200, by the
     processor of the host: 7 ms of its time for each step.
 Cause: every step, three arrays for each sequence are encoded, sent and decoded, for one number in each.
 Instead: the rows of a request are kept until there are `BUNDLE` of them or it has ended, and go as one. vLLM's code in
-    the API server adds however many rows come to those of the request.
+    the API server adds however many rows come to the request's.
 Remove this when vLLM with log-probs of the sampled tokens is at most a tenth slower than without.
 """
 
