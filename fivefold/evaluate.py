@@ -208,7 +208,7 @@ def evaluate(
             f"the recipe's actor starts from the Megatron-Core checkpoint {checkpoint}, which a rollout engine cannot "
             "load: convert it with `fivefold convert`, and name the Hugging Face folder with --model"
         )
-    path = resolve_model_path(model or recipe.actor.path)
+    path = resolve_model_path(recipe.actor.path if model is None else model)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)
     placement = _place(recipe, shape)

@@ -42,7 +42,7 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
         ValueError: the model, the data or the environment cannot be loaded.
         EnvironmentFailed: the environment failed in an episode.
     """
-    path = resolve_model_path(model or recipe.actor.path)
+    path = resolve_model_path(recipe.actor.path if model is None else model)
     tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
     check_environment(recipe.environment, tokenizer)
     prompts = load_prompts(recipe.train_dataset, tokenizer).prompts[:n]

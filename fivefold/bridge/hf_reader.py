@@ -36,7 +36,7 @@ def resolve_model_folder(path: str | Path) -> Path:
     except LocalEntryNotFoundError as error:  # a kind of HfHubHTTPError in some versions
         raise ValueError(
             f"{str(path)!r} is neither a local folder nor in the cache, and {constants.ENDPOINT} could not be reached "
-            f"({error.__cause__}): download it and set actor.path, or the key that names it, to the folder"
+            f"({error.__cause__}): download it, and give the folder in the place of the name"
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(f"{str(path)!r} is not a local folder, and the hub did not serve it: {error}") from error

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from fivefold.config.keys import known_keys, nearest_keys
-from fivefold.config.problems import MOST_PROBLEMS, RecipeError, problems_of
+from fivefold.config.other_names import looks_like
+from fivefold.config.problems import MOST_PROBLEMS, RecipeError, problems_of, unknown_keys
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import RunConfig
@@ -98,7 +99,12 @@ def _listed(error: ValidationError, schema: type[RunConfig]) -> list[str]:
     """Return the first problems, and how many more there are: to look up the nearest key of thousands takes long."""
     lines = list(islice(problems_of(error, schema), MOST_PROBLEMS))
     more = error.error_count() - len(lines)
-    return [*dict.fromkeys(lines), *([f"and {more:,} more problems"] if more else [])]
+    guess = looks_like(unknown_keys(error))
+    return [
+        *([guess] if guess else []),
+        *dict.fromkeys(lines),
+        *([f"and {more:,} more problems"] if more else []),
+    ]
 
 
 def resolved_yaml(recipe: RunConfig) -> str:

@@ -5,10 +5,10 @@ Only a message reads them; `fivefold import` converts whole files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
-MEANINGS: Mapping[str, str] = {
-    # verl, siiRL
+_VERL: Mapping[str, str] = {
     "rollout.n": "gconfig.n_samples",
     "adv_estimator": "algorithm",
     "clip_ratio": "actor.eps_clip",
@@ -25,7 +25,6 @@ MEANINGS: Mapping[str, str] = {
     "max_response_length": "gconfig.max_new_tokens",
     "nnodes": "cluster.n_nodes",
     "ppo_max_token_len_per_gpu": "actor.mb_spec.max_tokens_per_mb",
-    "ppo_mini_batch_size": "actor.ppo_n_minibatches",
     "project_name": "experiment_name",
     "save_freq": "saver.freq_steps",
     "test_freq": "evaluator.freq_steps",
@@ -33,8 +32,12 @@ MEANINGS: Mapping[str, str] = {
     "total_training_steps": "total_train_steps",
     "train_batch_size": "train_dataset.batch_size",
     "train_files": "train_dataset.path",
-    "use_kl_loss": "actor.kl_ctl",
     "val_files": "valid_dataset.path",
+}
+"""Our key for each name that verl's files have, and siiRL's."""
+
+MEANINGS: Mapping[str, str] = {
+    **_VERL,
     # TRL
     "beta": "actor.kl_ctl",
     "epsilon": "actor.eps_clip",
@@ -49,7 +52,6 @@ MEANINGS: Mapping[str, str] = {
     "output_dir": "cluster.fileroot",
     "report_to": "stats.trackers",
     "reward_funcs": "reward.fn",
-    "scale_rewards": "actor.reward_norm.std_level",
     "vllm_gpu_memory_utilization": "rollout.memory_fraction",
     # OpenRLHF
     "actor_learning_rate": "actor.optimizer.lr",
@@ -70,7 +72,7 @@ MEANINGS: Mapping[str, str] = {
     "response_length": "gconfig.max_new_tokens",
     "prompt_length": "train_dataset.max_length",
 }
-"""Our key for each name, which is the last words of a key."""
+"""Our key for each name, which is the last words of a key. Both keys take the same kind of value."""
 
 _ADAPTERS = "adapters (LoRA) are not supported: all weights are trained"
 WITHOUT: Mapping[str, str] = {
@@ -80,31 +82,60 @@ WITHOUT: Mapping[str, str] = {
     "peft_config": _ADAPTERS,
     "optimizer.type": "the optimizer is AdamW: drop it",
     "optimizer.name": "the optimizer is AdamW: drop it",
+    "ppo_mini_batch_size": "set actor.ppo_n_minibatches, the number of mini-batches of a step",
+    "use_kl_loss": "set actor.kl_ctl, the weight of the KL term, which is 0 without one",
+    "scale_rewards": "set actor.reward_norm.std_level: group, batch or none",
 }
-"""What to know of a name for which there is no key."""
+"""What to know of a name for which no key takes the same kind of value."""
 
-SECTIONS: Mapping[str, str] = {
-    "actor_rollout_ref": "verl",
-    "data": "verl",
-    "trainer": "verl or Trinity-RFT",
-    "reward_model": "verl",
-    "actor_train": "ROLL",
-    "actor_infer": "ROLL",
-    "explorer": "Trinity-RFT",
-    "buffer": "Trinity-RFT",
-    "synchronizer": "Trinity-RFT",
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "actor_rollout_ref": ("verl",),
+    "data": ("verl",),
+    "trainer": ("verl", "trinity"),
+    "reward_model": ("verl",),
+    "actor_train": ("roll",),
+    "actor_infer": ("roll",),
+    "explorer": ("trinity",),
+    "buffer": ("trinity",),
+    "synchronizer": ("trinity",),
 }
-"""The framework whose files have a section of this name at the top."""
+"""The frameworks whose files have a section of this name at the top, as `fivefold import --from` names them."""
+
+_IMPORT = "`fivefold import FILE --from {} -o RECIPE`"
+
+_FEWEST_SIGNS = 2
+"""Unknown keys of one framework by which a whole recipe looks like one of its files."""
 
 
-def meaning_of(key: str) -> str | None:
-    """Return what an unknown key of another framework means here; None: it is no framework's."""
-    parts = key.split(".")
-    for name in (".".join(parts[-2:]), parts[-1]):
-        if name in MEANINGS:
+def meaning_of(key: str, known: Collection[str]) -> str | None:
+    """Return what an unknown key of another framework means here; None: it is no framework's.
+
+    Args:
+        key: the key.
+        known: the keys that the recipe may have.
+    """
+    for name in _names(key):
+        if MEANINGS.get(name) in known:
             return f"did you mean {MEANINGS[name]}?"
         if name in WITHOUT:
             return WITHOUT[name]
-    if parts[0] in SECTIONS:
-        return f"files of {SECTIONS[parts[0]]} have it: `fivefold import FILE` converts them"
+    if owners := SECTIONS.get(key.partition(".")[0]):
+        return f"files of {' or '.join(owners)} have it: {_IMPORT.format('|'.join(owners))} converts them"
     return None
+
+
+def looks_like(keys: Iterable[str]) -> str | None:
+    """Return which framework's file a recipe with these unknown keys looks like, as a line; None: like no one's."""
+    signs: Counter[str] = Counter()
+    for key in keys:
+        signs.update(SECTIONS.get(key.partition(".")[0]) or ("verl",) * any(name in _VERL for name in _names(key)))
+    [(framework, n)] = signs.most_common(1) or [("", 0)]
+    if n < _FEWEST_SIGNS:
+        return None
+    return f"this looks like {framework}: {_IMPORT.format(framework)} converts its files and launch scripts"
+
+
+def _names(key: str) -> tuple[str, str]:
+    """Return the last two words of a key, and the last one."""
+    parts = key.split(".")
+    return ".".join(parts[-2:]), parts[-1]

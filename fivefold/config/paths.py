@@ -25,7 +25,8 @@ def resolve_model_path(path: str) -> str:
     if path.startswith(PACKAGE_PREFIX):
         return str(_shipped_folder(path))
     folder = user_path(path)
-    if not folder.is_dir():
+    # The path of an empty text is the working folder.
+    if not path.strip() or not folder.is_dir():
         if not path.startswith(_LOCAL_PREFIXES) and _HUB_NAME.fullmatch(path):
             return path
         raise ValueError(

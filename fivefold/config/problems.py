@@ -82,11 +82,18 @@ def unknown_key(key: str, value: Any, schema: type[BaseModel]) -> str:
     others = [f"`{command}`" for other, command in COMMANDS.items() if other is not schema and key in known_keys(other)]
     if others:
         return f"{line}; it belongs to a recipe of {' or '.join(others)}"
-    for instead in (in_its_place(key), meaning_of(key)):
+    for instead in (in_its_place(key), meaning_of(key, set(known_keys(schema)))):
         if instead is not None:
             return f"{line}; {instead}"
     nearest = nearest_keys(key, schema)
     return f"{line}; did you mean {' or '.join(nearest)}?" if nearest else line
+
+
+def unknown_keys(error: ValidationError) -> Iterator[str]:
+    """Yield the keys among pydantic's errors that the schema does not have."""
+    for detail in error.errors(include_url=False):
+        if detail["type"] == "extra_forbidden":
+            yield ".".join(map(str, detail["loc"]))
 
 
 def problems_of(error: ValidationError, schema: type[BaseModel]) -> Iterator[str]:

@@ -31,6 +31,16 @@ def read_file(file: Path) -> Iterator[Row]:
     return READERS[file.suffix](file)
 
 
+class _KeyTwice(dict[str, Any]):
+    """A JSON object that has a key more than once; the last value is kept."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.key = next(name for name in names if names.count(name) > 1)
+        """The first key that comes again."""
+
+
 def _read_jsonl(file: Path) -> Iterator[Row]:
     # Lines are split before they are decoded, so that a decoding error has a line number.
     with file.open("rb") as lines:
@@ -51,19 +61,27 @@ def _read_json(file: Path) -> Iterator[Row]:
 def _parsed(content: bytes, where: str, form: str) -> Any:
     """Return the value that a JSON text stands for. Programs of Windows put a byte-order mark before it."""
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(_too_deep(where)) from error
     except ValueError as error:
         raise ValueError(f"{where}: not JSON in UTF-8 ({error}); {form}") from error
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _KeyTwice(pairs)
+
+
 def _checked(row: Any, where: str, form: str) -> Row:
-    """Return `row` if it is an object of few levels."""
+    """Return `row` if it is an object of few levels, in which no object has a key twice."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: holds a {type(row).__name__}; {form}")
     level: list[Any] = [row]
     for _ in range(MOST_LEVELS):
+        twice = next((each for each in level if isinstance(each, _KeyTwice)), None)
+        if twice is not None:
+            raise ValueError(f"{where}: has the key {twice.key!r} twice: keep one of them")
         level = [
             inner
             for outer in level

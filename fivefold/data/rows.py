@@ -152,7 +152,7 @@ def _files_of(folder: Path, split: str | None) -> list[Path]:
     if not chosen:
         raise ValueError(
             f"no file in the folder {str(folder)!r} has the split {wanted!r} in its name; there are "
-            f"{', '.join(file.name for file in found)}: set split to one of theirs, or give the file"
+            f"{', '.join(file.name for file in found)}: give the file, or the split of one of them"
         )
     return chosen
 
@@ -190,7 +190,7 @@ def _read_hub(path: str, split: str) -> Iterator[Row]:
     except ConnectionError as error:
         raise ValueError(
             f"{path!r} is no file or folder here, and {datasets.config.HF_ENDPOINT} could not be reached ({error}): "
-            "download it and set train_dataset.path, or the key that names it, to the folder"
+            "download it, and give the folder in the place of the name"
         ) from error
     except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
         raise ValueError(

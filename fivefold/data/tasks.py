@@ -102,13 +102,15 @@ def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path,
         The rows of each file.
 
     Raises:
-        ValueError: a source that cannot be read, that lacks a column, or with an answer that is not written as the
-            task's are.
+        ValueError: a source that is empty, that cannot be read, that lacks a column, or with an answer that is not
+            written as the task's are.
     """
     from datasets import Dataset
 
     task, out = TASKS[name], user_path(out_dir)
-    source = source or task.hub
+    source = task.hub if source is None else source
+    if not source.strip():
+        raise ValueError(f"the source {source!r} is empty: give a folder, a file or a name on a hub, or leave it out")
     out.mkdir(parents=True, exist_ok=True)
     is_file = user_path(source).is_file()
     counts = {}

@@ -110,10 +110,16 @@ def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any
     """Check that a function of `signature` can be called as a reward is, or as verl calls one.
 
     Raises:
-        ValueError: it takes other arguments.
+        ValueError: it takes other arguments, or was written for TRL.
     """
     if taken := sorted({"data_source", "extra_info"} & set(kwargs)):
         raise ValueError(f"reward.kwargs has {taken}, which each row of the data set gives: choose another name")
+    # Not left to the call: fn(prompts, completions, **kwargs) can be called as a reward is, and returns a list.
+    if OF_TRL in signature.parameters and OF_TRL not in kwargs:
+        raise ValueError(
+            f"reward.fn={name!r} has the signature {signature}. TRL's functions judge lists of completions: this one "
+            "gets one response, as fn(response, ground_truth, *, data_source, extra_info), and returns one number"
+        )
     is_of_verl = OF_VERL in signature.parameters
     by_name = {"data_source": "", "extra_info": {}, **kwargs}
     by_name |= {OF_VERL: "", "ground_truth": ""} if is_of_verl else {}
@@ -123,9 +129,6 @@ def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any
         arguments = ", ".join(
             [*(() if is_of_verl else ("response", "ground_truth")), *(f"{name}=" for name in by_name)]
         )
-        hint = ""
-        if OF_TRL in signature.parameters:
-            hint = ". TRL's functions judge lists of completions: this one gets one response, and returns one number"
         raise ValueError(
-            f"reward.fn={name!r} has the signature {signature}, but it is called as fn({arguments}): {error}{hint}"
+            f"reward.fn={name!r} has the signature {signature}, but it is called as fn({arguments}): {error}"
         ) from error

@@ -281,7 +281,9 @@ def test_a_hub_that_cannot_be_reached_is_one_message_with_the_remedy(monkeypatch
         ValueError, match=r"'org/model' .* https?://\S+ could not be reached \(connection refused\)"
     ) as told:
         resolve_model_folder("org/model")
-    assert "download it and set actor.path" in str(told.value)
+    assert "download it, and give the folder" in str(told.value)
+    # `generate --model` loads models too.
+    assert "actor.path" not in str(told.value)
     assert "\n" not in str(told.value)
 
 

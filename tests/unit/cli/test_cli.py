@@ -297,3 +297,14 @@ def test_generate_reads_prompts_from_options_files_and_standard_input(
     ]
     assert invoke("generate", "--model", "m", text="1+1=\n").stdout == "1+1=<1+1=>\n"
     assert invoke("generate", "--model", "m", "--file", "-", text="2+2=\n").stdout == "2+2=<2+2=>\n"
+
+
+def test_an_empty_name_of_a_model_is_no_name(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of an empty text is the working folder, which may hold a model.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    prompts = ("--prompt", "x")
+    for arguments in (("eval", recipe, "--model", ""), ("play", recipe, "--model", " "), ("generate", "--model", "")):
+        result = invoke(*arguments, *(prompts if arguments[0] == "generate" else ()))
+        assert result.exit_code == 2, arguments
+        assert "there is no such folder" in result.stderr

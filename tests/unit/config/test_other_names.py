@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -10,9 +11,11 @@ import yaml
 from fivefold.config.keys import known_keys
 from fivefold.config.library_names import _OTHERS
 from fivefold.config.load import load_recipe
-from fivefold.config.other_names import MEANINGS, WITHOUT
+from fivefold.config.other_names import MEANINGS, SECTIONS, WITHOUT
 from fivefold.config.problems import RecipeError
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold_import.framework import Framework
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
@@ -34,8 +37,10 @@ KEYS = {
     "actor.kl_loss_coef=0.1": "did you mean actor.kl_ctl?",
     "rollout.gpu_memory_utilization=0.5": "did you mean rollout.memory_fraction?",
     "actor.optimizer.type=muon": "the optimizer is AdamW: drop it",
+    "actor.ppo_mini_batch_size=64": "set actor.ppo_n_minibatches, the number of mini-batches of a step",
+    "scale_rewards=false": "set actor.reward_norm.std_level: group, batch or none",
     "actor.lora_rank=8": "adapters (LoRA) are not supported",
-    "actor_rollout_ref.model.path=m": "files of verl have it: `fivefold import FILE` converts them",
+    "actor_rollout_ref.model.path=m": "files of verl have it: `fivefold import FILE --from verl -o RECIPE`",
 }
 
 
@@ -45,6 +50,39 @@ def test_a_key_of_another_place_is_told_what_takes_its_place(override: str, hint
         load_recipe(RECIPE, [override], TrainRecipe)
     assert "unknown key" in str(caught.value)
     assert hint in str(caught.value)
+
+
+def test_only_keys_of_the_recipe_at_hand_are_named() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(ROOT / "recipes" / "tiny-moe-sft.yaml", ["learning_rate=1", "num_generations=4"], SFTRecipe)
+    assert "learning_rate=1: unknown key; did you mean actor.optimizer.lr?" in str(caught.value)
+    assert "gconfig" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "framework"),
+    [
+        (["data.train_files=a", "actor_rollout_ref.rollout.n=4"], "verl"),
+        (["actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.3"], "verl"),
+        (["trainer.total_epochs=1", "data.max_prompt_length=8"], "verl"),
+        (["trainer.n=1", "explorer.n=1", "buffer.n=1"], "trinity"),
+        (["actor_train.n=1", "actor_infer.n=1"], "roll"),
+        (["actor.clip_ratio_low=0.2", "zzz=1"], None),
+        (["num_generations=4", "beta=0.1"], None),
+    ],
+)
+def test_a_recipe_with_several_keys_of_a_framework_is_said_to_look_like_it(
+    overrides: list[str], framework: str | None
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(RECIPE, overrides, TrainRecipe)
+    said = [line for line in caught.value.problems if line.startswith("this looks like")]
+    wanted = f"this looks like {framework}: `fivefold import FILE --from {framework} -o RECIPE` converts its files"
+    assert [line.startswith(wanted) for line in said] == ([] if framework is None else [True])
+
+
+def test_the_frameworks_are_words_of_the_command_that_imports() -> None:
+    assert {owner for owners in SECTIONS.values() for owner in owners} <= set(get_args(Framework))
 
 
 def test_no_key_of_a_recipe_has_a_name_that_is_told_to_be_anothers() -> None:

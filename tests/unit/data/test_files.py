@@ -61,6 +61,8 @@ def test_a_row_of_a_hundred_levels_is_read(tmp_path: Path) -> None:
         ("a.json", b'{"a": 1}', "a.json: holds a dict; a JSON file has one list of objects"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "not JSON .*; a JSON file has .* with one object a line ends in .jsonl"),
         ("a.json", b'[{"a": 1}, 2]', "row 2: holds a int"),
+        ("a.json", b'[{"a": 1}, {"a": 1, "b": 2, "a": 3}]', "a.json, row 2: has the key 'a' twice"),
+        ("a.jsonl", b'{}\n{"c": [{"b": 1, "b": 1}]}\n', "a.jsonl, line 2: has the key 'b' twice"),
         ("a.csv", b"a,b\n", "has no rows"),
         ("a.csv", b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]"),
         ("a.csv", b"a,b\n1,2\n3\n", "line 3: the row has not 2 values"),

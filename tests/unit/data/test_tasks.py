@@ -132,3 +132,8 @@ def test_an_answer_in_another_form_names_its_row(tmp_path: Path) -> None:
         write_task("math", str(file), tmp_path / "out")
     with pytest.raises(ValueError, match=r"has no column 'question'.*: give the files of openai/gsm8k:main, or rename"):
         write_task("gsm8k", str(file), tmp_path / "out")
+
+
+def test_an_empty_source_is_no_name_of_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the source '' is empty"):
+        write_task("gsm8k", "", tmp_path / "out")

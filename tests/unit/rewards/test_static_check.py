@@ -28,6 +28,12 @@ async def waits({ARGUMENTS}):
 def with_default(response, truth, /, data_source="", extra_info=None, *rest, target=10, **others):
     return 1.0
 
+def of_trl_with_prompts(prompts, completions, **kwargs):
+    return [1.0 for _ in completions]
+
+def own_completions({ARGUMENTS}, completions):
+    return 1.0
+
 def one_argument(response):
     return 1.0
 
@@ -83,6 +89,8 @@ typed: object = plain
         ("plain_module:plane", {}, "plain_module.py defines no 'plane'; did you mean plain?"),
         ("plain_module:plain", {"target": 1}, "has the signature (response, ground_truth, *, data_source, extra_info)"),
         ("plain_module:plain", {"data_source": 1}, "reward.kwargs has ['data_source'], which each row"),
+        ("plain_module:of_trl_with_prompts", {}, "TRL's functions judge lists of completions"),
+        ("plain_module:own_completions", {"completions": 3}, None),
         ("plain_module:one_argument", {}, "has the signature (response), but it is called as"),
         ("plain_module:with_defaults", {}, "has the signature (response, reference='none', *, scale=(1, 2)), but"),
         ("no_such_module:plain", {}, "there is no module 'no_such_module', installed or in"),
