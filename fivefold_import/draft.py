@@ -114,9 +114,13 @@ class Draft:
         self.assume(defaults)
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
-        """Take the framework's defaults for keys that the source does not write; those taken earlier stand."""
+        """Take the framework's defaults for keys that the source does not write; earlier ones stay.
+
+        A section that the source writes as one value, such as an interpolation that leads nowhere, has no defaults.
+        """
+        written = tuple(f"{key}." for key, value in self._values.items() if value not in (None, {}))
         for key, value in defaults.items():
-            if key in self._values or key in self._defaults or value is None:
+            if key in self._values or key in self._defaults or value is None or key.startswith(written):
                 continue
             if value is UNKNOWN:
                 self.unknown_defaults.append(key)

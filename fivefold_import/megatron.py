@@ -34,9 +34,11 @@ SECTIONS: Mapping[str, type[MegatronFields]] = {"transformer": MegatronTransform
 
 
 def _modules(value: Any) -> list[str]:
-    if not isinstance(value, list):
+    """Return a list of modules, which some frameworks write as one text, `moe,layernorm`."""
+    modules = [module.strip() for module in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(modules, list):
         raise Unfit(f"{value!r} is not a list of modules")
-    return [_MODULE(module) for module in value]
+    return [_MODULE(module) for module in modules]
 
 
 _MODULE = one_of(**{name: name for name in get_args(RecomputeModule)})
@@ -164,7 +166,10 @@ def recompute_ways(draft: Draft, prefix: str, granularity: Any) -> None:
         elif draft.get(key) == default:
             draft.implied(key, "it is the default")
         else:
-            draft.mapped(key, f"actor.megatron.transformer.{name}", draft.read(key, convert))
+            try:
+                draft.mapped(key, f"actor.megatron.transformer.{name}", convert(draft.get(key)))
+            except Unfit as error:
+                draft.unsupported(key, str(error))
 
 
 def checkpoint_layers(draft: Draft, switch: str, is_on: bool, backend: str = "fsdp") -> None:

@@ -26,6 +26,8 @@ YAMLS = (".yaml", ".yml", ".json")
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 DEEPEST = 20
 """The most interpolations that are followed for one value, so that a loop of them ends."""
+MOST_KEYS = 10_000
+"""The most keys of a source once interpolations of sections are filled in."""
 
 
 class Loader(LimitedLoader):
@@ -182,11 +184,44 @@ def _typed(text: str, where: str) -> Any:
 
 
 def resolve(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return `values` with interpolations filled in: of other keys, `oc.env` and `oc.select`.
+    """Return `values` with interpolations filled in: of other keys and sections, `oc.env` and `oc.select`.
 
-    An interpolation that leads nowhere stays as it is.
+    An interpolation that leads nowhere stays as it is. One of a section becomes the section's keys; those that are
+    written count.
     """
-    return {key: _resolved(value, key, values, environment) for key, value in values.items()}
+    whole = _with_sections(values)
+    return {key: _resolved(value, key, whole, environment) for key, value in whole.items()}
+
+
+def _with_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with the keys of a section in the place of an interpolation of the section.
+
+    Raises:
+        ValueError: that makes too many keys.
+    """
+    whole = dict(values)
+    for _ in range(DEEPEST):
+        sections = {key: section for key, value in whole.items() if (section := _section(value, key))}
+        parts = {key: [part for part in whole if part.startswith(section)] for key, section in sections.items()}
+        if not any(parts.values()):
+            break
+        merged: dict[str, Any] = {}
+        for key, value in whole.items():
+            for part in parts.get(key, ()):
+                merged.setdefault(f"{key}.{part.removeprefix(sections[key])}", _at(part, whole))
+            if not parts.get(key):
+                merged[key] = value
+        if len(merged) > MOST_KEYS:
+            raise ValueError(f"interpolations of sections make more than {MOST_KEYS:,} keys, too many to read")
+        whole = merged
+    return whole
+
+
+def _section(value: Any, key: str) -> str:
+    """Return the section, with a dot at its end, that all of `value` may interpolate; empty if it cannot."""
+    match = INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
+    section = f"{_absolute(match[1].strip(), key)}." if match is not None and ":" not in match[1] else ""
+    return "" if f"{key}.".startswith(section) else section  # A section inside itself would never end.
 
 
 def _resolved(value: Any, key: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:

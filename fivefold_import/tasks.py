@@ -52,6 +52,10 @@ EVALUATION = Task(
     "evaluation or generation without training",
     "`fivefold eval` and `fivefold generate` do that with a recipe of `fivefold train`",
 )
+SELF_PLAY = Task(
+    "self-play fine-tuning (SPIN), which prefers a row's response to the model's own",
+    "`fivefold generate` writes the model's responses, and `fivefold dpo` trains on pairs of responses",
+)
 
 PROGRAMS: Mapping[str, Task] = {
     "sft": SFT,
@@ -60,6 +64,7 @@ PROGRAMS: Mapping[str, Task] = {
     "distillation": DISTILLATION,
     "gkd": DISTILLATION,
     "rw": REWARD_MODEL,
+    "spin": SELF_PLAY,
     **dict.fromkeys(("eval", "evaluate", "evaluation", "generate", "generation"), EVALUATION),
 }
 """Words in the name of a program, such as `verl.trainer.fsdp_sft_trainer`, that show its task."""

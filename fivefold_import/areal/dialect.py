@@ -296,10 +296,22 @@ def _evaluation(draft: Draft) -> None:
         if draft.get(key) == draft.get(train + name):
             draft.implied(key, reasons.AS_IN_TRAINING)
         draft.unsupported(key, reasons.sampled_by_gconfig(name))
-    if draft.keys(own + "*") and "evaluator.greedy" not in draft.recipe:
-        draft.recipe["evaluator.greedy"] = False
+    if draft.keys(own + "*"):
+        draft.recipe.setdefault("evaluator.greedy", False)
+    elif draft.writes("valid_dataset.path"):
+        _unwritten_evaluation(draft)
     if draft.writes("valid_dataset.path") and not draft.writes("valid_dataset.split"):
         draft.recipe["valid_dataset.split"] = "test"
+
+
+def _unwritten_evaluation(draft: Draft) -> None:
+    """Take the sampling of held-out prompts where the source does not say it: a group each, as AReaL's programs do."""
+    n_samples = draft.read("gconfig.n_samples", positive)
+    draft.recipe |= {"evaluator.greedy": False, "evaluator.temperature": 0.6, "evaluator.n_samples": n_samples}
+    draft.notes.append(
+        f"evaluator.temperature=0.6 and evaluator.n_samples={n_samples}: AReaL's example programs set the temperature, "
+        "and a group is as large as in training; a program without a temperature samples as in training"
+    )
 
 
 def merge(documents: Sequence[Document]) -> Document:

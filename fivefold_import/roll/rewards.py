@@ -62,8 +62,13 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
 
 
 def _is_scored(draft: Draft, own: str) -> bool:
-    """Return whether a reward is the score of a model with a head for it."""
-    return draft.get(f"{own}model_args.model_type") in SCORED and draft.writes(f"{own}model_args.model_name_or_path")
+    """Return whether a reward is the score of a model with a head for it, and not a judgement that a model writes."""
+    is_judged = "Judge" in str(draft.get(f"{own}worker_cls", "")) or bool(draft.keys(f"{own}judge_*"))
+    return (
+        not is_judged
+        and draft.get(f"{own}model_args.model_type") in SCORED
+        and draft.writes(f"{own}model_args.model_name_or_path")
+    )
 
 
 def _score_model(draft: Draft, own: str, to: str) -> None:

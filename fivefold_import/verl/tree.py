@@ -340,9 +340,12 @@ def _evaluation(draft: Draft, at: str) -> None:
     if not draft.keys(own + "*"):
         return
     temperature = draft.read(own + "temperature", number, 0)
-    samples = draft.get(own + "do_sample", False) is True and temperature > 0
+    # Servers sample by the temperature alone; `do_sample` is false by default, and only Transformers reads that.
+    samples = draft.get(own + "do_sample", True) is True and temperature > 0
     if draft.writes(own + "do_sample"):
         draft.mapped(own + "do_sample", "evaluator.greedy", not samples)
+    elif samples:
+        draft.recipe["evaluator.greedy"] = False
     if samples and draft.writes(own + "temperature"):
         draft.mapped(own + "temperature", "evaluator.temperature", temperature)
     draft.implied(own + "temperature", reasons.GREEDY)

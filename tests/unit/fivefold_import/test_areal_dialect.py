@@ -180,6 +180,29 @@ def test_a_critic_has_its_own_devices_or_the_actors() -> None:
     assert recipe["critic.megatron.use_deterministic_algorithms"] is True
 
 
+def test_a_section_of_the_critic_that_is_the_actors_has_the_actors_values(tmp_path: Path) -> None:
+    """A default of AReaL's critic does not fill a section that is written, even if that leads nowhere."""
+    text = (
+        "actor: {path: m, backend: 'fsdp:d4', optimizer: {type: adam, lr: 1.7e-5, weight_decay: 0.017}}\n"
+        "critic: {path: '${actor.path}', backend: '${actor.backend}', optimizer: '${%s.optimizer}'}\n"
+        "train_dataset: {batch_size: 8}\n"
+    )
+    recipe = convert_text("areal", tmp_path, text % "actor").recipe
+    assert (recipe["critic.optimizer.lr"], recipe["critic.optimizer.weight_decay"]) == (1.7e-5, 0.017)
+    nowhere = convert_text("areal", tmp_path, text % "nobody")
+    assert "critic.optimizer.lr" not in nowhere.recipe
+    assert "critic.optimizer" in nowhere.unsupported()
+
+
+def test_held_out_prompts_are_sampled_as_areals_programs_do(tmp_path: Path) -> None:
+    text = "gconfig: {n_samples: 4}\nvalid_dataset: {path: a.jsonl}\n"
+    recipe = convert_text("areal", tmp_path, text).recipe
+    evaluator = {name: recipe[f"evaluator.{name}"] for name in ("greedy", "temperature", "n_samples")}
+    assert evaluator == {"greedy": False, "temperature": 0.6, "n_samples": 4}
+    written = convert_text("areal", tmp_path, f"{text}eval_gconfig: {{n_samples: 1, temperature: 0.8}}\n").recipe
+    assert (written["evaluator.temperature"], written["evaluator.n_samples"]) == (0.8, 1)
+
+
 def test_a_mean_that_leaves_one_out_is_exact_up_to_a_factor() -> None:
     """r_i less the mean of the 3 others is 4/3 times r_i less the mean of all 4."""
     overrides = ["critic=null", "actor.adv_norm=null"]

@@ -38,6 +38,7 @@ REFUSED: list[tuple[Framework, str, str, str]] = [
     ("trinity", "algorithm: {algorithm_type: jsd}\n", DISTILLATION, "algorithm_type=jsd"),
     ("trinity", "mode: bench\n", EVALUATION, "mode=bench"),
     ("verl", "python3 -m verl.trainer.main_generation data.path=x", EVALUATION, "verl.trainer.main_generation"),
+    ("verl", "python3 -m recipe.spin.main_spin trainer.nnodes=1", "self-play", "recipe.spin.main_spin"),
     ("siirl", "data: {prompt_dict_keys: [question]}\n", "supervised fine-tuning", "data.prompt_dict_keys"),
 ]
 
@@ -52,7 +53,7 @@ def test_a_task_that_no_command_does_is_refused_by_what_tells_it(
     framework: Framework, text: str, task: str, found: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ValueError, match=rf"{task}.*{re.escape(found)}.*reinforcement learning.*fivefold (train|eval|sft)"
+        ValueError, match=rf"{task}.*{re.escape(found)}.*reinforcement learning.*fivefold (train|eval|sft|dpo)"
     ):
         convert_text(framework, tmp_path, text)
 

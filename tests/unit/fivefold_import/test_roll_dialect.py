@@ -16,6 +16,30 @@ CONFIG = "strategy_args.strategy_config."
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
 
 
+def test_modules_that_are_recomputed_may_be_one_text() -> None:
+    words = [f"{TRAIN}strategy_args.strategy_name=megatron_train", f"{TRAIN}{CONFIG}recompute_granularity=selective"]
+    key = f"{TRAIN}{CONFIG}recompute_modules"
+    for value in ("moe,layernorm", "[moe,layernorm]"):
+        recipe = convert_words("roll", *words, f"{key}={value}").recipe
+        assert recipe["actor.megatron.transformer.recompute_modules"] == ["moe", "layernorm"], value
+    assert key in convert_words("roll", *words, f"{key}='moe,unheard_of'").unsupported()
+
+
+def test_a_model_that_writes_judgements_is_no_reward_model_with_a_score_head() -> None:
+    own = "rewards.judged."
+    words = [
+        f"{own}worker_cls=roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
+        f"{own}judge_model_type=inference",
+        f"{own}model_args.model_name_or_path=some/judge",
+        f"{own}model_args.model_type=trl",
+        f"{own}generating_args.max_new_tokens=100",
+    ]
+    conversion = convert_words("roll", *words)
+    assert not [key for key in conversion.recipe if key.startswith("reward.")]
+    assert f"{own}model_args.model_name_or_path" in conversion.unsupported()
+    assert "write a judgement" in conversion[f"{own}model_args.model_name_or_path"].note
+
+
 def test_lists_of_devices_say_which_roles_share() -> None:
     """The actor has devices 0 to 15."""
     cases = [

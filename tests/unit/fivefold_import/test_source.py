@@ -120,6 +120,25 @@ def test_interpolations_lead_to_other_keys_and_to_the_environment() -> None:
     }
 
 
+def test_an_interpolation_of_a_section_becomes_its_keys() -> None:
+    values = {
+        "actor.optimizer.lr": 1.7e-5,
+        "actor.optimizer.nested.beta": "${..lr}",
+        "critic.optimizer": "${actor.optimizer}",
+        "critic.optimizer.lr": 3e-5,  # What is written counts.
+        "other": "${critic}",
+        "inside.itself": "${inside}",
+    }
+    resolved = resolve(values, {})
+    assert resolved["critic.optimizer.lr"] == resolved["other.optimizer.lr"] == 3e-5
+    assert resolved["critic.optimizer.nested.beta"] == resolved["other.optimizer.nested.beta"] == 1.7e-5
+    assert resolved["inside.itself"] == "${inside}"
+    assert not {"critic.optimizer", "other"} & resolved.keys()
+    doubled = {f"a{n}.{side}": f"${{a{n + 1}}}" for n in range(20) for side in "xy"} | {"a20.x": 1}
+    with pytest.raises(ValueError, match="more than 10,000 keys"):
+        resolve(doubled, {})
+
+
 def test_texts_that_would_take_for_ever_are_refused_at_once(tmp_path: Path) -> None:
     laughs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefghij")

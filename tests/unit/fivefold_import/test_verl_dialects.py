@@ -240,6 +240,21 @@ def test_each_side_of_the_clip_range_has_its_own_default() -> None:
         assert conversion.unsupported() == set(), words
 
 
+def test_held_out_prompts_are_sampled_at_the_temperature_that_is_written() -> None:
+    own = ROLLOUT + "val_kwargs."
+    cases: list[tuple[list[str], bool | None, float | None]] = [
+        (["temperature=1.0"], False, 1.0),
+        (["temperature=0.6", "do_sample=True"], False, 0.6),
+        (["temperature=0"], None, None),  # Evaluation is greedy by default.
+        (["n=1"], None, None),
+        (["temperature=1.0", "do_sample=False"], True, None),
+    ]
+    for words, greedy, temperature in cases:
+        recipe = convert_words("verl", "data.val_files=v.parquet", *(own + word for word in words)).recipe
+        assert recipe.get("evaluator.greedy") is greedy, words
+        assert recipe.get("evaluator.temperature") == temperature, words
+
+
 def test_siirl_reads_another_key_for_the_schedule_on_fsdp() -> None:
     conversion = convert_words("siirl", f"{ACTOR}strategy=fsdp", f"{ACTOR}optim.warmup_style=cosine")
     assert conversion.recipe["actor.optimizer.lr_scheduler_type"] == "cosine"
