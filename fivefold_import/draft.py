@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -107,6 +107,8 @@ class Draft:
         """Notes that belong to no single key."""
         self.other_loss = ""
         """The source's `key=value` that asks for another loss than PPO's; empty if it trains with PPO's."""
+        self.written: Mapping[str, str] = {}
+        """The names that the source has for keys that were read by another name."""
         self.unknown_defaults: list[str] = []
         """Keys that the source does not write, and whose default in its framework is not known here."""
         self.problems: list[str] = []
@@ -134,8 +136,9 @@ class Draft:
 
     @property
     def entries(self) -> list[Entry]:
-        """The entries in the order of the source, with defaults last."""
-        return [self._entries[key] for key in (*self._values, *self._defaults) if key in self._entries]
+        """The entries in the order of the source, with defaults last, by the names that the source has."""
+        found = [self._entries[key] for key in (*self._values, *self._defaults) if key in self._entries]
+        return [replace(entry, key=self.written.get(entry.key, entry.key)) for entry in found]
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Return the value that the framework would use: the source's, else its default, else `otherwise`."""

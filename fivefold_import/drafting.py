@@ -12,6 +12,8 @@ from fivefold_import.dialect import Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.framework import Framework, dialect_of
 from fivefold_import.layouts import lay_out
+from fivefold_import.models import reads_images
+from fivefold_import.reasons import NO_MULTIMODAL
 from fivefold_import.source import Document, read_document, read_overrides, resolve
 from fivefold_import.tasks import task_of
 
@@ -61,12 +63,20 @@ def draft_of(
     conversion.after_layout(draft)
     settle_clip_range(draft)
     settle_staleness(draft)
+    _refuse_images(draft)
     unknown_key = f"not a key of {dialect.title} that is known here"
     draft.finish(unknown_key)
     draft.notes[:0] = source.notes
     draft.problems[:0] = source.problems
+    draft.written = source.written
     n_strangers = sum(entry.note == unknown_key for entry in draft.entries)
     return Drafted(dialect, draft, documents, len(values), n_strangers)
+
+
+def _refuse_images(draft: Draft) -> None:
+    """Add a problem for a model that reads images or video."""
+    if reads_images(model := str(draft.recipe.get("actor.path", ""))):
+        draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name a language model")
 
 
 def check_framework(

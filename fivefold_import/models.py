@@ -13,6 +13,11 @@ MOE_NAME = re.compile(
 )
 """Names of mixture-of-experts models, for models whose shape is not known."""
 
+IMAGE_NAME = re.compile(
+    r"(?<![a-z])(vl|vision|llava|internvl|pixtral|omni|(open)?vla|minicpm-?[vo]|qvq)(?![a-z])|glm-?4\.\d+v", re.I
+)
+"""Names of models that read images or video."""
+
 
 def known_shape(model: str) -> ModelShape | None:
     """Return the model's shape; None if neither its name nor its folder says it."""
@@ -26,6 +31,14 @@ def is_moe(model: str) -> bool:
     """Return whether the model is a mixture of experts, by its shape or else by its name."""
     shape = known_shape(model)
     return shape.is_moe if shape is not None else bool(MOE_NAME.search(model))
+
+
+def reads_images(model: str) -> bool:
+    """Return whether the model reads images or video, by its config.json or else by its name."""
+    try:
+        return "vision_config" in find_config(model)
+    except ValueError:
+        return bool(IMAGE_NAME.search(model.rstrip("/").rpartition("/")[2]))
 
 
 def router_aux_loss(model: str) -> float | None:

@@ -16,6 +16,9 @@ NO_CORRECTION = "samples are not weighted by the mismatch of rollout and trainer
 NO_ROUTER_REPLAY = "the rollout's router choices are not replayed in training"
 OLD_LOGPROBS = "old log-probabilities are computed where they can differ from the rollout's"
 TRUNCATED_TRAINED = "a response that is cut off keeps its reward; actor.mask_truncated leaves it out of training"
+NO_REPLAY = (
+    "a sample is trained on in the step that sampled it: train_dataset.sampler=replay repeats prompts, not samples"
+)
 IN_MEMORY = "samples go from rollout to trainer in memory"
 SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
 AHEAD = "rollout.max_head_offpolicyness says how far the rollout may be ahead, and bounds what waits to be trained"
@@ -73,6 +76,7 @@ ONLY_TRAINING_RECOMPUTES = "only training recomputes activations"
 KERNELS = "Fivefold chooses its kernels itself"
 ATTENTION = "attention is PyTorch's FlashAttention 2 unless actor.attn_impl=flash_attention_4"
 OWN_BRIDGE = "Fivefold's own bridge loads the same weights; bridge_type=mbridge would load them with mbridge"
+OTHER_BRIDGE = "it must be installed; the weights are the same with bridge_type=fivefold, which needs nothing"
 WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor to rollout"
 
 # FSDP in the place of DeepSpeed, and Megatron-Core in the place of Archon

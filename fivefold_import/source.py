@@ -8,8 +8,8 @@ actor:                          actor.lr      1e-06
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,27 @@ class Document:
     """Notes on the file as a whole."""
     problems: list[str] = field(default_factory=list)
     """What of the file is not read."""
+    written: dict[str, str] = field(default_factory=dict)
+    """The names in the file of keys that are read by another name."""
     program: str = ""
     """The program that a script starts: a module or a file; empty for other files."""
+
+    def renamed(self, name: Callable[[str], str]) -> Document:
+        """Return the document with the keys that `name` gives for its own; `written` keeps the names that it has."""
+        written = {name(key): self.written.get(key, key) for key in self.values if name(key) != key}
+        return replace(
+            self,
+            values={name(key): value for key, value in self.values.items()},
+            caveats={name(key): note for key, note in self.caveats.items()},
+            written={**self.written, **written},
+        )
 
     def update(self, other: Document) -> None:
         """Take over the keys of `other`, which override this document's; a value replaces a whole section."""
         sections = tuple(f"{key}." for key in other.values)
         self.values = {key: value for key, value in self.values.items() if not key.startswith(sections)} | other.values
         self.caveats = {key: note for key, note in self.caveats.items() if key not in other.values} | other.caveats
+        self.written = {key: old for key, old in self.written.items() if key not in other.values} | other.written
         self.notes += other.notes
         self.problems += other.problems
         self.program = other.program or self.program

@@ -56,6 +56,19 @@ SELF_PLAY = Task(
     "self-play fine-tuning (SPIN), which prefers a row's response to the model's own",
     "`fivefold generate` writes the model's responses, and `fivefold dpo` trains on pairs of responses",
 )
+SELF_PLAY_PREFERENCES = Task(
+    "self-play preference optimisation (SPPO), whose loss is a squared distance",
+    "`fivefold dpo` trains on pairs of responses (docs/preferences.md)",
+)
+PRIME = Task(
+    "PRIME, whose rewards of tokens come from a model that is trained with the actor",
+    "write the reward of whole responses as reward.fn of a recipe of `fivefold train`",
+)
+FLOWS = Task(
+    "FlowRL, whose loss matches a distribution of rewards with a model of its normaliser",
+    "write the loss as your own (docs/extending.md), for a recipe of `fivefold train`",
+)
+PICTURES = Task("models of images, video or actions (diffusion, VLA)", "`fivefold train` has language models alone")
 
 PROGRAMS: Mapping[str, Task] = {
     "sft": SFT,
@@ -65,9 +78,15 @@ PROGRAMS: Mapping[str, Task] = {
     "gkd": DISTILLATION,
     "rw": REWARD_MODEL,
     "spin": SELF_PLAY,
+    "sppo": SELF_PLAY_PREFERENCES,
+    "prime": PRIME,
+    "flowrl": FLOWS,
+    **dict.fromkeys(("diffusion", "flowgrpo", "dance", "vla", "embodied"), PICTURES),
     **dict.fromkeys(("eval", "evaluate", "evaluation", "generate", "generation"), EVALUATION),
 }
-"""Words in the name of a program, such as `verl.trainer.fsdp_sft_trainer`, that show its task."""
+"""Words in the name of a program, such as `verl.trainer.fsdp_sft_trainer`, or of its recipe, that show its task."""
+RECIPES = re.compile(r"\b(?:recipe|experimental)[./](\w+)")
+"""The recipe that a program is of, `prime` of `recipe.prime.main_ppo`."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +123,10 @@ def task_of(
     Raises:
         ValueError: the task is not offered; the message names what shows it.
     """
-    name = re.split(r"[./]", program.removesuffix(".py"))[-1].lower()
-    found = [(f"the program {program}", PROGRAMS[word]) for word in re.findall("[a-z]+", name) if word in PROGRAMS]
+    path = program.removesuffix(".py").lower()
+    names = [re.split(r"[./]", path)[-1], *RECIPES.findall(path)]
+    words = re.findall("[a-z]+", "_".join(names))
+    found = [(f"the program {program}", PROGRAMS[word]) for word in words if word in PROGRAMS]
     found += [(text, sign.task) for sign in signs if (text := sign.found(values)) is not None]
     if not found:
         return REINFORCEMENT

@@ -82,7 +82,7 @@ def math500(out: OutFolder, source: Source = None) -> None:
 
 @data_app.command()
 def deepscaler(out: OutFolder, source: Source = None) -> None:
-    """DeepScaleR's 40,000 problems as a parquet file in verl's schema."""
+    """DeepScaleR's 40,000 problems as parquet files in verl's schema: `train`, and one in 80 held out as `test`."""
     _write_task("deepscaler", source, out)
 
 

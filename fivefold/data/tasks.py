@@ -77,13 +77,17 @@ class Task:
     instruction: str
     """Follows the question in the prompt."""
     splits: tuple[str, ...]
+    held_out_every: int = 0
+    """One of so many rows of `train` is held out as `test`, for a data set without that split; 0: none."""
 
 
 TASKS = {
     "gsm8k": Task("openai/gsm8k:main", "question", "answer", after_hashes, HASHES, ("train", "test")),
     "math": Task("DigitalLearningGmbH/MATH-lighteval", "problem", "solution", last_boxed, BOXED, ("train", "test")),
     "math500": Task("HuggingFaceH4/MATH-500", "problem", "answer", as_written, BOXED, ("test",)),
-    "deepscaler": Task("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", as_written, BOXED, ("train",)),
+    "deepscaler": Task(
+        "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", as_written, BOXED, ("train",), held_out_every=80
+    ),
     "aime24": Task("HuggingFaceH4/aime_2024", "problem", "answer", as_written, BOXED, ("train",)),
 }
 """The tasks by the names of `fivefold data`."""
@@ -119,10 +123,22 @@ def write_task(name: str, source: str | None, out_dir: str | Path) -> dict[Path,
         for column in (task.question, task.answer):
             remedy = f"give the files of {task.hub}, or rename the columns"
             require_column(rows, column, f"fivefold data {name}", source, remedy)
-        path = out / f"{split}.parquet"
-        Dataset.from_list(list(_converted(task, rows, split, source))).to_parquet(path)
-        counts[path] = len(rows)
+        for part_name, part in _parts(task, list(_converted(task, rows, split, source)), split).items():
+            path = out / f"{part_name}.parquet"
+            Dataset.from_list(part).to_parquet(path)
+            counts[path] = len(part)
     return counts
+
+
+def _parts(task: Task, rows: list[dict[str, Any]], split: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a split by the file that they go to: itself, and `test` for those that are held out."""
+    every = task.held_out_every
+    if not every or split not in task.splits or len(rows) < every:
+        return {split: rows}
+    held_out = rows[every - 1 :: every]
+    for row in held_out:
+        row["extra_info"]["split"] = "test"
+    return {split: [row for row in rows if row["extra_info"]["split"] == split], "test": held_out}
 
 
 def _converted(task: Task, rows: list[Row], split: str, source: str) -> Iterator[dict[str, Any]]:

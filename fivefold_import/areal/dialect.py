@@ -10,6 +10,7 @@ from fivefold.config.keys import known_keys
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold_import import megatron, reasons
 from fivefold_import.areal.layout import TRAINERS, backends, trainers_backend
 from fivefold_import.areal.rules import CRITICS, GIVEN, RULES, TABLES
@@ -24,6 +25,7 @@ from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold_import.values import flag, number, positive, whole
 
+GSM8K = "openai/gsm8k"
 COLUMNS = "AReaL chooses columns by the data set's name"
 SIGNS = (
     Sign("train_dataset.type", SFT, ("sft",)),
@@ -81,13 +83,30 @@ def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
     if any(f"saver.{name}" in draft.recipe for name in ("freq_epochs", "freq_steps", "freq_secs")):
         draft.recipe["saver.max_to_keep"] = None
         draft.notes.append("AReaL keeps all the weights that it saves: saver.max_to_keep=null, each in its own folder")
-    if "train_dataset.path" in draft.recipe:
+    if "train_dataset.path" in draft.recipe and not _names_gsm8k(draft):
         draft.notes.append(f"{COLUMNS}; set {keys} of train_dataset and valid_dataset, unless {unless}")
     if not draft.writes("train_dataset.max_length"):
         most = own_default("train_dataset.max_length")
         draft.notes.append(
             f"AReaL trains on {longer} of any length; {longer} of more than {most} tokens are dropped here"
         )
+
+
+def _names_gsm8k(draft: Draft) -> bool:
+    """Give data sets that are GSM8K of the hub their configuration and columns; return whether all of them are."""
+    answers = {TrainRecipe: "answer_key", SFTRecipe: "response_key"}
+    paths = [key for key in ("train_dataset.path", "valid_dataset.path") if key in draft.recipe]
+    found = [key for key in paths if draft.recipe[key] == GSM8K and draft.schema in answers]
+    for key in found:
+        section = key.removesuffix("path")
+        draft.revise(key, f"{GSM8K}:main", "with its configuration, as AReaL reads it")
+        draft.recipe |= {f"{section}prompt_key": "question", f"{section}{answers[draft.schema]}": "answer"}
+    if found and draft.schema is TrainRecipe:
+        draft.notes.append(
+            f"{GSM8K}: AReaL asks for the final answer in \\boxed{{}} after each question, which stands alone here; "
+            "`fivefold data gsm8k` writes questions with an instruction"
+        )
+    return found == paths
 
 
 # Algorithm
@@ -315,14 +334,34 @@ def _unwritten_evaluation(draft: Draft) -> None:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """Merge the files; the model of the first releases' fine-tuning gets the name that it has in later ones."""
-    whole = merged(documents)
+    """Merge the files; the model of the first releases' fine-tuning gets the name that it has in later ones.
+
+    An `allocation_mode` overrides the layouts of roles in earlier files, as far as it has these roles.
+    """
+    whole = merged(())
+    for document in documents:
+        if document.values.get("allocation_mode"):
+            overridden = [key for key in whole.values if _is_overridden(key, whole.values[key])]
+            whole.values = {key: value for key, value in whole.values.items() if key not in overridden}
+        whole.update(document)
     if "model.path" not in whole.values:
         return whole
-    values = {_renamed(key): _renamed_inside(value) for key, value in whole.values.items()}
+    named = whole.renamed(_renamed)
+    values = {key: _renamed_inside(value) for key, value in named.values.items()}
+    if "train_dataset.type" in values:
+        return replace(named, values=values)
     # Only fine-tuning had such a section.
-    values.setdefault("train_dataset.type", "sft")
-    return replace(whole, values=values, caveats={_renamed(key): note for key, note in whole.caveats.items()})
+    return replace(
+        named,
+        values={**values, "train_dataset.type": "sft"},
+        written={**named.written, "train_dataset.type": "model.*"},
+    )
+
+
+def _is_overridden(key: str, value: Any) -> bool:
+    """Return whether a key lays out a role that `allocation_mode` has, or another one that follows it."""
+    roles = ("actor.backend", "rollout.backend")
+    return key in roles or (key.endswith(".backend") and value in [f"${{{role}}}" for role in roles])
 
 
 def _renamed(key: str) -> str:

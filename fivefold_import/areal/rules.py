@@ -54,6 +54,13 @@ def _optimizer(draft: Draft, key: str) -> None:
             draft.unsupported(key, reasons.ADAMW)
 
 
+def _bridge(draft: Draft, key: str) -> None:
+    """Convert what loads the weights: megatron-bridge if it is asked for; AReaL's default is mbridge."""
+    if draft.get(key) == "megatron-bridge":
+        draft.mapped(key, "actor.megatron.bridge_type", "megatron-bridge", reasons.OTHER_BRIDGE)
+    draft.implied(key, reasons.OWN_BRIDGE)
+
+
 TABLES = read_tables("areal", globals(), {"megatron": megatron.TABLES})
 RULES = TABLES["top"] | TABLES["critic"].wrapped(of_critic).under("critic.")
 GIVEN = RULES | TABLES["given"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from fivefold_import import corrections, megatron, reasons
 from fivefold_import.checkpoints import note_kept
@@ -39,7 +38,7 @@ from fivefold_import.settings import (
     warmup,
 )
 from fivefold_import.source import Document
-from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, SFT, Sign
+from fivefold_import.tasks import DISTILLATION, PICTURES, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.values import KL_ESTIMATOR, flag, number, positive, whole
 
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
@@ -69,6 +68,8 @@ SIGNS = (
         Sign("pipeline*", task, (name,))
         for name, task in (("sft", SFT), ("dpo", PREFERENCES), ("distill", DISTILLATION))
     ),
+    Sign("actor_train.model_args.model_type", PICTURES, ("diffusion_module",)),
+    Sign("actor_train.strategy_args.strategy_name", PICTURES, ("diffusion_deepspeed_train",)),
 )
 """Keys of ROLL's other pipelines."""
 
@@ -77,11 +78,12 @@ def merge(documents: Sequence[Document]) -> Document:
     """Merge the files; the roles of on-policy distillation get the names that ROLL itself gives them."""
     whole = merged(documents)
     is_pure = any(key.startswith(tuple(STUDENT)) for key in whole.values)
-    values = {_renamed(key): value for key, value in whole.values.items()}
-    if is_pure:
-        # Its launcher sets this key.
-        values.setdefault(PURE, True)
-    return replace(whole, values=values, caveats={_renamed(key): note for key, note in whole.caveats.items()})
+    named = whole.renamed(_renamed)
+    if is_pure and PURE not in named.values:
+        # Its launcher sets this key; what shows it in the source are the student's sections.
+        named.values[PURE] = True
+        named.written[PURE] = "student_*"
+    return named
 
 
 def _renamed(key: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fivefold_import.checkpoints import note_kept
-from fivefold_import.dialect import Conversion, Dialect
+from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
+from fivefold_import.source import Document
 from fivefold_import.tables import read_tables
-from fivefold_import.tasks import REINFORCEMENT
+from fivefold_import.tasks import PICTURES, REINFORCEMENT, Sign
 from fivefold_import.verl import rules as verl
 from fivefold_import.verl import tree
 from fivefold_import.verl.dialect import SIGNS
@@ -15,6 +18,24 @@ TABLES = read_tables("siirl", {})
 RULES = verl.RULES | TABLES["top"]
 DECAY, WARMUP_STYLE = verl.ACTOR + "optim.lr_decay_style", verl.ACTOR + "optim.warmup_style"
 """The keys of the learning rate's schedule: with Megatron and with FSDP."""
+
+SWITCH = verl.MODEL + "enable_gradient_checkpointing"
+CHECKPOINTED = verl.MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_"
+"""What precedes siiRL's own names of Megatron-Core's `recompute_granularity`, `recompute_method` and so on."""
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """Merge the files; what says how much is recomputed gets verl's names, unless it is switched off."""
+    whole = merged(documents)
+    if whole.values.get(SWITCH) is False:
+        return whole
+    return whole.renamed(
+        lambda key: (
+            f"{verl.ACTOR}{verl.OVERRIDE}recompute_{key.removeprefix(CHECKPOINTED)}"
+            if key.startswith(CHECKPOINTED)
+            else key
+        )
+    )
 
 
 def convert(draft: Draft) -> None:
@@ -32,5 +53,6 @@ def convert(draft: Draft) -> None:
 DIALECT = Dialect(
     "siiRL",
     {REINFORCEMENT: Conversion(convert, RULES.defaults | TABLES["defaults"].defaults)},
-    SIGNS,
+    (*SIGNS, *(Sign(f"{section}.workflow_type", PICTURES, ("embodied",)) for section in ("algorithm", "dag"))),
+    merge,
 )

@@ -110,8 +110,8 @@ def _renamed(document: Document) -> Document:
                 return new + key.removeprefix(old)
         return key
 
-    values = {name(key): _below_tree(value) if is_tree else value for key, value in document.values.items()}
-    return replace(document, values=values, caveats={name(key): note for key, note in document.caveats.items()})
+    named = document.renamed(name)
+    return replace(named, values={key: _below_tree(value) for key, value in named.values.items()}) if is_tree else named
 
 
 def _below_tree(value: Any) -> Any:

@@ -87,6 +87,13 @@ def _forward_prefetch(draft: Draft, source: str) -> None:
     draft.implied(source, reasons.LAYER_UNITS)
 
 
+def _bridge(draft: Draft, source: str) -> None:
+    """Convert the switch between the two bridges: mbridge, or megatron-bridge if it is off."""
+    if draft.get(source) is False and draft.get(source.replace("vanilla_mbridge", "use_mbridge")) is True:
+        draft.mapped(source, "actor.megatron.bridge_type", "megatron-bridge", reasons.OTHER_BRIDGE)
+    draft.implied(source, reasons.OWN_BRIDGE)
+
+
 def _first_weights_switch(draft: Draft, source: str) -> None:
     if draft.get(source) is True:
         note = "a reference without a path starts from it too"

@@ -137,3 +137,19 @@ def test_an_answer_in_another_form_names_its_row(tmp_path: Path) -> None:
 def test_an_empty_source_is_no_name_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the source '' is empty"):
         write_task("gsm8k", "", tmp_path / "out")
+
+
+def test_one_in_eighty_problems_of_deepscaler_is_held_out(tmp_path: Path) -> None:
+    source, out = tmp_path / "deepscaler", tmp_path / "out"
+    source.mkdir()
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(200)]
+    (source / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = write_task("deepscaler", str(source), out)
+    assert counts == {out / "train.parquet": 198, out / "test.parquet": 2}
+    truths = {}
+    for split in ("train", "test"):
+        written = pq.read_table(out / f"{split}.parquet").to_pylist()
+        truths[split] = {row["reward_model"]["ground_truth"] for row in written}
+        assert {row["extra_info"]["split"] for row in written} == {split}
+    assert truths["test"] == {"80", "160"}
+    assert not truths["train"] & truths["test"]

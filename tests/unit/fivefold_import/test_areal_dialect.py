@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dialect_conversion import convert_fixture, convert_text
+from dialect_conversion import convert_fixture, convert_text, convert_words
 
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
@@ -283,3 +283,39 @@ def test_trackers_that_are_on_are_tracked_with() -> None:
     ]
     conversion = convert_fixture("areal", "areal_moe_megatron.yaml", overrides=[*COMMON, *ONE_STRING, *written])
     assert conversion.recipe["stats.trackers"] == ["tensorboard", "wandb", "trackio"]
+
+
+def test_megatron_bridge_is_kept_where_it_is_asked_for() -> None:
+    words = ["actor.path=m", "actor.backend=megatron:d4"]
+    recipe = convert_words("areal", *words, "actor.megatron.bridge_type=megatron-bridge").recipe
+    assert recipe["actor.megatron.bridge_type"] == "megatron-bridge"
+    assert (
+        "actor.megatron.bridge_type" not in convert_words("areal", *words, "actor.megatron.bridge_type=mbridge").recipe
+    )
+
+
+def test_an_allocation_mode_overrides_the_layouts_of_an_earlier_file(tmp_path: Path) -> None:
+    text = (
+        "actor: {path: m, backend: 'fsdp:d4', kl_ctl: 0.1}\n"
+        "rollout: {backend: 'sglang:d4'}\n"
+        "ref: {path: m, backend: '${actor.backend}'}\n"
+    )
+    conversion = convert_text("areal", tmp_path, text, "allocation_mode=sglang:d4+megatron:d2t2")
+    assert conversion.report.problems == ()
+    assert conversion.unsupported() == set()
+    assert conversion.recipe["allocation_mode"] == "sglang:d4+megatron:d2t2"
+    assert not [key for key in conversion.recipe if key.endswith(".backend")]
+
+
+def test_gsm8k_has_the_columns_that_areals_reader_takes(tmp_path: Path) -> None:
+    text = "train_dataset: {path: openai/gsm8k, type: %s}\nvalid_dataset: {path: openai/gsm8k, type: %s}\nmodel: {}\n"
+    columns = {"rl": "answer_key", "sft": "response_key"}
+    for kind, answer in columns.items():
+        conversion = convert_text("areal", tmp_path, text % (kind, kind))
+        for section in ("train_dataset.", "valid_dataset."):
+            row = {name: conversion.recipe[section + name] for name in ("path", "prompt_key", answer)}
+            assert row == {"path": "openai/gsm8k:main", "prompt_key": "question", answer: "answer"}, kind
+        assert not any("chooses columns" in note for note in conversion.report.notes), kind
+    other = convert_text("areal", tmp_path, "train_dataset: {path: some/where, type: rl}\n")
+    assert "train_dataset.prompt_key" not in other.recipe
+    assert any("chooses columns" in note for note in other.report.notes)

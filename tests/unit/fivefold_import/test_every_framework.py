@@ -241,3 +241,34 @@ def test_a_rollout_that_is_ahead_stays_ahead(
     assert conversion.recipe.get("rollout.max_head_offpolicyness") == expected
     if expected is None:
         assert "rollout.max_concurrent_rollouts" not in conversion.recipe
+
+
+IMAGES: list[tuple[Framework, list[str], str]] = [
+    ("verl", ["data.image_key=images"], "data.image_key"),
+    ("siirl", ["data.video_key=videos"], "data.video_key"),
+    ("trinity", ["buffer.explorer_input.taskset.format.image_key=images"], ""),
+    ("roll", ["actor_train.data_args.image_key=image"], ""),
+    ("roll", ["vlm_filter.max_pixels=9"], ""),
+]
+
+
+@pytest.mark.parametrize(("framework", "words", "key"), IMAGES)
+def test_keys_of_images_are_unsupported(framework: Framework, words: list[str], key: str) -> None:
+    assert (key or words[0].partition("=")[0]) in convert_words(framework, *words).unsupported()
+
+
+def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
+    keys: dict[Framework, str] = {
+        "areal": "actor.path",
+        "roll": "pretrain",
+        "siirl": "actor_rollout_ref.model.path",
+        "trinity": "model.model_path",
+        "verl": "actor_rollout_ref.model.path",
+    }
+    (tmp_path / "config.json").write_text('{"model_type": "own", "vision_config": {}}')
+    seeing = ["Qwen/Qwen2.5-VL-7B", "/models/qwen2_5_vl", "OpenGVLab/InternVL3-8B", "zai-org/GLM-4.5V", str(tmp_path)]
+    reading = ["Qwen/Qwen3-8B", "/data/vision/Qwen3-8B", "zai-org/GLM-4.5-Air", "/models/novlm-8B"]
+    for framework, key in keys.items():
+        for model in seeing + reading:
+            problems = convert_words(framework, f"{key}={model}").report.problems
+            assert any("reads images" in problem for problem in problems) == (model in seeing), (framework, model)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from dialect_conversion import convert_text, convert_words
 
+from fivefold.config.schema.train import TrainRecipe
 from fivefold_import.framework import Framework
 
 SFT, DPO, RM, RL = "fivefold sft", "fivefold dpo", "fivefold rm", "fivefold train"
@@ -39,6 +40,13 @@ REFUSED: list[tuple[Framework, str, str, str]] = [
     ("trinity", "mode: bench\n", EVALUATION, "mode=bench"),
     ("verl", "python3 -m verl.trainer.main_generation data.path=x", EVALUATION, "verl.trainer.main_generation"),
     ("verl", "python3 -m recipe.spin.main_spin trainer.nnodes=1", "self-play", "recipe.spin.main_spin"),
+    ("verl", "python3 -m recipe.sppo.main_sppo trainer.nnodes=1", "SPPO", "recipe.sppo.main_sppo"),
+    ("verl", "python3 -m recipe.prime.main_prime trainer.nnodes=1", "PRIME", "recipe.prime.main_prime"),
+    ("verl", "python3 -m recipe.flowrl.main_flowrl trainer.nnodes=1", "FlowRL", "recipe.flowrl.main_flowrl"),
+    ("verl", "python3 -m verl.experimental.vla.main_ppo trainer.nnodes=1", "images", "verl.experimental.vla.main_ppo"),
+    ("verl", "python3 -m verl.trainer.main_diffusion trainer.nnodes=1", "images", "verl.trainer.main_diffusion"),
+    ("roll", "actor_train: {model_args: {model_type: diffusion_module}}\n", "images", "model_type=diffusion_module"),
+    ("siirl", "python3 -m siirl.main_dag dag.workflow_type=embodied", "images", "dag.workflow_type=embodied"),
     ("siirl", "data: {prompt_dict_keys: [question]}\n", "supervised fine-tuning", "data.prompt_dict_keys"),
 ]
 
@@ -80,3 +88,8 @@ def test_the_rows_of_a_step_that_cannot_be_counted_are_unsupported() -> None:
     section = "sft_train.training_args."
     conversion = convert_words("roll", "pretrain=m", f"{section}gradient_accumulation_steps=4")
     assert "set train_dataset.batch_size" in conversion[f"{section}gradient_accumulation_steps"].note
+
+
+def test_folders_of_a_users_own_do_not_tell_the_task(tmp_path: Path) -> None:
+    text = "python3 /home/prime/eval/main_ppo.py trainer.nnodes=1"
+    assert convert_text("verl", tmp_path, text).report.schema is TrainRecipe

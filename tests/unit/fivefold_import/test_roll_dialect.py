@@ -186,3 +186,11 @@ def test_a_clip_range_has_one_ratio_or_two() -> None:
     ):
         recipe = convert_words("roll", *words).recipe
         assert (recipe["actor.eps_clip"], recipe.get("actor.eps_clip_higher")) == (low, high), words
+
+
+def test_keys_are_reported_by_the_names_that_the_source_has() -> None:
+    words = ["student_train.model_args.dtype=bf16", "student_train.training_args.learning_rate=1.7e-5"]
+    conversion = convert_words("roll", *words)
+    assert conversion["student_train.training_args.learning_rate"].to == "actor.optimizer.lr"
+    written = [entry.key for entry in conversion.report.entries if not entry.is_default]
+    assert sorted(written) == ["student_*", *(word.partition("=")[0] for word in words)]

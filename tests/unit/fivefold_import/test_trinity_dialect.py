@@ -137,3 +137,19 @@ def test_a_response_of_one_token_is_no_limit(tmp_path: Path) -> None:
     assert one["model.min_response_tokens"].outcome == "implied"
     assert not {"gconfig.min_new_tokens", "actor.rollout_correction.method"} & one.recipe.keys()
     assert (five.recipe["gconfig.min_new_tokens"], five.recipe["actor.rollout_correction.method"]) == (5, "none")
+
+
+def test_a_replay_buffer_is_unsupported_where_it_is_on() -> None:
+    own = "buffer.trainer_input.experience_buffer.replay_buffer."
+    words = [f"{own}priority_fn=linear_decay", f"{own}reuse_cooldown_time=3"]
+    assert convert_words("trinity", f"{own}enable=true", *words).unsupported() == {f"{own}enable"}
+    assert convert_words("trinity", f"{own}enable=false", *words).unsupported() == set()
+
+
+def test_a_task_set_has_its_own_workflow_and_reward() -> None:
+    own = "buffer.explorer_input.taskset."
+    conversion = convert_words("trinity", f"{own}default_workflow_type=math_workflow", f"{own}default_reward_fn_type=x")
+    assert conversion[f"{own}default_workflow_type"].outcome == "implied"
+    assert "'x' is not offered" in conversion[f"{own}default_reward_fn_type"].note
+    known = convert_words("trinity", f"{own}default_reward_fn_type=math_reward")
+    assert known.recipe["reward.fn"] == "math"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dialect_conversion import ENVIRONMENT, convert_fixture, convert_words
+from pathlib import Path
 
+from dialect_conversion import ENVIRONMENT, convert_fixture, convert_words
+from typer.testing import CliRunner
+
+from fivefold.cli.main import app
 from fivefold_import.framework import Framework
+from fivefold_import.recipe import import_recipe
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -284,3 +289,49 @@ def test_a_megatron_core_checkpoint_is_where_actor_and_reference_start() -> None
     conversion = convert_words("verl", f"{MODEL}path=m", f"{MEGATRON}dist_checkpointing_path=/data/mcore")
     assert "actor.megatron.dist_checkpointing_path" not in conversion.recipe
     assert conversion[MEGATRON + "dist_checkpointing_path"].outcome == "implied"
+
+
+def test_the_bridge_that_is_not_vanilla_is_kept() -> None:
+    words = [f"{ACTOR}strategy=megatron", f"{ACTOR}megatron.use_mbridge=True", f"{ACTOR}megatron.vanilla_mbridge="]
+    for vanilla, bridge in (("False", "megatron-bridge"), ("True", None)):
+        recipe = convert_words("verl", *words[:2], words[2] + vanilla).recipe
+        assert recipe.get("actor.megatron.bridge_type") == bridge
+
+
+def test_siirl_has_its_own_names_of_what_megatron_core_recomputes() -> None:
+    switch, own = (
+        f"{MODEL}enable_gradient_checkpointing=",
+        f"{MODEL}gradient_checkpointing_kwargs.activations_checkpoint_",
+    )
+    words = [f"{ACTOR}strategy=megatron", f"{own}granularity=full", f"{own}method=block", f"{own}num_layers=3"]
+    conversion = convert_words("siirl", *words, switch + "True")
+    assert conversion.unsupported() == set()
+    assert conversion.recipe["actor.megatron.recompute"] == "full"
+    assert conversion.recipe["actor.megatron.transformer.recompute_method"] == "block"
+    assert conversion.recipe["actor.megatron.transformer.recompute_num_layers"] == 3
+    assert conversion[f"{own}granularity"].to == "actor.megatron.recompute"
+    assert "actor.megatron.recompute" not in convert_words("siirl", *words, switch + "False").recipe
+
+
+def test_gradient_checkpointing_that_is_asked_for_recomputes_with_megatron_core_too() -> None:
+    for framework in ("verl", "siirl"):
+        words = [f"{ACTOR}strategy=megatron", f"{MODEL}enable_gradient_checkpointing=True"]
+        assert convert_words(framework, *words).recipe["actor.megatron.recompute"] == "selective"
+        assert "actor.megatron.recompute" not in convert_words(framework, words[0]).recipe
+
+
+def test_a_script_that_asks_for_gradient_checkpointing_fits_as_it_does_there(tmp_path: Path) -> None:
+    """A micro-batch of eight whole sequences is 24,576 tokens: a stage of Qwen3-8B holds them if some is recomputed."""
+    words = [
+        *("data.max_prompt_length=1024", "data.max_response_length=2048", "data.train_batch_size=128"),
+        *("data.train_files=a.parquet", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"),
+        *(f"{MODEL}path=Qwen3-8B", f"{MODEL}enable_gradient_checkpointing=True", f"{ACTOR}strategy=megatron"),
+        *(f"{MEGATRON}tensor_model_parallel_size=2", f"{MEGATRON}pipeline_model_parallel_size=4"),
+        *(f"{ACTOR}ppo_mini_batch_size=16", f"{ACTOR}ppo_micro_batch_size_per_gpu=8", "algorithm.adv_estimator=grpo"),
+        *(f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", f"{ROLLOUT}n=8"),
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    import_recipe("siirl", [], words, recipe, environment={})
+    fits = CliRunner().invoke(app, ["plan", str(recipe)])
+    assert fits.exit_code == 0, fits.output
+    assert CliRunner().invoke(app, ["plan", str(recipe), "actor.megatron.recompute=none"]).exit_code == 1
