@@ -88,13 +88,18 @@ def requests_of(n: int, first_token: int = 9) -> list[GenerationRequest]:
 
 
 def lose(engine: ServerEngine, requests: Mapping[int, GenerationRequest]) -> dict[int, GenerationRequest]:
-    """Submit requests to a server that dies of them; return those that it has lost."""
+    """Submit requests to a server that dies of them; return those that it has lost.
+
+    The server may have answered some before it died. None of them may vanish.
+    """
     for number, request in requests.items():
         engine.submit(number, request, sampling())
+    answered: set[int] = set()
     deadline = time.monotonic() + PATIENCE_S
     while not (lost := engine.take_lost()):
-        engine.collect(0.05)
+        answered.update(number for number, _ in engine.collect(0.05))
         assert time.monotonic() < deadline
+    assert lost.keys() | answered == requests.keys()
     return lost
 
 
