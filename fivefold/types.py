@@ -31,11 +31,35 @@ Cuts = tuple[tuple[int, ...], ...]
 NOT_SAMPLED = -1
 """Weight version of a token that the policy did not sample, but that is part of a prompt or of a tool's answer."""
 UNKNOWN_EXPERT = -1
-"""Stands in routes for the experts of a token that the engine does not report, such as one of a prompt."""
+"""Stands in routes for the experts of a token that are not known, such as a completion's last one, which no model was
+given."""
+ROUTES = "routes"
+"""Name of the column, and of the field, of routes."""
+Routes = npt.NDArray[np.signedinteger[Any]]
+"""Experts of tokens, [tokens, MoE layers, top_k]: int8 of up to 128 experts, else int16."""
 ENVIRONMENT = "environment"
 """Name of an environment's reward that has no other name."""
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as right."""
+
+
+def route_dtype(n_experts: int) -> torch.dtype:
+    """Return the dtype of routes of so many experts."""
+    return torch.int8 if n_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
+
+
+def padded_routes(parts: Sequence[npt.NDArray[Any]], n_tokens: int, n_experts: int) -> Routes:
+    """Return routes that lie end to end, with tokens at the end whose experts are not known, `n_tokens` in all.
+
+    Args:
+        parts: integers [tokens, MoE layers, top_k] each.
+        n_tokens: number of tokens.
+        n_experts: experts of a layer.
+    """
+    known = np.concatenate(parts)
+    routes = torch.full((n_tokens, *known.shape[1:]), UNKNOWN_EXPERT, dtype=route_dtype(n_experts)).numpy()
+    routes[: len(known)] = known
+    return routes
 
 
 @dataclass(frozen=True)
@@ -75,8 +99,9 @@ class Completion:
     """[n]: version of the weights that sampled each token, which is the number of training steps behind them."""
     finish_reason: FinishReason
     """`stop`: an end or stop token was sampled. `length`: the token limit was reached."""
-    routes: npt.NDArray[np.int16] | None = None
-    """[n, MoE layers, top_k]: experts of each token; None: the engine does not report them."""
+    routes: Routes | None = None
+    """[prompt + n, MoE layers, top_k]: experts of each token of prompt and completion, `UNKNOWN_EXPERT` where they are
+    not known; None: the engine does not report them."""
 
     @staticmethod
     def of(token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, finish_reason: FinishReason, version: int) -> Completion:
@@ -110,7 +135,7 @@ class Trajectory:
     """Log-probs of the distribution that was sampled from; 0 where nothing was sampled."""
     versions_T: npt.NDArray[np.int32]
     """Version of the weights that sampled each token; `NOT_SAMPLED` elsewhere."""
-    routes_TLK: npt.NDArray[np.int16] | None = None
+    routes_TLK: Routes | None = None
     """Experts of each token, by MoE layer; `UNKNOWN_EXPERT` where they are not known. None: the engine does not report
     them."""
 
@@ -136,19 +161,23 @@ class Trajectory:
                 "a prompt needs at least one token"
             )
         routes = completion.routes
-        given = {"log-probs": completion.logprobs, "versions": completion.versions, "routes": routes}
-        for name, values in given.items():
-            if values is not None and len(values) != n_sampled:
+        for name, values in {"log-probs": completion.logprobs, "versions": completion.versions}.items():
+            if len(values) != n_sampled:
                 raise ValueError(
                     f"a completion of prompt {prompt.index} has {n_sampled} tokens, "
                     f"but {len(values)} {name}: the engine must give one for each token"
                 )
+        if routes is not None and len(routes) != n_prompt + n_sampled:
+            raise ValueError(
+                f"prompt {prompt.index} and its completion have {n_prompt} and {n_sampled} tokens, "
+                f"but {len(routes)} routes: the engine must give one for each token of both"
+            )
         return Trajectory(
             tokens_T=np.concatenate((np.array(prompt.token_ids, np.int32), completion.token_ids)),
             mask_T=np.repeat((False, True), (n_prompt, n_sampled)),
             logprobs_T=_after(n_prompt, 0, completion.logprobs),
             versions_T=_after(n_prompt, NOT_SAMPLED, completion.versions),
-            routes_TLK=None if routes is None else _after(n_prompt, UNKNOWN_EXPERT, routes),
+            routes_TLK=routes,
         )
 
 
@@ -279,7 +308,7 @@ class Columns:
 
     @staticmethod
     def of(episodes: Sequence[Episode]) -> Columns:
-        """Lay episodes end to end, a row each. There is a column `routes` only if all trajectories have routes.
+        """Lay episodes end to end, a row each. There is a column `routes` if a trajectory has routes.
 
         Raises:
             ValueError: no episode.
@@ -293,9 +322,11 @@ class Columns:
             "rollout_logprobs": np.concatenate([t.logprobs_T for t in trajectories]),
             "versions": np.concatenate([t.versions_T for t in trajectories]),
         }
-        routes = [t.routes_TLK for t in trajectories if t.routes_TLK is not None]
-        if len(routes) == len(trajectories):
-            values["routes"] = np.concatenate(routes)
+        if known := [t.routes_TLK for t in trajectories if t.routes_TLK is not None]:
+            unknown = np.full((1, *known[0].shape[1:]), UNKNOWN_EXPERT, known[0].dtype)
+            values[ROUTES] = np.concatenate(
+                [unknown.repeat(len(t.tokens_T), 0) if t.routes_TLK is None else t.routes_TLK for t in trajectories]
+            )
         return Columns(np.array([e.n_tokens for e in episodes], dtype=np.int32), values, cuts_of(episodes))
 
 
@@ -406,6 +437,12 @@ class Batch:
             fields={name: value[tokens] for name, value in self.fields.items()},
             cuts=None if self.cuts is None else tuple(self.cuts[i] for i in indices),
         )
+
+    def without(self, name: str) -> Batch:
+        """Return the batch without a field; the batch itself if it has no such field."""
+        if name not in self.fields:
+            return self
+        return replace(self, fields={other: value for other, value in self.fields.items() if other != name})
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy on `device`."""

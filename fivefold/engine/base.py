@@ -25,7 +25,7 @@ from fivefold.engine.packing import Share
 from fivefold.engine.saving import SavingVerbs, no_optimizer
 from fivefold.engine.sequences import MicroBatch
 from fivefold.engine.values import Values
-from fivefold.types import StepResult
+from fivefold.types import ROUTES, StepResult
 
 COMPUTING = "computing"
 """What progress calls the passes over micro-batches."""
@@ -58,6 +58,13 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
     def _score(self, share: Share, what: Score) -> torch.Tensor:
         """Return the predictions of a score without gradient, float32 [P, T], on the CPU."""
 
+    @abstractmethod
+    def _recorded(self, share: Share) -> torch.Tensor:
+        """Return the experts that the last score sent each token to, int8 or int16 [T, MoE layers, top_k], on the CPU.
+
+        The engine must have been built to replay routes.
+        """
+
     def score(self, share: Share, what: Score) -> dict[str, torch.Tensor]:
         """Compute a score of the share's trained tokens; see `TrainingEngine.score`."""
         if what.of_values != self.head.is_value:
@@ -65,7 +72,8 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
                 f"this model's head predicts {self.head.predicts}, and {what.name} were asked for: "
                 "a model that is built with value_head=True predicts values, any other log-probs"
             )
-        return what.columns(self._score(share, what), share.batch.mask_T)
+        columns = what.columns(self._score(share, what), share.batch.mask_T)
+        return {**columns, ROUTES: self._recorded(share)} if what.records_routes else columns
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""

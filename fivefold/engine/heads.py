@@ -80,6 +80,8 @@ class Score(Asked):
     """Whether the model must have a value head; else it must not."""
     n_appended: ClassVar[int] = 0
     """Most tokens that `lay_out` appends to a sequence."""
+    records_routes: bool = False
+    """Whether the experts of each token become the column `routes`, for router replay."""
 
     @property
     @abstractmethod
@@ -114,6 +116,8 @@ class Logprobs(Score):
     name: str = "logprobs"
     entropy_gradient: bool = False
     """Whether the entropy must carry a gradient."""
+    records_routes: bool = False
+    """As in `Score`."""
 
     n_rows = 2
 

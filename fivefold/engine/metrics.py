@@ -70,6 +70,37 @@ def load_metrics(load_LE: torch.Tensor, moe_layers: Sequence[bool]) -> Metrics:
     }
 
 
+def replay_metrics(counts_L3: torch.Tensor, moe_layers: Sequence[bool]) -> Metrics:
+    """Return how many of the replayed choices the routers would have made otherwise; nothing if none was replayed.
+
+    Over all layers it is `replay/differs`, of layer n `replay/differs/layer_<n>`.
+
+    Args:
+        counts_L3: choices of each layer that the router would have made otherwise, choices, and tokens whose recorded
+            experts cannot be a choice.
+        moe_layers: which layers have experts.
+
+    Raises:
+        RuntimeError: recorded experts that cannot be a choice.
+    """
+    counts = counts_L3.tolist()
+    layers = [layer for layer, is_moe in enumerate(moe_layers) if is_moe]
+    for layer in layers:
+        if counts[layer][2]:
+            raise RuntimeError(
+                f"router replay: {counts[layer][2]:.0f} tokens have recorded experts in layer {layer} that are no "
+                "choice, because one comes twice or the model has no such expert: the rollout's server and the trainer "
+                "must run the same model. Or set actor.router_replay to none"
+            )
+    if not sum(counts[layer][1] for layer in layers):
+        return {}
+    width = len(str(len(moe_layers) - 1))
+    return {
+        "replay/differs": Metric(sum(counts[n][0] for n in layers), sum(counts[n][1] for n in layers)),
+        **{f"replay/differs/layer_{n:0{width}}": Metric(counts[n][0], counts[n][1]) for n in layers},
+    }
+
+
 def auxiliary_losses(
     names: Sequence[str], losses_LK: torch.Tensor, load_LE: torch.Tensor, shape: ModelShape
 ) -> Metrics:

@@ -10,7 +10,7 @@ predictions return to their places in the ragged batch (`LocalSequences.places_N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.context_parallel import PackedAttention, gathered_keys, zigzag, zigzag_attention
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.packing import Share, chunk_unit, padded_tokens, round_up
+from fivefold.engine.routes import LocalRoutes
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import Batch
+from fivefold.types import ROUTES, Batch
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class LocalSequences:
     """int64 [N]: the tokens they predict."""
     places_N: torch.Tensor
     """int64 [N]: indices of these tokens in the ragged batch."""
+    sources_T: torch.Tensor
+    """int64 [T], CPU: index of each token in the ragged batch; -1: filler."""
+    routes: LocalRoutes | None = None
+    """The experts to which routers send the tokens; None: routers choose, and nothing is recorded."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +77,26 @@ class MicroBatchBuilder:
     flash: FlashAttention | None
     """Flash attention's kernels, which need their own plan; None: PyTorch's scaled dot-product attention."""
     device: torch.device
+    moe_layers: tuple[int, ...] | None = None
+    """Index of each MoE layer of this rank among all of the model, if routes are recorded and replayed."""
 
     def build(self, share: Share) -> list[MicroBatch]:
         """Return the micro-batches of a share, in the order in which they are trained."""
         return [self._build_one(share, indices) for indices in share.micro_batches]
 
     def _build_one(self, share: Share, indices: tuple[int, ...]) -> MicroBatch:
-        chosen = share.batch.select(indices)
+        chosen = share.batch.without(ROUTES).select(indices)
         tp, cp = self.layout.tp, self.layout.cp
         total = share.longest if self.same_length else padded_tokens(chosen.sequence_lengths, cp_size=cp, tp_size=tp)
         local = localize(chosen, cp_rank=self.cp_rank, cp_size=cp, total=total, flash=self.flash, device=self.device)
         offsets = share.batch.offsets()
         rows = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
         rows_T = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        if self.moe_layers is not None:
+            # Index -1, filler, reads the extra element at the end.
+            sources_T = torch.cat([rows_T, rows_T.new_full((1,), -1)])[local.sources_T]
+            routes = LocalRoutes.of(share.batch, sources_T, self.moe_layers, self.device)
+            local = replace(local, routes=routes)
         return MicroBatch(rows_T, chosen.to(self.device), local, total)
 
 
@@ -128,6 +140,7 @@ def localize(
         rows_N=move(rows),
         targets_N=move(batch.tokens_T[places]),
         places_N=move(places),
+        sources_T=place[local],
     )
 
 

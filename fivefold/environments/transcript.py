@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.rollout.tokenizer import decoded
-from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Completion, Episode, Trajectory
+from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Completion, Episode, Routes, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,14 +68,18 @@ class Transcript:
             versions_T[start:end] = completion.versions
         return Trajectory(np.array(self._tokens[:n], np.int32), mask_T, logprobs_T, versions_T, self._routes(n))
 
-    def _routes(self, n: int) -> npt.NDArray[np.int16] | None:
-        """Return the experts of the first `n` tokens; None: the engine does not report them for each turn."""
-        known = [(start, completion.routes) for start, completion in self._turns if completion.routes is not None]
-        if len(known) < len(self._turns):
+    def _routes(self, n: int) -> Routes | None:
+        """Return the experts of the first `n` tokens; None: the engine reports none.
+
+        The experts of a token are those of the turn that sampled it. What came before a turn has those of the turn.
+        """
+        known = [completion.routes for _, completion in self._turns if completion.routes is not None]
+        if not known:
             return None
-        routes_TLK = np.full((n, *known[0][1].shape[1:]), UNKNOWN_EXPERT, known[0][1].dtype)
-        for start, routes in known:
-            routes_TLK[start : start + len(routes)] = routes
+        routes_TLK = np.full((n, *known[0].shape[1:]), UNKNOWN_EXPERT, known[0].dtype)
+        for routes in known:
+            own = routes_TLK[: len(routes)]
+            own[:] = np.where(own == UNKNOWN_EXPERT, routes, own)
         return routes_TLK
 
 

@@ -7,6 +7,7 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> mo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
@@ -48,6 +50,7 @@ from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
 from fivefold.fsdp.model import build_model, units
 from fivefold.fsdp.optimizer import Optimizer
+from fivefold.fsdp.replay import Replay
 from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.observe.progress import counting
@@ -72,6 +75,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         value_head: bool = False,
         value_bias: bool = True,
         trained: Trained = ALL,
+        replays: bool = False,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -85,6 +89,8 @@ class FSDPEngine(EngineBase[Optimizer]):
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
             trained: the tensors that the optimizer changes; the others stay as they are, in the config's dtype.
+            replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
+                choices are recorded.
 
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
@@ -109,6 +115,7 @@ class FSDPEngine(EngineBase[Optimizer]):
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
         )
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
+        self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
         self.shards = Shards(self.model, self.shape, known, learning, self.groups)
         self._load(seed, stored)
         self.optimizer: Optimizer | None = None
@@ -128,6 +135,7 @@ class FSDPEngine(EngineBase[Optimizer]):
             same_length=False,
             flash=flash,
             device=self._device,
+            moe_layers=None if self._replay is None else self._replay.layers,
         )
 
     def _load(self, seed: int, stored: ModelShape) -> None:
@@ -158,16 +166,20 @@ class FSDPEngine(EngineBase[Optimizer]):
         """
         self._trained("train")
         self._require("params", "grads")
+        if self._replay is not None:
+            require_routes(share.batch)
+            self._replay.start()
         normalizer, asked = loss.normalizer(share.totals), asked_by(loss, self.head)
         kept = []
         self._loads.start_mini_batch()
         micro_batches = self._builder.build(share)
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
-                with self._loads.counting(micro_batch.local.padding_T):
-                    predictions = self._predict(micro_batch, asked)
-                total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
-                total.backward()
+                with self._replaying(micro_batch):
+                    with self._loads.counting(micro_batch.local.padding_T):
+                        predictions = self._predict(micro_batch, asked)
+                    total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
+                    total.backward()
                 kept.append(metrics)
                 count(1)
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
@@ -175,6 +187,9 @@ class FSDPEngine(EngineBase[Optimizer]):
         reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
         if self.shape.is_moe:
             reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
+        if self._replay is not None:
+            self._replay.check(with_gradient=True)
+            reduced |= self._replay.metrics(self.groups.shard)
         return reduced
 
     @torch.no_grad()
@@ -183,9 +198,12 @@ class FSDPEngine(EngineBase[Optimizer]):
         self._require("params")
         micro_batches = self._builder.build(share)
         kept: list[Kept] = []
+        if self._replay is not None:
+            self._replay.start()
         with counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
-                kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
+                with self._replaying(micro_batch):
+                    kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
                 count(1)
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
@@ -194,6 +212,14 @@ class FSDPEngine(EngineBase[Optimizer]):
                 unit.unshard()
             unit.reshard()
         return assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device).cpu()
+
+    def _recorded(self, share: Share) -> torch.Tensor:
+        assert self._replay is not None, "this engine records no routes"
+        self._replay.check(with_gradient=False)
+        return self._replay.recorded(share.batch.n_tokens, self.groups.cp)
+
+    def _replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._replay is None else self._replay.working(micro_batch.local.routes)
 
     def _predict(self, micro_batch: MicroBatch, asked: Asked) -> dict[str, torch.Tensor]:
         """Return the head's predictions for the micro-batch's sequences, float32 [T] each; 0 on tokens not trained."""

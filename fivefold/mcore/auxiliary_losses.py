@@ -8,8 +8,8 @@ f_e is the share of the choices that fall on expert e, and p_e its mean probabil
     global_aux_loss   f_e: over all micro-batches of all replicas so far in the mini-batch; p_e: of a micro-batch
 
 The choices are those that the router makes, within groups of experts where it is limited to some (DeepSeek-V2,
-arXiv:2405.04434, equation 24). Of routers that choose by sigmoids and offsets, f_e counts the largest scores, without
-offsets and groups (DeepSeek-V3, equation 18).
+arXiv:2405.04434, equation 24), or replays. Of routers that choose by sigmoids and offsets, and replay nothing, f_e
+counts the largest scores, without offsets and groups (DeepSeek-V3, equation 18).
 
 Each token weighs as much as any other in the mean over a mini-batch. z_loss is Megatron-Core's own, the mean of
 log^2 sum_e exp(logit_e) (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
@@ -53,8 +53,8 @@ class BalancedRouter(Router):
     ) -> torch.Tensor:
         if not (weight := self.get_aux_loss_coeff("seq_aux_loss")):
             return probs
-        assert self._ids is not None, "the model has not noted the sequences of this micro-batch"
-        ids_T, n_sequences = self._ids
+        assert self._micro_batch is not None, "the model has not noted this micro-batch"
+        ids_T, n_sequences = self._micro_batch.ids_T, self._micro_batch.n_sequences
         zeros_SE = scores_for_aux_loss.new_zeros(n_sequences, self.num_experts)
         score_SE = zeros_SE.index_add(0, ids_T, scores_for_aux_loss)
         chosen_TE = self._choices(probs, routing_map).to(zeros_SE.dtype)
@@ -79,9 +79,12 @@ class BalancedRouter(Router):
     def _choices(self, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """Return bool [T, E]: the choices that a loss counts, none of filler.
 
-        Megatron-Core makes a map of the largest scores for the losses, which for groups are not the choices.
+        Megatron-Core makes a map of the largest scores for the losses, which for groups are not the choices, nor where
+        choices are replayed.
         """
-        if self.score_function != "softmax" or not self.config.moe_router_num_groups:
+        is_limited = self.score_function == "softmax" and bool(self.config.moe_router_num_groups)
+        is_replayed = self._micro_batch is not None and self._micro_batch.routes is not None
+        if not is_limited and not is_replayed:
             return routing_map
         return (probs > 0) & routing_map.any(-1, keepdim=True)
 

@@ -89,6 +89,7 @@ def build(
     *,
     value_head: bool,
     value_bias: bool,
+    replays: bool,
 ) -> BuiltModel:
     """Build the model of `config.path` with its weights; the arguments are as in `MegatronEngine`.
 
@@ -107,7 +108,8 @@ def build(
     shards = shard_groups(groups)
     megatron = settings.transformer_config(config, layout, shape)
     bridge = _bridge(config, shape, folder, megatron)
-    decoders = build_chunks(megatron, layout, shape, spec_provider(config.megatron.kernels))
+    provider = spec_provider(config.megatron.kernels)
+    decoders = build_chunks(megatron, layout, shape, provider, replays=replays)
     parameters = _name_parameters(decoders, bridge, layout, shards, NONE if training is None else training.trained)
     chunks: list[Any] = list(decoders)
     effective = {"TransformerConfig": settings.effective_values(megatron)}

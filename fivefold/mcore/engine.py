@@ -41,6 +41,7 @@ from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies
+from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
@@ -49,7 +50,8 @@ from fivefold.mcore.build import Training, build
 from fivefold.mcore.layers import PackedSequences
 from fivefold.mcore.model import Decoder
 from fivefold.mcore.optimizer import Optimizer
-from fivefold.mcore.router import LOSSES, expert_loads, routers_of, start_mini_batch
+from fivefold.mcore.replay import Replay
+from fivefold.mcore.router import LOSSES, expert_loads, forget_micro_batches, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.observe.progress import counting
 from fivefold.types import StepResult
@@ -74,6 +76,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         value_head: bool = False,
         value_bias: bool = True,
         trained: Trained = ALL,
+        replays: bool = False,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -87,19 +90,23 @@ class MegatronEngine(EngineBase[Optimizer]):
             value_head: whether the model has a value head in place of its output layer.
             value_bias: whether that head has a bias: a critic's has, a reward model's has not.
             trained: the tensors that the optimizer changes.
+            replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
+                choices are recorded.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
         layout = with_stages(layout, config.megatron)
         training = None if optimizer is None else Training(optimizer, total_steps, trained)
-        built = build(config, layout, seed, training, timeout_s, value_head=value_head, value_bias=value_bias)
+        head = {"value_head": value_head, "value_bias": value_bias}
+        built = build(config, layout, seed, training, timeout_s, **head, replays=replays)
         self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
         self.groups, self._shards = built.groups, built.shards
         self._megatron_config, self._effective = built.megatron, built.effective
         self._group_size: int = built.megatron.microbatch_group_size_per_vp_stage
         self._bridge, self._decoders, self._chunks = built.bridge, built.decoders, built.chunks
         self._routers = routers_of(built.decoders)
+        self._replay = Replay(self._routers, self.shape) if replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
@@ -118,6 +125,7 @@ class MegatronEngine(EngineBase[Optimizer]):
             same_length=config.megatron.token_dispatcher == "allgather" or layout.gathers_replicas,
             flash=flash_kernels(config.attn_impl, config.dtype, self._device),
             device=self._device,
+            moe_layers=None if self._replay is None else self._replay.layers,
         )
 
     def effective_config(self) -> dict[str, Any]:
@@ -133,6 +141,8 @@ class MegatronEngine(EngineBase[Optimizer]):
         """
         self._trained("train")
         self._require("params", "grads")
+        if self._replay is not None:
+            require_routes(share.batch)
         for chunk in self._chunks:
             chunk.train()
         totals = share.totals
@@ -157,6 +167,9 @@ class MegatronEngine(EngineBase[Optimizer]):
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
             metrics |= auxiliary_losses(LOSSES, losses_LK, load_LE, self.shape)
+            if self._replay is not None:
+                self._replay.check(with_gradient=True)
+                metrics |= self._replay.metrics()
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return metrics
 
@@ -178,10 +191,17 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
+        forget_micro_batches(self._routers)
         kept = self._run(share, keep_predictions, what, backward=False)
         total_PT = assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()
+
+    def _recorded(self, share: Share) -> torch.Tensor:
+        assert self._replay is not None, "this engine records no routes"
+        self._replay.check(with_gradient=False)
+        is_parallel = self._megatron_config.sequence_parallel
+        return self._replay.recorded(share.batch.n_tokens, self.groups, sequence_parallel=is_parallel)
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""

@@ -10,9 +10,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from fivefold.bridge.megatron_names import UNFUSED_NORMS
 from fivefold.engine.heads import OutputLayer
+from fivefold.engine.routes import MicroBatchRoutes
 from fivefold.engine.sequences import LocalSequences
 from fivefold.mcore.layers import PackedSequences
-from fivefold.mcore.router import Router, note_sequences
+from fivefold.mcore.router import Noted, Router, note_micro_batch
 
 
 class Decoder(GPTModel):
@@ -32,15 +33,15 @@ class Decoder(GPTModel):
                 # Reentrant checkpoints (recompute=full) give the weights inside them no gradient, without an error,
                 # unless an input requires one; and a pipeline's schedule differentiates the output of every stage.
                 hidden.requires_grad_()
-        padding_T, sequences_T = local.padding_T, local.sequences_T
+        padding_T, sequences_T, routes = local.padding_T, local.sequences_T, local.routes
         if self.config.sequence_parallel:
-            padding_T, sequences_T = (
-                tensor_T.chunk(self.config.tensor_model_parallel_size)[self.pg_collection.tp.rank()]
-                for tensor_T in (padding_T, sequences_T)
-            )
+            rank, size = self.pg_collection.tp.rank(), self.config.tensor_model_parallel_size
+            padding_T, sequences_T = (tensor_T.chunk(size)[rank] for tensor_T in (padding_T, sequences_T))
+            routes = None if routes is None else routes.part(rank, size)
         padding_1T = padding_T.unsqueeze(0)
-        if self.training:
-            note_sequences(self.routers, padding_1T, sequences_T, local.n_sequences)
+        if self.training or routes is not None:
+            noted = Noted(sequences_T, local.n_sequences, None if routes is None else MicroBatchRoutes(routes))
+            note_micro_batch(self.routers, padding_1T, noted)
         return self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
+from fivefold.engine.routes import MicroBatchRoutes
+from fivefold.mcore.choice import Choice
+
 LOSSES = ("experts/aux_loss", "experts/seq_aux_loss", "experts/global_aux_loss", "experts/z_loss")
 """Metrics of the auxiliary losses."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What routers know of a micro-batch."""
+
+    ids_T: torch.Tensor
+    """int64 [T], the index of each token's sequence."""
+    n_sequences: int
+    routes: MicroBatchRoutes | None
+    """None: routers choose, and nothing is recorded."""
 
 
 class Router(TopKRouter):
@@ -19,8 +34,10 @@ class Router(TopKRouter):
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         device = torch.cuda.current_device()
-        self.sequences: dict[int, tuple[torch.Tensor, int]] = {}
-        """See `note_sequences`; all routers of a chunk of the model share one."""
+        self.noted: dict[int, Noted] = {}
+        """See `note_micro_batch`."""
+        self.choice: Choice | None = None
+        """What it chooses; None: what Megatron-Core chooses."""
         self.register_buffer("load_E", torch.zeros(self.num_experts, device=device), persistent=False)
         self._seen_E = torch.zeros(self.num_experts, device=device)
         self.losses_K = torch.zeros(len(LOSSES), device=device)
@@ -31,6 +48,8 @@ class Router(TopKRouter):
         self.load_E.zero_()
         self._seen_E.zero_()
         self.losses_K.zero_()
+        if self.choice is not None:
+            self.choice.counts_3 = None
 
     def _apply_expert_bias(self, *_: object, **_unused: object) -> None:
         """Count nothing for Megatron-Core's own update of the offsets, which comes even if a step is skipped."""
@@ -43,7 +62,10 @@ class Router(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._ids = None if padding_mask is None else self.sequences.get(padding_mask.data_ptr())
+        self._micro_batch = None if padding_mask is None else self.noted.get(padding_mask.data_ptr())
+        if self.choice is not None and self.choice.row is not None:
+            assert self._micro_batch is not None, "the model has not noted this micro-batch"
+            self.choice.routes = self._micro_batch.routes
         probs, chosen = super().forward(input, padding_mask=padding_mask)
         # What is computed again in the backward pass counts then, and only then.
         if self.training and torch.is_grad_enabled():
@@ -57,8 +79,8 @@ def routers_of(chunks: Iterable[nn.Module]) -> list[Router]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
-def note_sequences(routers: Sequence[Router], mask_1T: torch.Tensor, ids_T: torch.Tensor, n_sequences: int) -> None:
-    """Tell routers which sequence each token of a micro-batch is of.
+def note_micro_batch(routers: Sequence[Router], mask_1T: torch.Tensor, noted: Noted) -> None:
+    """Tell routers what they cannot know of a micro-batch.
 
     Megatron-Core hands routers the mask of filler alone, at once and when a layer is computed again. The micro-batch is
     known by the mask's place in memory, which stays the same as long as the micro-batch exists.
@@ -66,18 +88,23 @@ def note_sequences(routers: Sequence[Router], mask_1T: torch.Tensor, ids_T: torc
     Args:
         routers: the routers of a chunk of the model.
         mask_1T: the mask that the layers get.
-        ids_T: int64 [T], the index of each token's sequence.
-        n_sequences: number of sequences.
+        noted: what they are told.
     """
     for router in routers:
-        router.sequences[mask_1T.data_ptr()] = (ids_T, n_sequences)
+        router.noted[mask_1T.data_ptr()] = noted
+
+
+def forget_micro_batches(routers: Sequence[Router]) -> None:
+    """Make routers forget what they were told."""
+    for router in routers:
+        router.noted.clear()
 
 
 def start_mini_batch(routers: Sequence[Router]) -> None:
     """Make routers forget the mini-batch before."""
     for router in routers:
         router.start_mini_batch()
-        router.sequences.clear()
+    forget_micro_batches(routers)
 
 
 def expert_loads(routers: Sequence[Router], n_layers: int, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
@@ -27,8 +29,8 @@ from fivefold.config.schema.megatron import Kernels
 from fivefold.families.shape import LatentAttention, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
+from fivefold.mcore.choice import BestGroups, Choice
 from fivefold.mcore.dispatcher import SortingDispatcher
-from fivefold.mcore.group_choice import GroupChoice
 from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.mcore.layers import GroupedExperts, PackedCoreAttention, PackedSelfAttention, RMSNorm, add_residual
 from fivefold.mcore.model import Decoder, ValueLayer
@@ -139,9 +141,17 @@ def _layer_spec(
 
 
 def build_chunks(
-    config: TransformerConfig, layout: ParallelLayout, shape: ModelShape, provider: BackendSpecProvider
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    provider: BackendSpecProvider,
+    *,
+    replays: bool = False,
 ) -> list[Decoder]:
-    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights."""
+    """Build this rank's model chunks on the device, one for each virtual stage, with uninitialised weights.
+
+    Routes are recorded and replayed if it `replays`.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = []
     for stage in range(layout.vpp):
@@ -161,13 +171,20 @@ def build_chunks(
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
         chunk.routers = routers_of([chunk])
-        limits = (config.moe_router_num_groups, config.moe_router_group_topk)
-        if limits == (shape.expert_groups, shape.groups_per_token):
-            for router in chunk.routers:
-                router.router_replay = GroupChoice(shape.group_best)
         _install_dispatchers(chunk, config, groups)
         chunks.append(chunk.to(torch.cuda.current_device()))
+    _install_choices(routers_of(chunks), config, shape, replays=replays)
     return chunks
+
+
+def _install_choices(routers: Sequence[Router], config: TransformerConfig, shape: ModelShape, *, replays: bool) -> None:
+    """Give routers a `Choice` where it is not Megatron-Core's: of groups of experts, and where routes are replayed."""
+    limits = (config.moe_router_num_groups, config.moe_router_group_topk)
+    has_groups = limits == (shape.expert_groups, shape.groups_per_token)
+    if has_groups or replays:
+        for row, router in enumerate(routers):
+            best = BestGroups(shape.group_best) if has_groups else None
+            router.router_replay = router.choice = Choice(best, row if replays else None)
 
 
 def _install_dispatchers(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:

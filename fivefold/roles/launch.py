@@ -226,6 +226,7 @@ def replica_spec(
         route=route,
         deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
+        returns_routes=recipe.actor.router_replay == "rollout",
         environment=recipe.environment and recipe.environment.located(Path.cwd()),
     )
 

@@ -22,7 +22,7 @@ import torch
 from fivefold.algorithms.imitation import EXPERT
 from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.packing import BatchPlan, MicroBatches, Share
-from fivefold.types import Batch, Columns, Cuts, Totals, joined_cuts
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch, Columns, Cuts, Totals, joined_cuts
 
 Indices = npt.NDArray[np.int64]
 
@@ -243,7 +243,8 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
         source_ends = np.cumsum(source.lengths_N, dtype=np.int64)
         source_starts = source_ends - source.lengths_N
         for name, values_T in source.values.items():
-            target = gathered.setdefault(name, np.zeros((total, *values_T.shape[1:]), values_T.dtype))
+            missing = UNKNOWN_EXPERT if name == ROUTES else 0
+            target = gathered.setdefault(name, np.full((total, *values_T.shape[1:]), missing, values_T.dtype))
             for row, place in zip(rows, places, strict=True):
                 target[starts[place] : ends[place]] = values_T[source_starts[row] : source_ends[row]]
     tokens_T = torch.from_numpy(gathered.pop("tokens")).long()

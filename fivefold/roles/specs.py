@@ -85,6 +85,7 @@ def _spec(recipe: Recipe, role: Role, placement: Placement, *, updates: int, cop
         ema_decay=role.section.follows,
         value_head=shape.value_head,
         value_bias=shape.value_bias,
+        replays=role.section.replays,
         copies_state=copies,
     )
 

@@ -69,6 +69,8 @@ class TrainerSpec:
     """Whether the model has a value head in place of its output layer."""
     value_bias: bool = True
     """Whether that head has a bias: a critic's has, a reward model's has not."""
+    replays: bool = False
+    """Whether routers send tokens to experts that were recorded (`actor.router_replay`)."""
     copies_state: bool = True
     """Whether state is copied to host memory for a checkpoint; False: it is written while training waits."""
 
@@ -114,6 +116,7 @@ class TrainerWorker:
             timeout_s=spec.timeout_s,
             value_head=spec.value_head,
             value_bias=spec.value_bias,
+            replays=spec.replays,
         )
         self._reference: TrainingEngine | None = None
         if spec.reference is not None:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fivefold.rollout.forward import Tokens, forward_token, prefill
+from fivefold.rollout.forward import AfterPrompts, Tokens, forward_token, prefill
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.routes import RouteRecorder, WaveRoutes
 from fivefold.rollout.sampling import choose_tokens, uniform_numbers
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
@@ -40,7 +41,13 @@ class Wave:
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: StopRule, device: torch.device
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParams,
+        stop: StopRule,
+        device: torch.device,
+        *,
+        records_routes: bool = False,
     ) -> None:
         """Begin without a token.
 
@@ -49,6 +56,7 @@ class Wave:
             sampling: how tokens are chosen.
             stop: when completions end.
             device: device of the model.
+            records_routes: whether completions tell the experts of their tokens.
         """
         self.requests = requests
         self._sampling = sampling
@@ -80,6 +88,7 @@ class Wave:
         """Logits of each row's next token."""
         self.version = 0
         """Version of the weights that computed `logits_BV`."""
+        self.routes = WaveRoutes(n, most) if records_routes else None
 
     @property
     def length(self) -> int:
@@ -100,6 +109,11 @@ class Wave:
         self._logprobs[self._request_B, step] = logprobs_B
         self._versions.append(self.version)
         return tokens_B
+
+    def record(self, routes_BLK: Tensor) -> None:
+        """Keep the routes of the token that each row has sampled last."""
+        assert self.routes is not None, "the wave was begun without routes"
+        self.routes.add_sampled(self._request_B, self.length - 1, routes_BLK)
 
     def check(self) -> bool:
         """End the rows that their new tokens have ended, if it is time to ask for them. Returns whether it was.
@@ -169,17 +183,24 @@ class Wave:
         logprobs = self._logprobs[rows].cpu().numpy()
         versions = np.array(self._versions, dtype=np.int32)
         return [
-            Completion(row[: n or None], values[: n or None], versions[: n or None], "stop" if n else "length")
-            for row, values, n in zip(tokens, logprobs, self._lengths[rows].tolist(), strict=True)
+            Completion(
+                row[: n or None],
+                values[: n or None],
+                versions[: n or None],
+                "stop" if n else "length",
+                None if self.routes is None else self.routes.of(index, n or self.length),
+            )
+            for index, row, values, n in zip(rows, tokens, logprobs, self._lengths[rows].tolist(), strict=True)
         ]
 
 
 class Decoder:
     """The waves in progress, and their cache."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Begin without a wave."""
+    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None = None) -> None:
+        """Begin without a wave. With a `recorder`, waves record the routes of their tokens."""
         self._model = model
+        self._recorder = recorder
         self._cache: RowCache | None = None
         self.waves: list[Wave] = []
 
@@ -238,11 +259,25 @@ class Decoder:
         sequences = wave.sequences()
         longest = max(map(len, sequences))
         cache = RowCache(len(sequences), longest)
-        wave.logits_BV = prefill(self._model, cache, sequences)
+        wave.logits_BV = prefill(self._model, cache, sequences, self._recording(wave))
         wave.position_B = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
         wave.padding_B = longest - wave.position_B if len(sequences[-1]) < longest else None
         wave.width, wave.version = longest, version
         return cache
+
+    def _recording(self, wave: Wave) -> AfterPrompts | None:
+        """Return what keeps the routes of a wave's prompts; where they are computed again, the first ones stay."""
+        recorder, routes = self._recorder, wave.routes
+        if recorder is None or routes is None:
+            return None
+        is_first = not routes.has_prompts
+
+        def keep(start: int, prompts: list[Tokens], source: list[int]) -> None:
+            taken = recorder.take().unflatten(0, (len(prompts), -1))
+            if is_first:
+                routes.add_prompts(start, taken, [len(prompt) for prompt in prompts], source)
+
+        return keep
 
     def _compact(self, tokens: list[Tensor]) -> list[Tensor]:
         """Drop waves that are done, and the finished rows of the others if there are enough of them."""
@@ -281,8 +316,11 @@ class Decoder:
                 [torch.zeros_like(w.position_B) if w.padding_B is None else w.padding_B for w in self.waves]
             )
         logits_BV = forward_token(self._model, self._cache, tokens_B, position_B, padding_B)
+        routes_BLK = None if self._recorder is None else self._recorder.take()
         start = 0
         for wave in self.waves:
+            if routes_BLK is not None:
+                wave.record(routes_BLK[start : start + wave.n_rows])
             wave.logits_BV = logits_BV[start : start + wave.n_rows]
             wave.position_B = wave.position_B + 1
             wave.width += 1

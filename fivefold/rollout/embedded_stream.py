@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.decode import Decoder, Wave
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
 
@@ -44,6 +45,7 @@ class EmbeddedStream:
         *,
         max_rows: int,
         recomputes: bool,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """Begin without a request.
 
@@ -53,12 +55,14 @@ class EmbeddedStream:
             max_rows: most rows that are decoded at one time.
             recomputes: whether new weights compute the keys and values of all tokens again; otherwise rows continue
                 with the keys and values of the weights before.
+            recorder: records the experts of tokens; None: completions do not tell them.
         """
         self._model = model
         self._stop_rule = cache(stop_rule)
         self._max_rows = max_rows
         self._recomputes = recomputes
-        self._decoder = Decoder(model)
+        self._records_routes = recorder is not None
+        self._decoder = Decoder(model, recorder)
         self._version: int | None = None
         """Version of the weights that computed the cache; None: it has been forgotten."""
         self._open: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
@@ -117,7 +121,8 @@ class EmbeddedStream:
         # Long prompts first, so that memory runs out at once or never; equal ones side by side, so that each is
         # computed once.
         asked.sort(key=lambda pair: (-len(pair[1].token_ids), pair[1].token_ids))
-        wave = Wave([request for _, request in asked], sampling, self._stop_rule(sampling), self._model.device)
+        requests, stop = [request for _, request in asked], self._stop_rule(sampling)
+        wave = Wave(requests, sampling, stop, self._model.device, records_routes=self._records_routes)
         self._decoder.begin(wave, version)
         self._begun.append(_Begun(wave, [number for number, _ in asked]))
 

@@ -61,6 +61,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
         load_weights=spec.load_weights,
         recomputes=not spec.keeps_cache,
         transport=spec.route.transport,
+        records_routes=spec.returns_routes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +18,25 @@ _PREFILL_TOKENS = 16384
 Tokens = tuple[int, ...]
 
 
-def prefill(model: PreTrainedModel, cache: RowCache, sequences: Sequence[Tokens]) -> Tensor:
+AfterPrompts = Callable[[int, list[Tokens], list[int]], None]
+"""Called after the forward pass of distinct prompts, with the first row that has one of them, the prompts, the longest
+first, and the index among them of each row's."""
+
+
+def prefill(
+    model: PreTrainedModel, cache: RowCache, sequences: Sequence[Tokens], after: AfterPrompts | None = None
+) -> Tensor:
     """Fill an empty cache with a sequence for each row; return the logits [B, V] of the token after each.
 
-    The longest sequences come first, and equal ones side by side.
+    The longest sequences come first, and equal ones side by side. `after` is called after each forward pass.
     """
     logits = []
     for start, stop, distinct, source in _batches(sequences):
         source_B = torch.tensor(source, device=model.device)
         cache.begin_prompts(slice(start, stop), source_B)
         logits.append(_forward_prompts(model, cache, distinct)[source_B])
+        if after is not None:
+            after(start, distinct, source)
     return torch.cat(logits)
 
 

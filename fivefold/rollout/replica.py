@@ -86,6 +86,8 @@ class ReplicaSpec:
     """How weights reach the engine."""
     deterministic: bool = False
     """Whether the embedded engine allows only kernels that give the same bits every time."""
+    returns_routes: bool = False
+    """Whether completions tell the experts of their tokens, for router replay."""
     environment: EnvironmentConfig | None = None
     """What plays its episodes; None: each prompt gets one completion."""
     node: ReplicaNode = ReplicaNode()

@@ -16,6 +16,7 @@ from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.hf_weights import audited, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
@@ -37,6 +38,7 @@ class TransformersEngine:
         weight_version: int | None,
         recomputes: bool = False,
         transport: Transport = THROUGH_HOST.transport,
+        records_routes: bool = False,
     ) -> None:
         """Wrap a model.
 
@@ -48,11 +50,18 @@ class TransformersEngine:
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
+            records_routes: whether completions tell the experts of their tokens.
+
+        Raises:
+            ValueError: routes of a model without experts.
         """
         self._model = model
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
-        self._stream = EmbeddedStream(model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes)
+        recorder = RouteRecorder(model) if records_routes else None
+        self._stream = EmbeddedStream(
+            model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes, recorder=recorder
+        )
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
         self._receiver = transport.receiver()
@@ -73,6 +82,7 @@ class TransformersEngine:
         load_weights: bool,
         recomputes: bool = False,
         transport: Transport = THROUGH_HOST.transport,
+        records_routes: bool = False,
     ) -> TransformersEngine:
         """Build the engine of a model.
 
@@ -86,6 +96,7 @@ class TransformersEngine:
                 waits for `update_weights`.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
+            records_routes: whether completions tell the experts of their tokens.
 
         Raises:
             ValueError: a path without a model or a tokenizer, or a model that cannot run here.
@@ -103,6 +114,7 @@ class TransformersEngine:
             weight_version=0 if load_weights else None,
             recomputes=recomputes,
             transport=transport,
+            records_routes=records_routes,
         )
 
     def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:

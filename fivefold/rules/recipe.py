@@ -24,6 +24,7 @@ from fivefold.rules.models import (
     sampling_problems,
     vocabulary_problems,
 )
+from fivefold.rules.replay import replay_problems
 from fivefold.rules.rollout import cache_problems, graph_problems, server_problems
 from fivefold.weights.table import name_problems
 
@@ -62,6 +63,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from distillation_problems(recipe, shape)
     yield from graph_problems(recipe, shape)
     yield from sampling_problems(recipe, shape)
+    yield from replay_problems(recipe, shape)
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

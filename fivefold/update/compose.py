@@ -14,7 +14,7 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.update.critic import Critic
 from fivefold.update.expert_examples import ExpertExamples, Imitated
-from fivefold.update.loss_parts import CorrectedRollout, EntropyTarget
+from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyTarget
 from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
 from fivefold.update.reference import Reference
 from fivefold.update.samples import MaskTruncated, NumberedSequences, WeightedSamples
@@ -69,8 +69,9 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
     needed = _penalizes(recipe) or actor.has_several_updates or loss.before is not None
     needed = needed and not loss.old_is_interpolated
     recomputes = needed if actor.recompute_logprob is None else actor.recompute_logprob
-    if recomputes and not _has_token_baseline(recipe):  # which brings the old log-probs
-        yield OldLogprobs(models.actor, temperature, timers)
+    records = actor.router_replay == "old_logprobs"
+    if (recomputes or records) and not _has_token_baseline(recipe):  # which brings the old log-probs
+        yield OldLogprobs(models.actor, temperature, timers, records)
     if (reference := models.frozen.get("ref")) is not None:
         yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps)
     if (teacher := models.frozen.get("teacher")) is not None:
@@ -112,6 +113,8 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss) -> Iterator[Part]:
         yield CorrectedRollout(may_correct, age, threshold, tells=not loss.old_is_rollout)
     if actor.entropy_target is not None:
         yield EntropyTarget()
+    if actor.router_replay != "none":
+        yield AlignedRoutes(actor.router_replay_min_overlap)
 
 
 def _penalizes(recipe: TrainRecipe) -> bool:

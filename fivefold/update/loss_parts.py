@@ -66,3 +66,23 @@ class EntropyTarget(Part):
     def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
         """Measure the weight."""
         return outcome.measured({"entropy_coeff": step.state.algorithm.entropy_bonus})
+
+
+@dataclass(frozen=True)
+class AlignedRoutes(Part):
+    """Ends the run if the routes that were replayed seem to be of other tokens, or of another model."""
+
+    min_overlap: float
+    """Least share of the replayed experts that the routers would choose themselves."""
+
+    def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
+        """Compare the overlap with the least one."""
+        overlap = 1.0 - outcome.metrics.get("replay/differs", 0.0)
+        if overlap >= self.min_overlap:
+            return outcome
+        return replace(
+            outcome,
+            problem=f"only {overlap:.1%} of the replayed experts are those that the routers would choose, less than "
+            f"actor.router_replay_min_overlap={self.min_overlap:g}: the routes are of other tokens or another model. "
+            "Lower the share if the policy moves that far in a step, or set actor.router_replay to none",
+        )

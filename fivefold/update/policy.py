@@ -111,11 +111,14 @@ class OldLogprobs(Part):
     actor: Actor
     temperature: float
     timers: PhaseTimers
+    records_routes: bool = False
+    """Whether the experts of tokens become a column, too, for the updates to replay."""
 
     def prepare(self, step: Prepared) -> Prepared:
         """Add the column `old_logprobs`."""
+        what = Logprobs(self.temperature, "old_logprobs", records_routes=self.records_routes)
         with self.timers.phase("old log-probs"):
-            pieces = self.actor.score(step.batch, Logprobs(self.temperature, "old_logprobs"))
+            pieces = self.actor.score(step.batch, what)
             return replace(step, batch=step.batch.with_pieces(pieces))
 
 

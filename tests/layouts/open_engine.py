@@ -94,6 +94,7 @@ class EngineCase(ABC, Generic[AnEngine]):
         value_head: bool = False,
         value_bias: bool = True,
         trained: Trained = ALL,
+        replays: bool = False,
     ) -> AnEngine:
         config = {
             "path": str(folder),
@@ -110,5 +111,6 @@ class EngineCase(ABC, Generic[AnEngine]):
             "value_head": value_head,
             "value_bias": value_bias,
             "trained": trained,
+            "replays": replays,
         }
         return self._build(config, options)

@@ -29,6 +29,11 @@ class RoleConfig(Section):
         return None
 
     @property
+    def replays(self) -> bool:
+        """Whether the model's routers send tokens to experts that were recorded."""
+        return False
+
+    @property
     def takes_turns(self) -> bool | None:
         """Whether the role shares the actor's devices, in turn; None: the section leaves it open."""
         return None

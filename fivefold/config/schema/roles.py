@@ -179,6 +179,7 @@ class TeacherConfig(FrozenModelConfig):
     """The model that `actor.distill` draws the actor towards; it must have the actor's tokens."""
 
 
+_COMPUTES_OLD = "records the pass that computes old log-probs"
 _SYNCHRONOUS = equals("rollout.max_head_offpolicyness", 0)
 _SAMPLES_MORE = "samples further completions with the weights of the step itself"
 _OVERLONG = reads_if(equals("overlong_reward_penalty", True), warns=True)
@@ -275,6 +276,18 @@ class ActorConfig(TrainedModelConfig):
     """How old log-probs are found in asynchronous training. `recompute`: as `recompute_logprob` says. `loglinear`: they
     lie between the rollout's and the current ones, the nearer to the latter the older the token is (A-3PO); this takes
     no forward pass."""
+    router_replay: Annotated[
+        Literal["none", "old_logprobs", "rollout"],
+        needs("old_logprobs", differs("recompute_logprob", False), _COMPUTES_OLD),
+        needs("old_logprobs", equals("prox_logp_method", "recompute"), _COMPUTES_OLD),
+        needs("old_logprobs", differs("advantage", "optimal_token_baseline"), "records a plain pass over the samples"),
+    ] = "none"
+    """Experts to which an update sends each token of a mixture of experts. `none`: those that the routers choose.
+    `old_logprobs`: those of the pass that computes old log-probs (R2). `rollout`: those of the rollout's engine (R3),
+    in that pass too (docs/megatron.md)."""
+    router_replay_min_overlap: Annotated[Fraction, reads_if(differs("router_replay", "none"), warns=True)] = 0.5
+    """The run ends if a smaller share of replayed experts are those that the routers would choose: the routes are then
+    of other tokens or another model."""
     reward_norm: NormConfig = NormConfig()
     """How `advantage: grpo` normalises rewards (GRPO: group, group; Dr. GRPO: group, none)."""
     reward_scaling: Annotated[float, _IN_SUM] = 1.0
@@ -308,6 +321,11 @@ class ActorConfig(TrainedModelConfig):
     def has_reference(self) -> bool:
         """Whether a KL divergence from the reference is measured."""
         return self.kl_ctl > 0
+
+    @property
+    def replays(self) -> bool:
+        """As `router_replay` says."""
+        return self.router_replay != "none"
 
     @property
     def epochs(self) -> int:

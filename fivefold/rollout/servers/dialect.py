@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.families.shape import ModelShape
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
@@ -27,6 +28,28 @@ LEAST_LOGPROB = -9000.0
 
 
 @dataclass(frozen=True)
+class AskedRoutes:
+    """What a server is asked to tell of the experts of tokens, for router replay."""
+
+    layers: tuple[int, ...]
+    """The MoE layers, counted from 0."""
+    n_layers: int
+    """All layers of the model."""
+    top_k: int
+    """Experts of a token."""
+    n_experts: int
+    """Experts of a layer."""
+    first: int = 0
+    """First token of the prompt whose experts are asked for."""
+
+    @staticmethod
+    def of(shape: ModelShape) -> AskedRoutes:
+        """Return what is asked of a model of mixtures of experts."""
+        layers = tuple(layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe)
+        return AskedRoutes(layers, shape.n_layers, shape.top_k, shape.n_experts)
+
+
+@dataclass(frozen=True)
 class Ask:
     """What one HTTP request asks for: a completion of a prompt."""
 
@@ -35,6 +58,8 @@ class Ask:
     seed: int | None
     """None: the server draws from its own random numbers."""
     wants_logprobs: bool
+    routes: AskedRoutes | None = None
+    """None: the experts of tokens are not asked for."""
 
 
 PAUSE_S = 60.0
@@ -55,6 +80,9 @@ class Answer:
     finish_reason: AnswerEnd
     versions_T: npt.NDArray[np.int32] | None = None
     """Version of the weights that sampled each token; None: the server does not tell."""
+    routes: npt.NDArray[Any] | None = None
+    """[tokens, MoE layers, top_k]: experts of the tokens from `AskedRoutes.first` on, as far as they are known; None:
+    they are not."""
 
     def __post_init__(self) -> None:
         if self.logprobs_T is None:

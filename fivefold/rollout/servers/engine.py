@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 import fivefold.rollout.servers.dialect as dialects
+from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.paths import resolve_model_path
+from fivefold.families.read import load_shape
 from fivefold.observe.progress import counting
 from fivefold.rollout.checks import check_request
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.dialect import Ask, Dialect
+from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
 from fivefold.rollout.servers.life import ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied
@@ -83,6 +85,7 @@ class ServerEngine:
             self._stop_rule,
             most=spec.max_batch_size,
             most_tokens=spec.new_tokens_per_chunk,
+            routes=AskedRoutes.of(load_shape(resolve_model_folder(path))) if spec.returns_routes else None,
         )
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from fivefold.rollout.servers.dialect import (
     SERVER_SEEDS,
     Answer,
     Ask,
+    AskedRoutes,
     finish_reason,
     floats,
     found,
@@ -45,12 +47,31 @@ _WEIGHTS, _CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _FINISH_REASON = re.compile(rb'"finish_reason":\s*\{\s*"type":\s*"(\w+)"')
 _LOGPROBS = re.compile(rb'"output_token_logprobs":\s*\[((?:[\s,]*\[[^\]]*\])*)\s*\]')
+_ROUTES = re.compile(rb'"routed_experts":\s*"([\w+/=]+)"')
 _FIRST = re.compile(rb"\[\s*(-?[\d.][\d.eE+-]*)")
 
 
 def _logprobs(rows: bytes) -> npt.NDArray[np.float32]:
     """Return the first number of each row, which is `[log-prob, token, null]`."""
     return floats(b",".join(_FIRST.findall(rows))).astype(np.float32)
+
+
+def _routes(reply: bytes, asked: AskedRoutes) -> npt.NDArray[np.int32] | None:
+    """Return the routes in a reply; None: it has none.
+
+    Raises:
+        RuntimeError: they are of another number of layers or experts.
+    """
+    text = _ROUTES.search(reply)
+    if text is None:
+        return None
+    numbers = np.frombuffer(base64.b64decode(text[1]), "<i4")
+    if numbers.size % (asked.n_layers * asked.top_k):
+        raise RuntimeError(
+            f"the server's answer has {numbers.size} experts, which are not {asked.top_k} for each of the "
+            f"{asked.n_layers} layers of each token"
+        )
+    return numbers.reshape(-1, asked.n_layers, asked.top_k)[:, list(asked.layers)]
 
 
 def _over_nodes(node: ReplicaNode) -> list[str]:
@@ -95,6 +116,7 @@ class SGLangDialect:
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
+            *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             # Otherwise its scheduler polls while it sleeps, and keeps a core from the role that works then.
             *(["--enable-memory-saver", "--sleep-on-idle"] if spec.can_sleep else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
@@ -116,9 +138,12 @@ class SGLangDialect:
         return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
+        first = 0 if ask.routes is None else ask.routes.first
         return {
             "input_ids": list(ask.token_ids),
             "return_logprob": ask.wants_logprobs,
+            **({} if ask.routes is None else {"return_routed_experts": True}),
+            **({"routed_experts_start_len": first} if first else {}),
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "min_new_tokens": sampling.min_new_tokens,
@@ -139,6 +164,7 @@ class SGLangDialect:
             integers(found(_TOKEN_IDS, reply)),
             _logprobs(found(_LOGPROBS, reply)) if ask.wants_logprobs else None,
             finish_reason(found(_FINISH_REASON, reply).decode()),
+            routes=None if ask.routes is None else _routes(reply, ask.routes),
         )
 
     def pause(self, http: HttpClient, limit_s: float) -> None:

@@ -22,14 +22,16 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
-from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask
+from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask, AskedRoutes
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import Completion, FinishReason
+from fivefold.types import Completion, FinishReason, padded_routes
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
@@ -43,8 +45,13 @@ class _Part:
     request: GenerationRequest
     sampling: SamplingParams
     stop: StopRule
+    asked_routes: AskedRoutes | None = None
+    """None: the experts of tokens are not asked for."""
     answers: list[Begun] = field(default_factory=list)
     """What each answer has added; all but the last were aborted."""
+    routes: list[npt.NDArray[Any]] = field(default_factory=list)
+    """The experts of tokens from the prompt's first on, as the answers have told them: of each token those with which
+    it was computed first."""
 
     def __post_init__(self) -> None:
         if self.request.begun is not None:  # what it has from another server
@@ -68,7 +75,8 @@ class _Part:
         sampled = self.sampled
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled) if self.sampling.seeded else None
-        return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs)
+        routes = self.asked_routes and replace(self.asked_routes, first=sum(map(len, self.routes)))
+        return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs, routes)
 
     def rest(self, most_tokens: int | None) -> SamplingParams:
         """Return how the next tokens are sampled, `most_tokens` of them at most."""
@@ -82,7 +90,10 @@ class _Part:
         """Return the whole completion; log-probs that were not asked for are NaN."""
         whole = Begun.joined(self.answers)
         assert whole.finish_reason is not None
-        return Completion(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason)
+        n_tokens = len(self.request.token_ids) + len(whole.token_ids)
+        asked = self.asked_routes
+        routes = padded_routes(self.routes, n_tokens, asked.n_experts) if asked and self.routes else None
+        return Completion(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason, routes)
 
     def so_far(self) -> GenerationRequest:
         """Return the request with what its completion has so far."""
@@ -137,6 +148,10 @@ class _Sent:
         versions_T = answer.versions_T
         if versions_T is None:
             versions_T = np.full(len(new), self._sampled_by(answer.finish_reason), np.int32)
+        if answer.routes is not None:
+            # What was sampled last is never fed to the model, nor is what is dropped.
+            most_rows = len(self.part.request.token_ids) + len(before) + n - 1 - sum(map(len, self.part.routes))
+            self.part.routes.append(answer.routes[:most_rows])
         self.part.answers.append(
             Begun(
                 answer.token_ids_T[:n],
@@ -182,6 +197,7 @@ class ServerStream:
         *,
         most: int,
         most_tokens: int | None = None,
+        routes: AskedRoutes | None = None,
     ) -> None:
         """Begin without a request.
 
@@ -191,6 +207,7 @@ class ServerStream:
             stop_rule: returns when completions of a sampling end.
             most: most asks that are on their way at one time.
             most_tokens: most tokens that are asked for at one time; None: all of a completion.
+            routes: what is asked of the experts of tokens; None: nothing.
         """
         self._stop_rule = cache(stop_rule)
         self._send = send
@@ -199,6 +216,7 @@ class ServerStream:
         """One reply is read at a time, so that the arrival of others is not late for it."""
         self._most = most
         self._most_tokens = most_tokens
+        self._routes = routes
         self._threads = ThreadPoolExecutor(most)
         self._parts: dict[int, _Part] = {}
         """The completions that `collect` has not returned, by number."""
@@ -213,7 +231,7 @@ class ServerStream:
 
     def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
         """Take request `number`, which the next `collect` asks for."""
-        self._parts[number] = part = _Part(number, request, sampling, self._stop_rule(sampling))
+        self._parts[number] = part = _Part(number, request, sampling, self._stop_rule(sampling), self._routes)
         if not part.is_whole:
             self._waiting.append(part)
 

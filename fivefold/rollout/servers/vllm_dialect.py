@@ -62,6 +62,14 @@ def _over_nodes(node: ReplicaNode) -> list[str]:
     ]
 
 
+def _routes(head: Mapping[str, Any], packed: bytes) -> npt.NDArray[Any] | None:
+    """Return the routes at the end of a reply; None: it has none."""
+    if "routes" not in head:
+        return None
+    dtype, *shape = head["routes"]
+    return np.frombuffer(packed, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
 def _versions(head: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] | None:
     """Return the versions [T] of the weights that sampled a completion; None: the server was never told them.
 
@@ -105,6 +113,7 @@ class VLLMDialect:
             *("--middleware", GENERATE),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
+            *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
@@ -114,11 +123,15 @@ class VLLMDialect:
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Which of its model runners returns routes depends on vLLM's release, which chooses it by itself.
+        runner = {} if spec.returns_routes else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner()}
+        if chosen := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": chosen}
         return {
             "PYTHONPATH": os.pathsep.join(path),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") or _second_runner(),
+            **runner,
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.
@@ -128,8 +141,10 @@ class VLLMDialect:
         }
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
+        first = 0 if ask.routes is None else ask.routes.first
         return {
             "token_ids": list(ask.token_ids),
+            **({} if ask.routes is None else {"route_layers": list(ask.routes.layers)}),
             "sampling_params": {
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
@@ -145,6 +160,7 @@ class VLLMDialect:
                 **({} if ask.seed is None else {"seed": ask.seed % REQUEST_SEEDS}),
                 # 0: the log-prob of the sampled token, and of no other token.
                 **({"logprobs": 0} if ask.wants_logprobs else {}),
+                **({"routed_experts_prompt_start": first} if first else {}),
             },
         }
 
@@ -153,14 +169,16 @@ class VLLMDialect:
         line, _, packed = reply.partition(b"\n")
         head = json_of(line, self.generate_path)
         n_tokens = head["n_tokens"]
-        announced = BYTES * n_tokens * (1 + head["has_logprobs"])
+        n_numbers = BYTES * n_tokens * (1 + head["has_logprobs"])
+        announced = n_numbers + head.get("routes_bytes", 0)
         if announced != len(packed):
             raise RuntimeError(f"the server's answer has {len(packed)} bytes of numbers where it announces {announced}")
         token_ids_T = np.frombuffer(packed, "<i4", n_tokens).copy()
         logprobs_T = None
         if ask.wants_logprobs:
-            logprobs_T = np.frombuffer(packed[token_ids_T.nbytes :], "<f4").copy()
-        return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens))
+            logprobs_T = np.frombuffer(packed[token_ids_T.nbytes : n_numbers], "<f4").copy()
+        versions_T, routes = _versions(head, n_tokens), _routes(head, packed[n_numbers:])
+        return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), versions_T, routes)
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

@@ -120,8 +120,9 @@ def test_a_transcript_is_what_a_loop_over_its_tokens_writes() -> None:
                 for token in given:
                     tokens.append(token), mask.append(0), logprobs.append(0.0), versions.append(-1)
                     routes.append([[UNKNOWN_EXPERT]])
+            # All that comes before the last sampled token is computed in the turn, if it was not before.
             new = [random_numbers.randrange(50) for _ in range(random_numbers.randint(1, 4))]
-            experts = np.array([[[token % 5]] for token in new], np.int16)
+            experts = np.array([*([[turn]] for _ in [*tokens, *new[:-1]]), [[UNKNOWN_EXPERT]]], np.int16)
             values = [-float(token) for token in new]
             completion = Completion(
                 np.array(new, np.int32), np.array(values, np.float32), np.full(len(new), turn, np.int32), "stop",
@@ -130,7 +131,8 @@ def test_a_transcript_is_what_a_loop_over_its_tokens_writes() -> None:
             transcript.sampled(completion)
             for token, value in zip(new, values, strict=True):
                 tokens.append(token), mask.append(1), logprobs.append(value), versions.append(turn)
-                routes.append([[token % 5]])
+                routes.append([[UNKNOWN_EXPERT]])
+            routes[:-1] = [[[turn]] if row == [[UNKNOWN_EXPERT]] else row for row in routes[:-1]]
         assert list(transcript.token_ids) == tokens
         transcript.given([1, 2])  # nothing is sampled after it
         made = transcript.trajectory()

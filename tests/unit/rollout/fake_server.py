@@ -12,6 +12,7 @@ in its folder, or by a variable of its environment. It needs only the standard l
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import math
@@ -115,11 +116,15 @@ FLAVOURS = {
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
             "--middleware --uds --nnodes --node-rank --master-addr --master-port"
         ),
-        switches=_words("--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager"),
+        switches=_words(
+            "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
+            "--enable-return-routed-experts"
+        ),
         sampling_keys=_words(
             "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
             "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize skip_special_tokens "
-            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words"
+            "spaces_between_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words "
+            "routed_experts_prompt_start"
         ),
         batch_size="--max-num-seqs",
         context="--max-model-len",
@@ -134,7 +139,10 @@ FLAVOURS = {
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
             "--mem-fraction-static --nnodes --node-rank --dist-init-addr"
         ),
-        switches=_words("--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init"),
+        switches=_words(
+            "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
+            "--enable-return-routed-experts"
+        ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
             "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos "
@@ -160,6 +168,11 @@ def answer_to(prompt: Sequence[int], seed: int, most_tokens: int) -> tuple[tuple
     token_ids = tuple(3 + (prompt[-1] + seed // 7 + 5 * i) % 50 for i in range(length))
     logprobs = tuple(-(1 + (seed + 3 * i) % 97) / 16 for i in range(length))
     return token_ids, logprobs, "length" if length == most_tokens else "stop"
+
+
+def experts_of(token: int, place: int, layer: int, n_pauses: int, top_k: int) -> list[int]:
+    """Return the experts, out of 4, of a token that is computed after so many pauses."""
+    return [(token + place + layer + n_pauses + expert) % 4 for expert in range(top_k)]
 
 
 def write_python(folder: Path, **environment: str) -> str:
@@ -293,9 +306,29 @@ class FakeServer:
         if is_cut_short:
             tokens, logprobs, _ = answer
             answer = tokens[:LONG_TOKENS], logprobs[:LONG_TOKENS], "abort"
+        routes = self._routes(body, [*prompt, *answer[0]], n_pauses)
         if self.flavour.prompt == "input_ids":
-            return 200, _sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"])
-        return 200, _vllm_reply(answer, held, with_logprobs="logprobs" in sampling)
+            return 200, _sglang_reply(prompt, *answer, with_logprobs=body["return_logprob"], routes=routes)
+        return 200, _vllm_reply(answer, held, with_logprobs="logprobs" in sampling, routes=routes)
+
+    def _routes(self, body: dict[str, Any], tokens: Sequence[int], n_pauses: int) -> list[list[list[int]]] | None:
+        """Return the experts of all tokens but the last one, by layer, as far as a request asks for them."""
+        is_vllm = self.flavour.prompt == "token_ids"
+        if "--enable-return-routed-experts" not in self.options:
+            return None
+        model = json.loads((Path(self.options["--model" if is_vllm else "--model-path"]) / "config.json").read_text())
+        n_layers, top_k = model["num_hidden_layers"], model["num_experts_per_tok"]
+        if is_vllm:
+            layers, first = body.get("route_layers"), body["sampling_params"].get("routed_experts_prompt_start", 0)
+        else:
+            layers = range(n_layers) if body.get("return_routed_experts") else None
+            first = body.get("routed_experts_start_len", 0)
+        if layers is None:
+            return None
+        return [
+            [experts_of(tokens[place], place, layer, n_pauses, top_k) for layer in layers]
+            for place in range(first, len(tokens) - 1)
+        ]
 
     def _problem(self, sampling: dict[str, Any]) -> str | None:
         if self.load_format == "dummy":
@@ -599,7 +632,13 @@ def _spoilt(first_token: int, token_ids: Sequence[int], logprobs: Logprobs, reas
     return token_ids, logprobs, reason
 
 
-def _vllm_reply(answer: AnswerParts, versions: Sequence[int | None], *, with_logprobs: bool) -> bytes:
+def _vllm_reply(
+    answer: AnswerParts,
+    versions: Sequence[int | None],
+    *,
+    with_logprobs: bool,
+    routes: list[list[list[int]]] | None,
+) -> bytes:
     """Return an answer in the form that `inside_vllm/fivefold_generate.py` describes.
 
     All `versions` but the last one sampled `LONG_TOKENS` of it.
@@ -613,11 +652,21 @@ def _vllm_reply(answer: AnswerParts, versions: Sequence[int | None], *, with_log
     head = {"n_tokens": n, "finish_reason": reason, "has_logprobs": complete, **told}
     numbers = [math.nan if logprob is None else logprob for logprob in logprobs] if complete else []
     packed = struct.pack(f"<{n}i", *token_ids) + struct.pack(f"<{len(numbers)}f", *numbers)
+    if routes is not None:
+        experts = bytes(expert for row in routes for layer in row for expert in layer)
+        head |= {"routes": ["uint8", len(routes), len(routes[0]), len(routes[0][0])], "routes_bytes": len(experts)}
+        packed += experts
     return json.dumps(head).encode() + b"\n" + packed
 
 
 def _sglang_reply(
-    prompt: Sequence[int], token_ids: Sequence[int], logprobs: Logprobs, reason: str, *, with_logprobs: bool
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    logprobs: Logprobs,
+    reason: str,
+    *,
+    with_logprobs: bool,
+    routes: list[list[list[int]]] | None,
 ) -> Any:
     details = {"stop": {"matched": 2}, "length": {"length": len(token_ids)}, "abort": {"message": "Aborted"}}
     meta = {
@@ -631,6 +680,9 @@ def _sglang_reply(
     if with_logprobs:
         rows = [[logprob, token, None] for token, logprob in zip(token_ids, logprobs, strict=False)]
         meta |= {"input_token_logprobs": [], "output_token_logprobs": rows}
+    if routes is not None:
+        experts = [expert for row in routes for layer in row for expert in layer]
+        meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(experts)}i", *experts)).decode()
     return {"text": 'a "output_ids": [7]', "output_ids": token_ids, "meta_info": meta}
 
 

@@ -28,6 +28,8 @@ class Scheduler:
     def __init__(self, *, vllm_config: Any, log_stats: bool) -> None:
         self.log_stats = log_stats
         self.requests: dict[str, Any] = {}
+        self.routes: dict[str, Any] = {}
+        """Routes of the next outputs."""
 
     def add_request(self, request: Any) -> None:
         self.requests[request.request_id] = request
@@ -45,7 +47,14 @@ class Scheduler:
             row = LogprobsLists(
                 np.array([[token]], np.int32), np.array([[logprob]], np.float32), np.array([1], np.int32)
             )
-            outputs.append(SimpleNamespace(request_id=name, new_logprobs=row if wants else None, finish_reason=reason))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=name,
+                    new_logprobs=row if wants else None,
+                    finish_reason=reason,
+                    routed_experts=self.routes.get(name),
+                )
+            )
             if reason is not None:
                 del self.requests[name]
         return {0: SimpleNamespace(outputs=outputs)}
@@ -127,6 +136,23 @@ def test_requests_that_are_read_before_their_end_get_each_row_at_once(inside: An
     scheduler = start(inside)
     scheduler.add_request(request("a", **params))
     assert step(scheduler, {"a": (3, -0.5, None)}) == {"a": [(3, -0.5)]}
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": None}, {"stop": ["."]}])
+def test_the_routes_of_a_request_arrive_in_order(inside: Any, params: dict[str, Any]) -> None:
+    """The prompt's come with the first token; each later output has those of the token before."""
+    scheduler, bundle = start(inside), inside.fivefold_scheduler.BUNDLE
+    scheduler.add_request(request("a", **params))
+    made = [np.full((5, 3, 2), 9, np.uint8), *(np.full((1, 3, 2), index, np.uint8) for index in range(19))]
+    arrived, n_messages = [], 0
+    for index, routes in enumerate(made):
+        scheduler.routes = {"a": routes}
+        reason = "length" if index == len(made) - 1 else None
+        [output] = scheduler.update_from_output(None, {"a": (index, -1.0, reason)})[0].outputs
+        arrived += [] if output.routed_experts is None else [output.routed_experts]
+        n_messages += output.routed_experts is not None
+    np.testing.assert_array_equal(np.concatenate(arrived), np.concatenate(made))
+    assert n_messages == (len(made) if "stop" in params else -(-len(made) // bundle))
 
 
 def test_what_is_kept_of_a_request_goes_with_it(inside: Any) -> None:

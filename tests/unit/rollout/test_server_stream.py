@@ -27,7 +27,7 @@ from fivefold.rollout.servers.life import ServerLife
 from fivefold.rollout.servers.sglang_dialect import SGLangDialect
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import Completion
+from fivefold.types import UNKNOWN_EXPERT, Completion
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import BATCH_SIZE, spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_TOKENS, answer_to, write_python
@@ -150,6 +150,35 @@ def test_completions_come_back_with_the_numbers_of_their_requests(server: Served
         assert set(answers[number].versions.tolist()) == {3}
         assert answers[number].finish_reason == reason
     assert server.engine.collect(0.01) == []
+
+
+@pytest.mark.parametrize("backend", PAUSES)
+def test_routes_are_those_with_which_each_token_was_computed_first(
+    backend: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    """The model's first layer is dense. Each answer adds the tokens that no earlier one has told of."""
+    model = model_folder("qwen3_moe")
+    spec = spec_of(backend, model, python=write_python(tmp_path), returns_routes=True)
+    served = Served(spec, start(spec), tmp_path, load_file(model / "model.safetensors"))
+    served.update(0)
+    params, request = sampling(max_new_tokens=9), long_request(2)
+    served.engine.submit(0, request, params)
+    answers: dict[int, Completion] = {}
+    for version in (1, 2):
+        answers |= dict(served.engine.collect(0.01))
+        served.wait_for_long(version)
+        served.update(version)
+    answers |= collected(served, 1)
+    served.engine.close()
+    tokens = [*request.token_ids, *answers[0].token_ids.tolist()]
+    routes, n_prompt = answers[0].routes, len(request.token_ids)
+    assert routes is not None
+    assert routes.dtype == np.int8
+    for place, (token, row) in enumerate(zip(tokens[:-1], routes.tolist(), strict=False)):
+        n_pauses = min(2, max(0, place - n_prompt + 1) // LONG_TOKENS)
+        assert row == [fake_server.experts_of(token, place, 1, n_pauses, top_k=2)], place
+    assert routes[-1].tolist() == [[UNKNOWN_EXPERT] * 2]
+    assert len(routes) == len(tokens)
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

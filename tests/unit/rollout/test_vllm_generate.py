@@ -249,6 +249,21 @@ def body(**sampling: Any) -> bytes:
     return json.dumps({"token_ids": [5, 6], "sampling_params": sampling}).encode()
 
 
+def test_routes_are_of_the_layers_that_are_asked_for(call: Call) -> None:
+    routes = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # two tokens of the prompt, two of the completion
+    made = outputs((3, 4, 5), (-0.5, -1.0, -2.0))
+    made[0].routed_experts = routes
+    asked = json.dumps({"token_ids": [5, 6], "sampling_params": {"logprobs": 0}, "route_layers": [0, 2]}).encode()
+    status, content = call(Engine(made), asked)
+    assert status == 200
+    answer = read(content, wants_logprobs=True)
+    np.testing.assert_array_equal(answer.routes, routes[:, [0, 2]])
+    assert answer.logprobs_T is not None
+    assert answer.logprobs_T.tolist() == [-0.5, -1.0, -2.0]
+    _, content = call(Engine(made), body(logprobs=0))
+    assert read(content, wants_logprobs=True).routes is None
+
+
 def outputs(
     token_ids: Sequence[int] = (3, 4, 5), logprobs: Sequence[float] | None = None, reason: str = "stop"
 ) -> list[Any]:

@@ -45,13 +45,13 @@ def test_a_single_turn_is_the_prompt_with_its_completion() -> None:
 
 def test_every_token_keeps_its_own_version_and_its_routes() -> None:
     tokens, versions = np.array([7, 8], np.int32), np.array([4, 5], np.int32)
-    routes = np.arange(2 * 3 * 2, dtype=np.int16).reshape(2, 3, 2)  # of 3 MoE layers, the best 2 experts
+    routes = np.arange(3 * 3 * 2, dtype=np.int16).reshape(3, 3, 2)  # of 3 MoE layers, the best 2 experts
     completion = Completion(tokens, np.zeros(2, np.float32), versions, "length", routes)
     made = Trajectory.single_turn(problem((1,)), completion)
     assert made.versions_T.tolist() == [NOT_SAMPLED, 4, 5]
     assert made.routes_TLK is not None
     assert made.routes_TLK.dtype == np.int16
-    assert made.routes_TLK.tolist() == [[[UNKNOWN_EXPERT] * 2] * 3, *routes.tolist()]
+    assert made.routes_TLK.tolist() == routes.tolist()
 
 
 def test_trajectories_that_cannot_be_trained_are_refused() -> None:
@@ -60,7 +60,7 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 log-probs"):
         trajectory((1,), (1, 2), (0.0,))
     without_route = Completion(*np.zeros((3, 2), np.int32), "stop", np.zeros((1, 3, 2), np.int16))
-    with pytest.raises(ValueError, match="prompt 3 has 2 tokens, but 1 routes"):
+    with pytest.raises(ValueError, match="prompt 3 and its completion have 1 and 2 tokens, but 1 routes"):
         Trajectory.single_turn(problem((1,)), without_route)
     with pytest.raises(ValueError, match="must have one length"):
         Trajectory(np.zeros(3, np.int32), np.zeros(2, np.bool_), np.zeros(3), np.zeros(3, np.int32))
@@ -79,7 +79,8 @@ def test_trajectories_of_one_and_several_turns_are_laid_end_to_end() -> None:
     assert columns.values["mask"].tolist() == [False, True, *mask]
     assert columns.values["rollout_logprobs"].tolist() == [0, -1, 0, -1, 0, -1]
     assert columns.values["versions"].tolist() == [-1, 7, *versions]
-    assert "routes" not in columns.values, "the first trajectory has none"
+    assert columns.values["routes"].tolist() == [*[[[UNKNOWN_EXPERT] * 3] * 2] * 2, *routes.tolist()]
+    assert "routes" not in Columns.of([episode(trajectory((5,), (6,), (-1.0,)))]).values
     assert columns.cuts is None
     assert Columns.of([episode(turns), episode(turns)]).values["routes"].shape == (8, 2, 3)
 

@@ -11,6 +11,10 @@ thread, which takes longer than to compute the log-probs.
             then, without anything in between:
                 the token ids        n_tokens little-endian int32
                 their log-probs      n_tokens little-endian float32, if there are any
+                routes               the experts of the prompt's and the completion's tokens but for the last one, by
+                                     layer of "route_layers": [tokens, layers, top_k], if the request names layers.
+                                     "routes": ["uint8", 8, 4, 2] in the line is their dtype and shape,
+                                     "routes_bytes" their size
             versions says which weights sampled how many tokens, one after the other. It is missing where they were
             never told
     400     the request cannot be answered, for the reason in the text
@@ -100,7 +104,7 @@ class Generate:
             await _send(send, *reply)
 
     async def _generate(self, engine: Any, body: bytes) -> bytes:
-        token_ids, params = _request(body)
+        token_ids, params, layers = _request(body)
         if self._version is not None:
             # vLLM looks these up before it takes its first request. With them, it takes one without waiting, so that a
             # hold finds it there.
@@ -119,7 +123,7 @@ class Generate:
             if not work.cancelled():  # only `_hold` has cancelled it
                 output = work.result()
                 self._n_answered += len(output.token_ids)
-                return _packed(output, running)
+                return _packed(output, running, layers)
 
     async def _beat(self, engine: Any, body: bytes) -> bytes:
         """Return once the engine has sampled a token of a request, or if it has none."""
@@ -208,8 +212,8 @@ async def _reply(work: Awaitable[bytes]) -> Reply:
         return 500, str(error).encode()
 
 
-def _request(body: bytes) -> tuple[list[int], SamplingParams]:
-    """Return prompt and sampling parameters of a request.
+def _request(body: bytes) -> tuple[list[int], SamplingParams, list[int] | None]:
+    """Return prompt and sampling parameters of a request, and the layers whose routes it asks for; None: it does not.
 
     Raises:
         ValueError: it has another form, or parameters that vLLM does not know or take.
@@ -227,7 +231,7 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams]:
         raise ValueError(f"a request is token_ids and sampling_params of vLLM's names and types: {error!r}") from error
     if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
         raise ValueError("token_ids must be a list of integers")
-    return token_ids, params
+    return token_ids, params, request.get("route_layers")
 
 
 async def _output(engine: Any, prompt: Any, params: SamplingParams, name: str) -> Any:
@@ -262,7 +266,7 @@ def _n_tokens(engine: Any, running: Running) -> int | None:
     return None
 
 
-def _packed(output: Any, running: Running) -> bytes:
+def _packed(output: Any, running: Running, layers: list[int] | None = None) -> bytes:
     token_ids_T = np.asarray(output.token_ids, dtype="<i4")
     if output.finish_reason == "abort" and output.logprobs is not None:
         # The scheduler has kept the last log-probs. What is before their tokens is the beginning of a completion.
@@ -273,8 +277,13 @@ def _packed(output: Any, running: Running) -> bytes:
         "has_logprobs": output.logprobs is not None,
         **({} if running.version is None else {"versions": _versions(running, len(token_ids_T))}),
     }
+    routes = b""
+    if layers is not None and output.routed_experts is not None:
+        chosen = np.ascontiguousarray(output.routed_experts[:, layers])
+        routes = chosen.tobytes()
+        head |= {"routes": [chosen.dtype.name, *chosen.shape], "routes_bytes": len(routes)}
     logprobs = b"" if output.logprobs is None else _logprobs(output.logprobs, token_ids_T).tobytes()
-    return b"".join([json.dumps(head).encode(), b"\n", token_ids_T.tobytes(), logprobs])
+    return b"".join([json.dumps(head).encode(), b"\n", token_ids_T.tobytes(), logprobs, routes])
 
 
 def _versions(running: Running, n_tokens: int) -> list[tuple[int | None, int]]:

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's engine: sends the log-probs of sampled tokens to the API server several at a time.
+"""Runs inside vLLM's engine: sends log-probs and routes of sampled tokens to the API server several at a time.
 
 It is on vLLM's path and `scheduler` is vLLM's `--scheduler-cls`, so it imports nothing of Fivefold, which need not be
 installed next to vLLM.
@@ -6,6 +6,7 @@ installed next to vLLM.
 Symptom: log-probs of the sampled tokens take 15 to 40% of the speed of vLLM 0.25 with 256 sequences on an H200, by the
     processor of the host: 7 ms of its time for each step.
 Cause: every step, three arrays for each sequence are encoded, sent and decoded, for one number in each.
+    Routes are one more array.
 Instead: the rows of a request are kept until there are `BUNDLE` of them or it has ended, and go as one. vLLM's code in
     the API server adds however many rows come to the request's.
 Remove this when vLLM with log-probs of the sampled tokens is at most a tenth slower than without.
@@ -31,18 +32,24 @@ class Bundles:
         super().__init__(*args, **kwargs)
         self._rows: dict[str, list[Any]] = {}
         """vLLM's `LogprobsLists` that have not gone yet, of each request whose rows are bundled."""
+        self._routes: dict[str, list[Any]] = {}
+        """Arrays [tokens, layers, top_k] that have not gone yet, of each request whose routes are bundled."""
 
     def add_request(self, request: Any) -> None:
         """Take a request."""
         super().add_request(request)  # type: ignore[misc]
-        if _is_read_at_its_end(request.sampling_params):
-            self._rows[request.request_id] = []
+        params = request.sampling_params
+        if _is_read_at_its_end(params):
+            self._routes[request.request_id] = []
+            if params.logprobs is not None and params.flat_logprobs:
+                self._rows[request.request_id] = []
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """End requests from outside; what is kept of them is dropped."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         requests = cast(dict[str, Any], self.requests)  # type: ignore[attr-defined]
         self._rows = {name: rows for name, rows in self._rows.items() if name in requests}
+        self._routes = {name: parts for name, parts in self._routes.items() if name in requests}
         return ended
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -52,6 +59,8 @@ class Bundles:
             for output in of_client.outputs:
                 if output.request_id in self._rows:
                     self._bundle(output)
+                if output.request_id in self._routes:
+                    self._bundle_routes(output)
         return outputs
 
     def _bundle(self, output: Any) -> None:
@@ -67,19 +76,25 @@ class Bundles:
         if output.finish_reason is not None:
             del self._rows[output.request_id]
 
+    def _bundle_routes(self, output: Any) -> None:
+        """Replace the routes of an output, as `_bundle` does; those of the prompt come with the first ones."""
+        parts = self._routes[output.request_id]
+        if output.routed_experts is not None:
+            parts.append(output.routed_experts)
+            output.routed_experts = None
+        if parts and (len(parts) >= BUNDLE or output.finish_reason is not None):
+            output.routed_experts = np.concatenate(parts)
+            parts.clear()
+        if output.finish_reason is not None:
+            del self._routes[output.request_id]
+
 
 def _is_read_at_its_end(params: Any) -> bool:
-    """Return whether nobody looks at the log-probs of a request before it has ended.
+    """Return whether nobody looks at log-probs and routes of a request before it has ended.
 
     Stop strings are found by the API server, which ends the request: the engine would keep the last rows.
     """
-    return (
-        params is not None
-        and params.logprobs is not None
-        and params.flat_logprobs
-        and params.output_kind == RequestOutputKind.FINAL_ONLY
-        and not params.stop
-    )
+    return params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,112 @@
+"""Router replay on a decoder of transformers.
+
+gate ──> (logits, weights, experts) ──hook──> (logits, weights of the given experts, the given experts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fivefold.algorithms.metrics import Metrics
+from fivefold.engine.metrics import replay_metrics
+from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, replayed
+from fivefold.families.shape import ModelShape
+from fivefold.types import route_dtype
+
+
+class Replay:
+    """The gates of a decoder, whose choices are recorded and replayed."""
+
+    def __init__(self, layers: nn.ModuleList, shape: ModelShape, device: torch.device) -> None:
+        """Take the gates of a decoder's layers; `device` is the model's."""
+        self._shape, self._device = shape, device
+        self._layers = [number for number, is_moe in enumerate(shape.moe_layers) if is_moe]
+        self.layers = tuple(range(len(self._layers)))
+        """Index of each MoE layer of this rank among all of the model."""
+        self._micro_batch: MicroBatchRoutes | None = None
+        self._noted: list[MicroBatchRoutes] = []
+        self._counts_L3 = torch.zeros(shape.n_layers, 3, dtype=torch.float64, device=device)
+        for row, layer in enumerate(self._layers):
+            decoder_layer: Any = layers[layer]
+            decoder_layer.mlp.gate.register_forward_hook(partial(self._choose, row))
+
+    def start(self) -> None:
+        """Forget what was counted and recorded."""
+        self._noted = []
+        self._counts_L3.zero_()
+
+    @contextmanager
+    def working(self, routes: LocalRoutes | None) -> Iterator[None]:
+        """Record or replay the routes of one micro-batch inside the block, in its backward pass too."""
+        assert routes is not None, "the micro-batch was built without routes"
+        self._micro_batch = MicroBatchRoutes(routes)
+        self._noted.append(self._micro_batch)
+        yield
+        self._micro_batch = None
+
+    def check(self, *, with_gradient: bool) -> None:
+        """Check that each gate has used the routes of each micro-batch as often as it must.
+
+        Raises:
+            RuntimeError: see `MicroBatchRoutes.check`.
+        """
+        for micro_batch in self._noted:
+            for row, layer in enumerate(self._layers):
+                micro_batch.check(row, layer, with_gradient=with_gradient)
+
+    def metrics(self, group: dist.ProcessGroup) -> Metrics:
+        """Return how far replayed choices differ from the gates' own; see `replay_metrics`, also for the error.
+
+        Args:
+            group: the ranks that have different tokens.
+        """
+        total_L3 = self._counts_L3.clone()
+        dist.all_reduce(total_L3, group=group)
+        return replay_metrics(total_L3, self._shape.moe_layers)
+
+    def recorded(self, n_tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.
+
+        Args:
+            n_tokens: tokens of the share.
+            group: the ranks that split its sequences.
+        """
+        routes_TLK = torch.zeros(n_tokens, len(self._layers), self._shape.top_k, dtype=torch.int32, device=self._device)
+        for micro_batch in self._noted:
+            rows_T = micro_batch.routes.rows_T
+            real = (rows_T >= 0).nonzero().flatten()
+            for row, chosen_TK in micro_batch.chosen.items():
+                routes_TLK[rows_T[real].to(self._device), row] = chosen_TK[real.to(self._device)].int()
+        dist.all_reduce(routes_TLK, group=group)
+        return routes_TLK.to(route_dtype(self._shape.n_experts)).cpu()
+
+    def _choose(self, row: int, _gate: nn.Module, _args: Any, output: tuple[torch.Tensor, ...]) -> Any:
+        logits_TE, weights_TK, own_TK = output
+        assert self._micro_batch is not None, "a gate works outside of `working`"
+        # A layer that is computed again in the backward pass has a gradient both times.
+        counts = torch.is_grad_enabled() and not self._micro_batch.uses.get(row, [0, 0])[1]
+        self._micro_batch.used(row, counts=counts)
+        given_TLK = self._micro_batch.routes.given_TLK
+        if given_TLK is None:
+            self._micro_batch.chosen[row] = own_TK
+            return output
+        chosen_TK, counts_3 = replayed(own_TK, given_TLK[:, row], self._shape.n_experts)
+        if counts:
+            self._counts_L3[self._layers[row]] += counts_3
+        return logits_TE, self._weights(logits_TE, chosen_TK).to(weights_TK.dtype), chosen_TK
+
+    def _weights(self, logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weights that a gate gives to experts, float32 [T, K]."""
+        is_sigmoid = self._shape.router_scores == "sigmoid"
+        scores_TE = logits_TE.float().sigmoid() if is_sigmoid else logits_TE.float().softmax(-1)
+        weights_TK = scores_TE.gather(1, chosen_TK)
+        if self._shape.norm_topk_prob:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + (1e-20 if is_sigmoid else 0.0))
+        return weights_TK * self._shape.router_scale

@@ -1,0 +1,72 @@
+"""Router replay on Megatron-Core: what all routers of a rank have recorded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from fivefold.algorithms.metrics import Metrics
+from fivefold.engine.metrics import replay_metrics
+from fivefold.engine.routes import MicroBatchRoutes
+from fivefold.families.shape import ModelShape
+from fivefold.mcore.router import Router
+from fivefold.types import route_dtype
+
+
+class Replay:
+    """The routers of this rank, whose choices are recorded and replayed."""
+
+    def __init__(self, routers: Sequence[Router], shape: ModelShape) -> None:
+        """Take the routers, each of which must have a `Choice` with the row of its place in the list."""
+        self._routers, self._shape = routers, shape
+        self.layers = tuple(sum(shape.moe_layers[: router.layer_number - 1]) for router in routers)
+        """Index of each router's layer among all MoE layers of the model."""
+
+    def check(self, *, with_gradient: bool) -> None:
+        """Check that each router has used the routes of each micro-batch as often as it must.
+
+        Raises:
+            RuntimeError: see `MicroBatchRoutes.check`.
+        """
+        for row, router in enumerate(self._routers):
+            for micro_batch in _noted(router):
+                micro_batch.check(row, router.layer_number - 1, with_gradient=with_gradient)
+
+    def metrics(self) -> Metrics:
+        """Return how far replayed choices differ from the routers' own; see `replay_metrics`, also for the error."""
+        counted_L3 = torch.zeros(
+            self._shape.n_layers, 3, dtype=torch.float64, device=torch.device(torch.cuda.current_device())
+        )
+        for router in self._routers:
+            if router.choice is not None and router.choice.counts_3 is not None:
+                counted_L3[router.layer_number - 1] = router.choice.counts_3
+        # Each token is on one rank of a stage, and each layer on one stage.
+        dist.all_reduce(counted_L3)
+        return replay_metrics(counted_L3, self._shape.moe_layers)
+
+    def recorded(self, n_tokens: int, groups: ProcessGroupCollection, *, sequence_parallel: bool) -> torch.Tensor:
+        """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.
+
+        Args:
+            n_tokens: tokens of the share.
+            groups: the groups of this process.
+            sequence_parallel: whether tensor-parallel ranks have different tokens.
+        """
+        shape, device = self._shape, torch.device(torch.cuda.current_device())
+        routes_TLK = torch.zeros(n_tokens, shape.n_moe_layers, shape.top_k, dtype=torch.int32, device=device)
+        for row, (layer, router) in enumerate(zip(self.layers, self._routers, strict=True)):
+            for micro_batch in _noted(router):
+                rows_T = micro_batch.routes.rows_T
+                real = (rows_T >= 0).nonzero().flatten()
+                routes_TLK[rows_T[real].to(device), layer] = micro_batch.chosen[row][real.to(device)].int()
+        # Each token is on one rank of these groups.
+        for group in (groups.pp, groups.cp, *((groups.tp,) if sequence_parallel else ())):
+            dist.all_reduce(routes_TLK, group=group)
+        return routes_TLK.to(route_dtype(shape.n_experts)).cpu()
+
+
+def _noted(router: Router) -> list[MicroBatchRoutes]:
+    return [noted.routes for noted in router.noted.values() if noted.routes is not None]
