@@ -70,14 +70,15 @@ def load_metrics(load_LE: torch.Tensor, moe_layers: Sequence[bool]) -> Metrics:
     }
 
 
-def replay_metrics(counts_L3: torch.Tensor, moe_layers: Sequence[bool]) -> Metrics:
-    """Return how many of the replayed choices the routers would have made otherwise; nothing if none was replayed.
+def replay_metrics(counts_L3: torch.Tensor, n_choices: float, moe_layers: Sequence[bool]) -> Metrics:
+    """Return the share of choices that were replayed, and how many of these the routers would have made otherwise.
 
-    Over all layers it is `replay/differs`, of layer n `replay/differs/layer_<n>`.
+    Over all layers they are `replay/share` and `replay/differs`, of layer n `replay/differs/layer_<n>`.
 
     Args:
-        counts_L3: choices of each layer that the router would have made otherwise, choices, and tokens whose recorded
-            experts cannot be a choice.
+        counts_L3: for each layer, replayed choices that the router would have made otherwise, replayed choices, and
+            tokens whose recorded experts cannot be a choice.
+        n_choices: choices of all layers.
         moe_layers: which layers have experts.
 
     Raises:
@@ -92,12 +93,12 @@ def replay_metrics(counts_L3: torch.Tensor, moe_layers: Sequence[bool]) -> Metri
                 "choice, because one comes twice or the model has no such expert: the rollout's server and the trainer "
                 "must run the same model. Or set actor.router_replay to none"
             )
-    if not sum(counts[layer][1] for layer in layers):
-        return {}
+    n_differ, n_replayed = (sum(counts[layer][column] for layer in layers) for column in (0, 1))
     width = len(str(len(moe_layers) - 1))
+    differs = {f"replay/differs/layer_{layer:0{width}}": Metric(*counts[layer][:2]) for layer in layers}
     return {
-        "replay/differs": Metric(sum(counts[n][0] for n in layers), sum(counts[n][1] for n in layers)),
-        **{f"replay/differs/layer_{n:0{width}}": Metric(counts[n][0], counts[n][1]) for n in layers},
+        "replay/share": Metric(n_replayed, n_choices),
+        **({"replay/differs": Metric(n_differ, n_replayed), **differs} if n_replayed else {}),
     }
 
 

@@ -186,10 +186,11 @@ class FSDPEngine(EngineBase[Optimizer]):
         reduced = reduce_metrics(kept, counts=counts)
         reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
         if self.shape.is_moe:
-            reduced |= load_metrics(self._loads.total(self.groups.shard), self.shape.moe_layers)
-        if self._replay is not None:
-            self._replay.check(with_gradient=True)
-            reduced |= self._replay.metrics(self.groups.shard)
+            load_LE = self._loads.total(self.groups.shard)
+            reduced |= load_metrics(load_LE, self.shape.moe_layers)
+            if self._replay is not None:
+                self._replay.check(with_gradient=True)
+                reduced |= self._replay.metrics(float(load_LE.sum()), self.groups.shard)
         return reduced
 
     @torch.no_grad()

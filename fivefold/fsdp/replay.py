@@ -61,15 +61,16 @@ class Replay:
             for row, layer in enumerate(self._layers):
                 micro_batch.check(row, layer, with_gradient=with_gradient)
 
-    def metrics(self, group: dist.ProcessGroup) -> Metrics:
+    def metrics(self, n_choices: float, group: dist.ProcessGroup) -> Metrics:
         """Return how far replayed choices differ from the gates' own; see `replay_metrics`, also for the error.
 
         Args:
+            n_choices: choices of all layers, of all ranks' tokens.
             group: the ranks that have different tokens.
         """
         total_L3 = self._counts_L3.clone()
         dist.all_reduce(total_L3, group=group)
-        return replay_metrics(total_L3, self._shape.moe_layers)
+        return replay_metrics(total_L3, n_choices, self._shape.moe_layers)
 
     def recorded(self, n_tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
         """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.

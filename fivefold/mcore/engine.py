@@ -169,7 +169,7 @@ class MegatronEngine(EngineBase[Optimizer]):
             metrics |= auxiliary_losses(LOSSES, losses_LK, load_LE, self.shape)
             if self._replay is not None:
                 self._replay.check(with_gradient=True)
-                metrics |= self._replay.metrics()
+                metrics |= self._replay.metrics(float(load_LE.sum()))
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return metrics
 

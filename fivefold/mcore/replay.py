@@ -35,8 +35,12 @@ class Replay:
             for micro_batch in _noted(router):
                 micro_batch.check(row, router.layer_number - 1, with_gradient=with_gradient)
 
-    def metrics(self) -> Metrics:
-        """Return how far replayed choices differ from the routers' own; see `replay_metrics`, also for the error."""
+    def metrics(self, n_choices: float) -> Metrics:
+        """Return how far replayed choices differ from the routers' own; see `replay_metrics`, also for the error.
+
+        Args:
+            n_choices: choices of all layers, of all ranks' tokens.
+        """
         counted_L3 = torch.zeros(
             self._shape.n_layers, 3, dtype=torch.float64, device=torch.device(torch.cuda.current_device())
         )
@@ -45,7 +49,7 @@ class Replay:
                 counted_L3[router.layer_number - 1] = router.choice.counts_3
         # Each token is on one rank of a stage, and each layer on one stage.
         dist.all_reduce(counted_L3)
-        return replay_metrics(counted_L3, self._shape.moe_layers)
+        return replay_metrics(counted_L3, n_choices, self._shape.moe_layers)
 
     def recorded(self, n_tokens: int, groups: ProcessGroupCollection, *, sequence_parallel: bool) -> torch.Tensor:
         """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.

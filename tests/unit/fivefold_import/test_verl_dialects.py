@@ -35,6 +35,15 @@ def test_a_critic_has_the_aggregation_of_the_actor_unless_it_has_its_own() -> No
     assert any("whose errors have no such aggregation" in note for note in fixed.report.notes)
 
 
+def test_router_replay_has_the_names_of_other_frameworks() -> None:
+    for mode, ours in (("disabled", "none"), ("R2", "old_logprobs"), ("R3", "rollout")):
+        for key in (ACTOR + "router_replay.mode", MEGATRON + "router_replay.mode"):
+            assert convert_words("verl", f"{key}={mode}").recipe["actor.router_replay"] == ours
+    both = convert_words("verl", f"{ACTOR}router_replay.mode=R3", f"{ROLLOUT}enable_rollout_routing_replay=True")
+    assert both.unsupported() == set()
+    assert convert_words("trinity", "algorithm.enable_router_replay=true").recipe["actor.router_replay"] == "rollout"
+
+
 def test_a_trainers_yaml_reads_the_environment() -> None:
     conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
     assert conversion.recipe["train_dataset.path"] == "/other.parquet"

@@ -15,6 +15,7 @@ from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.load import load_recipe
+from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Score
@@ -42,10 +43,14 @@ class RecordingActor(Actor):
         self.losses: list[PolicyLoss] = []
         self.batches: list[RemoteBatch] = []
         self.changes: list[Any] = []
-        self.n_recomputed = 0
+        self.scores: list[Score] = []
+
+    @property
+    def n_recomputed(self) -> int:
+        return len(self.scores)
 
     def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
-        self.n_recomputed += 1
+        self.scores.append(what)
         return ()
 
     def advantage_moments(self, batch: RemoteBatch, change: Any) -> Moments:
@@ -117,6 +122,23 @@ def test_the_correction_begins_in_the_step_after_the_mismatch_was_measured() -> 
     key = "actor.rollout_correction"
     updates(actor, ONE_UPDATE, f"{key}.method=seq_tis", f"{key}.weight_cap=3")
     assert actor.losses[0].correction == RolloutCorrection("sequence", 3.0)
+
+
+def test_routes_are_recorded_with_old_log_probs_even_for_one_update() -> None:
+    for replay, records in (("none", []), ("rollout", []), ("old_logprobs", [True])):
+        actor = RecordingActor()
+        updates(actor, ONE_UPDATE, f"actor.router_replay={replay}")
+        assert [score.records_routes for score in actor.scores] == records
+    with pytest.raises(RecipeError, match="records the pass that computes old log-probs"):
+        updates(RecordingActor(), "actor.router_replay=old_logprobs", "actor.recompute_logprob=false")
+
+
+def test_routes_that_no_router_would_choose_end_the_run() -> None:
+    replay = ("actor.router_replay=rollout", "actor.router_replay_min_overlap=0.75")
+    assert updates(RecordingActor(**{"replay/differs": 0.25}), *replay).problem is None
+    problem = updates(RecordingActor(**{"replay/differs": 0.5}), *replay).problem
+    assert problem is not None
+    assert "only 50.0% of the replayed experts are those that the routers would choose" in problem
 
 
 def test_an_adapted_weight_is_that_of_the_next_step() -> None:
@@ -225,7 +247,7 @@ def test_the_optimal_token_baseline_is_that_of_the_groups_tokens(monkeypatch: py
     class Actor(RecordingActor):
         def score(self, batch: RemoteBatch, what: Score) -> tuple[Piece, ...]:
             assert isinstance(what, Energies)
-            self.n_recomputed += 1
+            self.scores.append(what)
             nan = np.nan
             rows = [[nan, nan, nan, nan, 0.5], [nan, nan, nan, 0.2, 0.3], [nan, nan, 1, 1, 1], [nan, 2, 2, 2, 2]]
             order = [2, 0, 3, 1]  # a replica has any sequences

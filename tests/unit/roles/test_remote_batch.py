@@ -13,7 +13,7 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
-from fivefold.types import Batch, Columns
+from fivefold.types import UNKNOWN_EXPERT, Batch, Columns
 
 N = 23
 
@@ -128,3 +128,21 @@ def test_sequences_that_are_not_trained_have_no_trained_token() -> None:
     assert masked.trained_N[1] == int(batch.select([6]).mask_T.sum())
     assert share.totals.n_trained_sequences == (masked.trained_N > 0).sum()
     assert "kept" not in share.batch.fields
+
+
+def test_experts_of_tokens_without_routes_are_not_known() -> None:
+    """A value of 0 would send all of them to the first expert."""
+    batch = whole_batch(seed=3).select([0, 1])
+    pieces = (
+        Piece(columns(batch, [0], ["tokens", "mask", "routes"]), np.array([0])),
+        Piece(columns(batch, [1], ["tokens", "mask"]), np.array([1])),
+    )
+    planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=64), parse_backend("megatron:d1"), quadratic_at=100.0)
+    by_reference = RemoteBatch(np.array(batch.lengths), np.array([1, 1]), pieces)
+    [(order, own)] = by_reference.orders(planner.plan(list(batch.lengths)))
+    share = assemble(order, own).batch
+    known, unknown = share.split(share.fields["routes"])
+    if share.lengths != batch.lengths:
+        known, unknown = unknown, known
+    assert known.equal(batch.split(batch.fields["routes"])[0])
+    assert bool((unknown == UNKNOWN_EXPERT).all())

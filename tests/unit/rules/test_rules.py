@@ -205,6 +205,23 @@ def test_a_temperature_that_the_engine_does_not_take_is_refused(section: str) ->
         check_recipe(with_temperature(refused, "transformers:d2"), MOE)
 
 
+def test_routes_are_replayed_only_where_they_are_recorded_and_asked_for() -> None:
+    def asked(replay: str, rollout: str = "vllm:d2", **megatron: Any) -> TrainRecipe:
+        actor = {"path": "m", "backend": "megatron:d2", "router_replay": replay, "megatron": megatron}
+        return recipe(actor=actor, rollout={"backend": rollout})
+
+    for replay in ("old_logprobs", "rollout"):
+        check_recipe(asked(replay), MOE)
+        with pytest.raises(RecipeError, match=rf"router_replay={replay} replays the experts .* has none: drop it"):
+            check_recipe(asked(replay), DENSE)
+        with pytest.raises(RecipeError, match=r"force_load_balancing=true, which sends tokens to random experts"):
+            check_recipe(asked(replay, transformer={"moe_router_force_load_balancing": True}), MOE)
+    with pytest.raises(RecipeError, match=r"=rollout needs vLLM to return routes, which it cannot with pipeline"):
+        check_recipe(asked("rollout", "vllm:p2"), MOE)
+    check_recipe(asked("old_logprobs", "vllm:p2"), MOE)
+    check_recipe(asked("rollout", "sglang:p2"), MOE)
+
+
 def test_mbridge_has_no_latent_attention() -> None:
     actor = {"path": "m", "backend": "megatron:d2", "megatron": {"bridge_type": "mbridge"}}
     check_recipe(recipe(actor=actor), MOE)
