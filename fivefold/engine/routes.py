@@ -52,7 +52,7 @@ class MicroBatchRoutes:
     """The routes of one micro-batch in one chunk of the model, and how often each was asked for."""
 
     routes: LocalRoutes
-    """Those of this rank's tokens. Under sequence parallelism, this rank's part of them."""
+    """The routes of this rank's tokens. Under sequence parallelism, this rank's part of them."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     """The choice of each router, [T, top_k], by its row, where routes are recorded."""
     uses: dict[int, list[int]] = field(default_factory=dict)

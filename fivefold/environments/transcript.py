@@ -71,7 +71,7 @@ class Transcript:
     def _routes(self, n: int) -> Routes | None:
         """Return the experts of the first `n` tokens; None: the engine reports none.
 
-        The experts of a token are those of the turn that sampled it. What came before a turn has those of the turn.
+        A token has the experts with which it was computed first: in the turn that sampled it, or that it came before.
         """
         known = [completion.routes for _, completion in self._turns if completion.routes is not None]
         if not known:

@@ -1,4 +1,4 @@
-"""What routers choose: the best experts of their own scores, or experts that were recorded before (router replay).
+"""What routers choose: the best experts by their scores, or experts that were recorded before (router replay).
 
 A router of Megatron-Core asks its `router_replay` for its choice. `Choice` takes that place, without Megatron-Core's
 own list of all routers, which does not know one micro-batch from another.
@@ -48,7 +48,7 @@ class Choice:
 
         Args:
             best: how the router's own choice is made; None: as Megatron-Core does.
-            row: index of the router among those of this rank; None: its choice is neither recorded nor replayed.
+            row: index of the router among all of this rank; None: its choice is neither recorded nor replayed.
         """
         self._best = best
         self.row = row

@@ -20,7 +20,7 @@ class Replay:
     """The routers of this rank, whose choices are recorded and replayed."""
 
     def __init__(self, routers: Sequence[Router], shape: ModelShape) -> None:
-        """Take the routers, each of which must have a `Choice` with the row of its place in the list."""
+        """Take the routers; the `Choice` of each must have the row of its place in the list."""
         self._routers, self._shape = routers, shape
         self.layers = tuple(sum(shape.moe_layers[: router.layer_number - 1]) for router in routers)
         """Index of each router's layer among all MoE layers of the model."""

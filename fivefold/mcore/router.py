@@ -88,14 +88,14 @@ def note_micro_batch(routers: Sequence[Router], mask_1T: torch.Tensor, noted: No
     Args:
         routers: the routers of a chunk of the model.
         mask_1T: the mask that the layers get.
-        noted: what they are told.
+        noted: what they get to know.
     """
     for router in routers:
         router.noted[mask_1T.data_ptr()] = noted
 
 
 def forget_micro_batches(routers: Sequence[Router]) -> None:
-    """Make routers forget what they were told."""
+    """Make routers forget all micro-batches."""
     for router in routers:
         router.noted.clear()
 

@@ -77,7 +77,7 @@ class Bundles:
             del self._rows[output.request_id]
 
     def _bundle_routes(self, output: Any) -> None:
-        """Replace the routes of an output, as `_bundle` does; those of the prompt come with the first ones."""
+        """Replace the routes of an output, as `_bundle` does; the prompt's come with the first ones."""
         parts = self._routes[output.request_id]
         if output.routed_experts is not None:
             parts.append(output.routed_experts)
