@@ -282,8 +282,8 @@ class ActorConfig(TrainedModelConfig):
         needs("old_logprobs", equals("prox_logp_method", "recompute"), _COMPUTES_OLD),
         needs("old_logprobs", differs("advantage", "optimal_token_baseline"), "records a plain pass over the samples"),
     ] = "none"
-    """Whose choice of experts an update sends each token to. `none`: the routers' own. `old_logprobs`: the choice of the
-    pass that computes old log-probs (R2). `rollout`: the choice of the rollout's engine (R3), in that pass too
+    """Experts that updates send tokens to. `none`: the routers' own choice. `old_logprobs`: the choice of the pass that
+    computes old log-probs (R2). `rollout`: the choice of the rollout's engine (R3), in that pass too
     (docs/megatron.md)."""
     router_replay_min_overlap: Annotated[Fraction, reads_if(differs("router_replay", "none"), warns=True)] = 0.5
     """The run ends if a smaller share of replayed experts are those that the routers would choose: the routes are then
