@@ -153,12 +153,13 @@ def measure_steps(args: argparse.Namespace, folder: Path, age: int) -> dict[str,
     settled = rows[age + 1 :] if age else []
     best = min(rows[1:] or rows, key=lambda row: row["seconds/step"])
     seconds = {key.partition("/")[2]: round(value, 2) for key, value in best.items() if key.startswith("seconds/")}
-    more = ["peak_memory_gb/max", "train/tflops_per_device", "rollout_mismatch", "tokens_per_second"]
+    more = ["peak_memory_gb/max", "train/tflops_per_device", "tokens_per_second"]
+    more += ["rollout_mismatch", "rollout_mismatch_kl", "replay/share", "replay/differs"]
     return {
         "steps_s": [round(row["seconds/step"], 2) for row in rows],
         "step_s": round(fmean(row["seconds/step"] for row in settled or [best]), 2),
         "seconds": seconds,
-        **{key: round(best[key], 4) for key in more if key in best},
+        **{key: round(best[key], 6) for key in more if key in best},
     }
 
 
