@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fivefold.cli.early_exit import never_early_success
 from fivefold.cluster.interrupt import INTERRUPTED, interruptible
 from fivefold.observe.errors import RunFailed, RunStopped
 
@@ -81,7 +82,7 @@ def reporting_errors(
     """
     command = RunningCommand()
     try:
-        with interruptible_by():
+        with interruptible_by(), never_early_success(FAILED):
             yield command
     except RunStopped as stop:
         typer.echo(f"\n{stop}\n{_how_to_go_on()}", err=True)

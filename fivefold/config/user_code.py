@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +54,25 @@ def user_traceback(error: BaseException, other_code: Sequence[str]) -> str:
     text = "".join(shown.format(chain=False)).rstrip()
     # With this heading, the message would look like a bug of Fivefold.
     return text.removeprefix("Traceback (most recent call last):\n")
+
+
+@contextmanager
+def one_process(what: str) -> Iterator[None]:
+    """End a child process that code inside the block has forked, and in which it comes to its end.
+
+    The child would continue as a second run in the same folder.
+
+    Args:
+        what: names the code, for the message.
+    """
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            message = f"{what} has forked a process, and has returned or failed in it: end the child by os._exit\n"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
+            os._exit(1)
 
 
 def _load_module(key: str, name: str, module_name: str, folder: Path) -> ModuleType:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fivefold.config.user_code import load_user_object, user_traceback
+from fivefold.config.user_code import load_user_object, one_process, user_traceback
 from fivefold.types import Prompt
 
 MOST_THREADS = 512
@@ -60,7 +60,7 @@ class UserCalls:
                     return await function(*args, **kwargs)
             async with self._free, asyncio.timeout(self._timeout_s):  # the wait for a thread does not count
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+                return await loop.run_in_executor(self._threads, self._in_one_process, function, args, kwargs)
         except TimeoutError as error:
             if not isinstance(error.__cause__, asyncio.CancelledError):
                 raise self._raised(of, function, error) from error
@@ -71,6 +71,10 @@ class UserCalls:
             ) from None
         except Exception as error:  # a user's code may raise anything; the run ends with it
             raise self._raised(of, function, error) from error
+
+    def _in_one_process(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with one_process(f"{self._what}: {function.__name__}"):
+            return function(*args, **kwargs)
 
     def other_form(self, prompt: Prompt, function: Callable[..., Any], value: object, wanted: str) -> EnvironmentFailed:
         """Return the error that a function returned `value`, which is not as `wanted`."""

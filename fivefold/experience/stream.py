@@ -25,6 +25,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.progress import counting
 from fivefold.observe.timers import SETUP, PhaseTimers
 from fivefold.rewards import event_loop
+from fivefold.rewards.event_loop import CLEAN_UP_S
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Job, Work
@@ -261,7 +262,12 @@ class Stream:
                     return self._take_answered()
                 if self._replicas.needs_weights:
                     return []
-                left = self._progress + self._timeout_s - time.perf_counter()
+                # A response that is judged has the whole time, and some more to end by its own limit.
+                judging = self._rewards.slowest()
+                begin = self._progress if judging is None else max(self._progress, judging[0] + 2 * CLEAN_UP_S)
+                left = begin + self._timeout_s - time.perf_counter()
+                if left <= 0 and judging is not None:
+                    raise judging[1]()
                 if left <= 0:
                     raise RunFailed(
                         f"no group of samples was finished for scheduler.timeout_s={self._timeout_s:g} s, while the "

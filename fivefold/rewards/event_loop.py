@@ -117,7 +117,11 @@ class _Loop:
         except BaseException as error:
             self._replace()
             if isinstance(error, OutOfTime):
-                raise reward.too_slow("one response", getattr(error, "__notes__", ())) from error
+                oldest = self._oldest()
+                self._abandon()
+                # Where it has not interrupted a coroutine, the oldest one is the one that does not end.
+                notes = getattr(error, "__notes__", None) or ([] if oldest is None else [f"at {oldest.what}"])
+                raise reward.too_slow("one response", notes) from error
             if not isinstance(error, SystemExit):
                 raise
             # The function has started a task, whose SystemExit an event loop hands on.
@@ -154,10 +158,10 @@ class _Loop:
         self._thread = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join(CLEAN_UP_S)
-        if self._calls or thread.is_alive():
-            self._replace()
         if thread.is_alive():
-            atexit.unregister(self._runner.close)
+            self._abandon()
+        elif self._calls:
+            self._replace()
 
     def _run(self) -> None:
         while self._thread is not None:
@@ -173,6 +177,14 @@ class _Loop:
     def _replace(self) -> None:
         """Judge no more in this loop, in which tasks may be left. The runner ends them with the process."""
         _loop.cache_clear()
+
+    def _abandon(self) -> None:
+        """Replace a loop in which a coroutine swallows its cancellation, or blocks, and leave it open at the end.
+
+        To close it, the runner would wait until all of its tasks have ended, and keep the process alive.
+        """
+        atexit.unregister(self._runner.close)
+        self._replace()
 
     async def _judge(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """Return one reward for each response; after the first exception, the others are cancelled."""
@@ -198,7 +210,10 @@ class _Loop:
             return [task.result() for task in tasks]
         finally:
             _cancel(tasks)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended, left = await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+            await asyncio.gather(*ended, return_exceptions=True)
+            if left:
+                self._abandon()
             self._calls.discard(call)
 
     async def _judge_one(self, reward: NamedReward, prompt: Prompt, response: str) -> float:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
+from fivefold.config.user_code import one_process
 from fivefold.rewards.failure import explaining
 from fivefold.rewards.time_limit import OutOfTime
 from fivefold.types import Prompt
@@ -95,6 +98,8 @@ class NamedReward:
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
+    in_work: dict[object, tuple[float, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Responses that are being judged: when that began, on the clock of `time.perf_counter`, and which they are."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
     """Held by each call of `judge` that `compute_rewards` makes, whichever thread asks: `n_threads` at one time."""
 
@@ -108,12 +113,8 @@ class NamedReward:
             ValueError: the function raised an error, or returned something else than a finite number. The message
                 names the function and the prompt.
         """
-        with explaining(lambda: self._failed(prompt, response)):
-            try:
-                value = self._call(prompt, response)
-            except OutOfTime as error:
-                error.add_note(f"at {describe(prompt, response)}")
-                raise
+        with explaining(lambda: self._failed(prompt, response)), self._working(prompt, response):
+            value = self._call(prompt, response)
         return self._finite(value, prompt, response)
 
     async def judge_coroutine(self, prompt: Prompt, response: str) -> float:
@@ -124,15 +125,27 @@ class NamedReward:
         """
         task = asyncio.current_task()
         # A task that is cancelled has not failed.
-        with explaining(
-            lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
+        with (
+            explaining(
+                lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
+            ),
+            self._working(prompt, response),
         ):
-            try:
-                value = await cast(Awaitable[object], self._call(prompt, response))
-            except OutOfTime as error:
-                error.add_note(f"at {describe(prompt, response)}")
-                raise
+            value = await cast(Awaitable[object], self._call(prompt, response))
         return self._finite(value, prompt, response)
+
+    @contextmanager
+    def _working(self, prompt: Prompt, response: str) -> Iterator[None]:
+        """Note that a response is judged inside the block."""
+        key, what = object(), describe(prompt, response)
+        self.in_work[key] = time.perf_counter(), what
+        try:
+            yield
+        except OutOfTime as error:
+            error.add_note(f"at {what}")
+            raise
+        finally:
+            del self.in_work[key]
 
     def too_slow(self, what: str, notes: Iterable[str]) -> ValueError:
         """Return the error that judging `what` took longer than `timeout_s`; the notes say what was in work."""
@@ -147,7 +160,10 @@ class NamedReward:
             raise TypeError(f"the reward {self.name!r} is given by a model or an environment, which is no function")
         if isinstance(self.reward, PromptReward):
             return self.reward.judge_prompt(prompt, response)
-        return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
+        with one_process(f"the reward function {self.name!r}"):
+            return self.reward(
+                response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info
+            )
 
     def _failed(self, prompt: Prompt, response: str) -> str:
         return f"the reward function {self.name!r} failed on {describe(prompt, response)}"

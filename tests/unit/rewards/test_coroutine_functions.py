@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.event_loop import N_AT_ONCE
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import RewardSet
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, Write, begin_limits_at, judge
 
@@ -46,6 +49,12 @@ async def hanging(response, ground_truth, **_):
 async def blocking(response, ground_truth, **_):
     begun.set()
     may_end.wait(1000)
+async def stubborn(response, ground_truth, **_):
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
 async def text(response, ground_truth, **_): return "1.0"
 async def raising(response, ground_truth, **_):
     await hanging("slow" if response == "good" else "", ground_truth)
@@ -199,3 +208,43 @@ def test_a_coroutine_that_takes_too_long_ends_with_an_error_that_says_where(
             time.sleep(0.01)
     # Another step can begin after it.
     assert judge(resolve_reward(RewardConfig(fn="my_judges:judge")), "a", "a") == 0.25
+
+
+PROGRAM = """
+import sys
+from contextlib import nullcontext
+from fivefold.config.schema.rewards import RewardConfig
+from fivefold.rewards import event_loop
+from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.resolve import resolve_reward
+from fivefold.types import Prompt
+
+with event_loop.beside() if sys.argv[1] == "beside" else nullcontext():
+    reward = resolve_reward(RewardConfig(fn="my_judges:stubborn"), timeout_s=0.2)
+    compute_rewards(reward, [Prompt(5, "q", (1,), "truth", "sums")] * 2, ["a", "b"])
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "beside"])
+def test_a_coroutine_that_swallows_its_cancellation_keeps_no_process_alive(where: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+    assert done.returncode == 1
+    assert re.search(
+        r"'my_judges:stubborn' took longer than .* for one response, and was at prompt 6 .*response 'a'", done.stderr
+    )
+
+
+def test_a_response_that_is_judged_is_the_slowest_until_it_ends(is_beside: bool) -> None:
+    rewards = RewardSet.of(resolve_reward(RewardConfig(fn="my_judges:hanging"), timeout_s=0.3))
+    assert rewards.slowest() is None
+    with ThreadPoolExecutor(1) as pool:
+        before = time.perf_counter()
+        call = pool.submit(compute_rewards, rewards.rewards[0].reward, prompts(1), ["slow"])
+        while (slowest := rewards.slowest()) is None:
+            assert not call.done()
+        assert before <= slowest[0] <= time.perf_counter()
+        assert re.search(r"took longer than .*for one response, and was at prompt 1 .*'slow'", str(slowest[1]()))
+        with pytest.raises(ValueError, match="took longer"):
+            call.result()
+    assert rewards.slowest() is None

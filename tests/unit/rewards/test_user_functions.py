@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -223,3 +224,31 @@ def test_a_function_that_is_slow_within_the_limit_is_left_alone(timeout_s: float
     assert judge(resolve_reward(config, timeout_s=timeout_s), "response", "truth") == 1.0
     while threading.active_count() > threads:
         time.sleep(0.01)
+
+
+def test_a_child_that_a_reward_forks_does_not_continue_the_run(
+    write_module: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """\
+import os
+CHILDREN = []
+def returning(response, ground_truth, **_):
+    CHILDREN.append(os.fork())
+    return 1.0
+def failing(response, ground_truth, **_):
+    CHILDREN.append(os.fork())
+    if CHILDREN[-1] == 0:
+        raise ValueError
+    return 1.0
+"""
+    write_module("forking.py", code)
+    for name in ("returning", "failing"):
+        reward = resolve_reward(RewardConfig(fn=f"forking:{name}"))
+        lines = tmp_path / name
+        assert judge(reward, "a", "a") == 1.0
+        lines.open("a").write("a line of the run\n")
+        children = sys.modules["forking"].CHILDREN
+        _, status = os.waitpid(children.pop(), 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert lines.read_text() == "a line of the run\n"
+        assert "has forked a process, and has returned or failed in it" in capfd.readouterr().err
