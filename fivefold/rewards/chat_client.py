@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
+import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +20,8 @@ SHOWN = 300
 """Most characters of a reply that an error shows."""
 LONGEST_REPLY = 16 << 20
 """Most bytes of a reply."""
+CONNECT_S = 10.0
+"""Seconds in which a service must take a connection before a run."""
 LONGEST_WAIT_S = 60.0
 """Most seconds between two attempts, also where the server asks for more."""
 SETTINGS_FAULT = frozenset({401, 403, 404, 405})
@@ -35,6 +41,71 @@ class ChatFailed(Exception):
         """Whether every request will fail in this way."""
 
 
+class _WholeReplies:
+    """Added to a connection: the time limit of a reply holds for its headers together, not for each read of them."""
+
+    sock: Any
+    timeout: Any
+
+    def getresponse(self) -> Any:
+        """Return the reply, once its headers are there.
+
+        Raises:
+            TimeoutError: they are not within the limit.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            with suppress(OSError):  # it may be closed already
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self.timeout, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            return super().getresponse()  # type: ignore[misc]
+        except (OSError, http.client.HTTPException) as error:
+            if is_late.is_set():
+                raise TimeoutError("the headers did not come in time") from error
+            raise
+        finally:
+            timer.cancel()
+
+
+class _Connection(_WholeReplies, urllib3.connection.HTTPConnection):
+    pass
+
+
+class _SecureConnection(_WholeReplies, urllib3.connection.HTTPSConnection):
+    pass
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+def check_address(url: str) -> None:
+    """Check that something listens at the address of a URL.
+
+    Raises:
+        ValueError: the URL has no host or port that could exist, the host is not known, or nothing listens there.
+    """
+    try:
+        parts = urllib3.util.parse_url(url)
+    except urllib3.exceptions.LocationParseError as error:
+        raise ValueError(f"it cannot be read ({error})") from error
+    host, port = (parts.host or "").strip("[]"), parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"nothing answers at {host}:{port} ({error})") from error
+
+
 @dataclass(frozen=True)
 class ChatClient:
     """Connections to one service. Threads may share it."""
@@ -52,9 +123,11 @@ class ChatClient:
 
     @cached_property
     def _pool(self) -> urllib3.PoolManager:
-        return urllib3.PoolManager(
+        pool = urllib3.PoolManager(
             maxsize=self.n_connections, block=True, retries=False, timeout=urllib3.Timeout(total=self.timeout_s)
         )
+        pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+        return pool
 
     def ask(self, body: dict[str, Any], read: Callable[[str], float]) -> float:
         """Return what `read` makes of the answer to one request.

@@ -6,14 +6,16 @@ import difflib
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from fivefold.rewards.chat_client import ChatClient, ChatFailed
+from fivefold.rewards.chat_client import ChatClient, ChatFailed, check_address
 
 FIELDS = ("prompt", "response", "ground_truth")
 MOST_AT_ONCE = 1024
+MOST_FAILED = 64
+"""Responses in a row without a score, after which the run ends though `on_failure` is given."""
 TEMPLATE = """\
 Judge the answer to a question.
 
@@ -70,7 +72,10 @@ class Judge:
     concurrency: int = 32
     """Requests at the same time."""
     on_failure: float | None = None
-    """Reward of a response for which all attempts failed; None: the run ends."""
+    """Reward of a response for which all attempts failed; None: the run ends. It also ends after `MOST_FAILED` such
+    responses in a row."""
+    failed_in_a_row: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Why the last responses had no score, since the last one that had."""
 
     def __post_init__(self) -> None:
         """Check the arguments.
@@ -78,7 +83,7 @@ class Judge:
         Raises:
             ValueError: one that cannot work.
         """
-        if not re.match(r"https?://[^/\s]", self.base_url):
+        if not re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]@]+)(:\d{1,5})?(/[^\s?#]*)?", self.base_url):
             raise ValueError(f"reward.kwargs.base_url={self.base_url!r} must be a URL such as http://localhost:8000/v1")
         try:
             re.compile(self.pattern)
@@ -104,16 +109,22 @@ class Judge:
         return self.concurrency
 
     def check_machine(self) -> None:
-        """Refuse a machine without the API key.
+        """Refuse a machine without the API key, or from which the service cannot be reached.
 
         Raises:
-            ValueError: the environment variable is not set.
+            ValueError: the environment variable is not set, or nothing listens at the address.
         """
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(
                 f"reward.kwargs.api_key_env={self.api_key_env}: this environment variable is not set: export it where "
                 "fivefold starts, or drop api_key_env if the service needs no key"
             )
+        try:
+            check_address(self.base_url)
+        except ValueError as error:
+            raise ValueError(
+                f"reward.kwargs.base_url={self.base_url!r}: {error}. Start the service first, or correct the URL"
+            ) from error
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Accept every ground truth: it is only shown to the model."""
@@ -134,11 +145,19 @@ class Judge:
             "max_tokens": self.max_tokens,
         }
         try:
-            return self._client.ask(body, self._score)
+            score = self._client.ask(body, self._score)
         except ChatFailed as error:
+            self.failed_in_a_row.append(str(error))
             if self.on_failure is None or error.is_settings_fault:
                 raise ValueError(str(error)) from error
+            if len(self.failed_in_a_row) >= MOST_FAILED:
+                raise ValueError(
+                    f"the judge gave no score for {MOST_FAILED} responses in a row, so on_failure={self.on_failure:g} "
+                    f"would be all that is trained on. The first reason: {self.failed_in_a_row[0]}"
+                ) from error
             return self.on_failure
+        self.failed_in_a_row.clear()
+        return score
 
     def _score(self, answer: str) -> float:
         """Return the scaled score in an answer.

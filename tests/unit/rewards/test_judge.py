@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
+from fivefold.rewards.chat_client import ChatClient, ChatFailed
 from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.static_check import reward_problems
@@ -172,9 +176,51 @@ def test_a_service_that_refuses_every_request_ends_the_run_in_any_case(serve: Se
     service = serve(lambda *_: (401, b"wrong key"))
     with pytest.raises(ValueError, match="status 401: 'wrong key'"):
         judge(resolve_reward(config(service, on_failure=0.0)), "a", "a")
-    gone = config(service, base_url="http://127.0.0.1:9", retries=1)
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/chat/completions gave no usable answer in 2 attempts"):
-        judge(resolve_reward(gone), "a", "a")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9", "http://127.0.0.1:99999/v1", "http://no-such-host.invalid/v1", "http://[::1]:9"]
+)
+def test_a_service_that_cannot_be_reached_is_refused_before_the_run(serve: Serve, url: str) -> None:
+    gone = config(serve(lambda *_: says("")), base_url=url, on_failure=0.0)
+    with pytest.raises(
+        ValueError, match=r"base_url='http://.*': (nothing answers at|it cannot be read) .* Start the service"
+    ):
+        resolve_reward(gone)
+
+
+def test_many_failures_in_a_row_end_the_run_and_a_score_between_them_does_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fivefold.rewards.judge.MOST_FAILED", 4)
+    says_score = iter([False] * 3 + [True] + [False] * 4)
+    service = serve(lambda *_: says("Score: 1") if next(says_score) else (500, b"down"))
+    reward = resolve_reward(config(service, retries=0, on_failure=0.25))
+    assert [judge(reward, "a", "a") for _ in range(7)] == [0.25] * 3 + [1.0] + [0.25] * 3
+    with pytest.raises(ValueError, match=r"for 4 responses in a row, .* The first reason: .*status 500: 'down'"):
+        judge(reward, "a", "a")
+
+
+def test_headers_that_come_byte_by_byte_are_too_late() -> None:
+    """Each read ends in time, but all of them together do not."""
+    ends = threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        while not ends.is_set():
+            with suppress(OSError), listener.accept()[0] as connection:
+                for byte in b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 1000:
+                    if ends.wait(0.05):
+                        return
+                    connection.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        client = ChatClient(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 0.4, 0, 0.0, 1)
+        begin = time.monotonic()
+        with pytest.raises(ChatFailed, match=r"no reply within timeout_s=0\.4 s"):
+            client.ask({}, float)
+        ends.set()
+    assert time.monotonic() - begin < LONGEST_S / 4
 
 
 def test_the_requests_of_a_step_run_together_up_to_the_limit(serve: Serve) -> None:
@@ -195,6 +241,9 @@ def test_the_requests_of_a_step_run_together_up_to_the_limit(serve: Serve) -> No
     ("kwargs", "message"),
     [
         ({"base_url": "localhost:8000"}, "must be a URL"),
+        ({"base_url": "http://[::1/v1"}, "must be a URL"),
+        ({"base_url": "http://:8000/v1"}, "must be a URL"),
+        ({"base_url": "http://host:port/v1"}, "must be a URL"),
         ({"template": "{prompt}"}, "has no {response}"),
         ({"template": "{response} {groundtruth}"}, "did you mean {ground_truth}"),
         ({"pattern": "("}, "is not a regular expression"),
