@@ -20,6 +20,7 @@ from fivefold.config.problems import COMMANDS, RecipeError, located_problems, pr
 from fivefold.config.roles import ROLES
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.config.secrets import names_secret
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
 from fivefold.layout.placement import place
@@ -93,6 +94,7 @@ def import_recipe(
         strict: refuse to write if anything is unsupported, or if there are problems.
         overwrite: replace `output` if it exists.
         environment: variables that launch scripts and `${oc.env:...}` may read; None: the environment of this process.
+            Secrets are left out by their names.
         on_report: called with the report before anything is written, and before `strict` refuses.
 
     Raises:
@@ -100,7 +102,10 @@ def import_recipe(
             unsupported or there are problems.
     """
     _check_output(output, overwrite=overwrite)
-    recipe, report = convert(framework, files, overrides, os.environ if environment is None else environment)
+    known = os.environ if environment is None else environment
+    # What a script reads of a secret would be written into the recipe and its comments.
+    known = {name: value for name, value in known.items() if not names_secret(name)}
+    recipe, report = convert(framework, files, overrides, known)
     if on_report is not None:
         on_report(report)
     if strict:

@@ -16,6 +16,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fivefold.config.secrets import names_secret
+
 MOST_CHARACTERS = 1000
 """Most characters of a text with an interpolation."""
 MOST_INTERPOLATIONS = 500
@@ -26,6 +28,7 @@ MOST_LOOKUPS = 2000
 """Most values that are looked up, each as often as it is used."""
 
 REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:\s*)?(\.*)([\w.\[\]-]*)")
+VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 NESTED = re.compile(r"\$\{[^{}]*\$\{(?!\s*oc\.env:)")
 
 
@@ -37,7 +40,7 @@ def fill_in(values: dict[str, Any]) -> tuple[Any, list[str]]:
     texts = dict(_texts(values))
     if not texts:
         return values, []
-    if problems := [*_limits(texts)]:
+    if problems := [*_limits(texts), *_secrets(texts)]:
         return {}, problems
     try:
         config = OmegaConf.create(values)
@@ -79,6 +82,17 @@ def _limits(texts: Mapping[str, str]) -> Iterator[str]:
     elif sum(lookups.values()) > MOST_LOOKUPS:
         path = max(lookups, key=lookups.__getitem__)
         yield f"{path}: the interpolations look up more than {MOST_LOOKUPS:,} values: write a value there"
+
+
+def _secrets(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each text that would bring a secret into the recipe."""
+    for path, text in texts.items():
+        for name in filter(names_secret, VARIABLE.findall(text)):
+            yield (
+                f"{path}={text}: the value of {name} would be written to recipe.yaml, checkpoints and trackers. Let "
+                "the code that needs it read the environment variable (reward.kwargs.api_key_env names one), or rename "
+                "a variable that holds no secret"
+            )
 
 
 def _reached(path: str, texts: Mapping[str, str]) -> Iterator[str]:
