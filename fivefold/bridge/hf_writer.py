@@ -28,6 +28,7 @@ from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, p
 from fivefold.bridge.weight_files import TOKENIZER_FILES
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.json_text import parsed
 
 _LISTED = 5
 """Most tensors that an error names."""
@@ -241,7 +242,7 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
     """
     if (source / "generation_config.json").is_file() and scores is None:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
-    config = json.loads((source / "config.json").read_text())
+    config = parsed((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
     config.pop("auto_map", None)  # a class of transformers loads the weights, and code files are not copied
     # Nor are layers for multi-token prediction, which have two names for their number.

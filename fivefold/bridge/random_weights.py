@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from fivefold.json_text import parsed
 
 
 class RandomWeights:
@@ -26,7 +27,7 @@ class RandomWeights:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        config = json.loads((Path(folder) / "config.json").read_text())
+        config = parsed((Path(folder) / "config.json").read_text())
         self._std = float(config.get("initializer_range", 0.02))
         self._shapes = dict(shapes)
         self._seed = seed

@@ -9,7 +9,6 @@ the data. The size of a file that is whole follows from its header, so nothing b
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from fivefold.families.torch_dist import is_torch_dist
+from fivefold.json_text import parsed
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -161,7 +161,7 @@ def _read_index(file: Path) -> dict[str, str]:
         OSError: the index cannot be opened.
         ValueError: it is not JSON, or not an index.
     """
-    index = json.loads(file.read_text(encoding="utf-8"))
+    index = parsed(file.read_text(encoding="utf-8"))
     placed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         raise ValueError("it has no weight_map from tensors to files")
@@ -214,7 +214,7 @@ def _described_bytes(file: Path) -> int | None:
     if len(header) < length:
         return LENGTH_BYTES + length
     try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        tensors = [entry for name, entry in parsed(header).items() if name != "__metadata__"]
         return LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):  # it may be any JSON
         return None

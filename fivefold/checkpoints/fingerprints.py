@@ -14,6 +14,7 @@ from typing import Self
 from xxhash import xxh3_128
 
 from fivefold.bridge.weight_files import TOKENIZER_FILES
+from fivefold.json_text import parsed_object
 
 EDGE_BYTES = 2**20
 """Bytes at the beginning and at the end of a weight file by which its content is recognised."""
@@ -54,8 +55,15 @@ class Fingerprints:
 
 
 def config_fingerprint(model: Path) -> str:
-    """Return the digest of the model's config.json, whatever its formatting and the order of its keys."""
-    config = json.loads((model / CONFIG).read_bytes())
+    """Return the digest of the model's config.json, whatever its formatting and the order of its keys.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        config = parsed_object((model / CONFIG).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{model / CONFIG} cannot be read: {error}") from error
     kept = {key: value for key, value in config.items() if key not in VOLATILE}
     return xxh3_128(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from fivefold.json_text import parsed
 from fivefold.observe.durable import naming, write_file
 
 FILE = "manifest.json"
@@ -92,7 +93,7 @@ def read(folder: Path) -> Manifest:
     """
     file = folder / FILE
     try:
-        values = json.loads(file.read_bytes())
+        values = parsed(file.read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{file} does not exist: it is written last, so {folder} holds no complete checkpoint"
@@ -102,13 +103,17 @@ def read(folder: Path) -> Manifest:
     found = values.pop(DIGEST, None) if isinstance(values, dict) else None
     if found is None or found != _own_digest(values):
         raise DamagedCheckpointError(f"{file} is damaged: its own checksum does not agree with its content")
-    if values["format"] > FORMAT:
+    written = values.get("format")
+    if isinstance(written, int) and written > FORMAT:
         raise NewerCheckpointError(
-            f"{file} has format {values['format']}, and this version of Fivefold reads formats up to {FORMAT}: use the "
-            "newer version that wrote it"
+            f"{file} has format {written}, and this version of Fivefold reads formats up to {FORMAT}: use the newer "
+            "version that wrote it"
         )
-    files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
-    return Manifest(**values, files=files)
+    try:
+        files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
+        return Manifest(**values, files=files)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged: it is not of the form of a manifest ({error!r})") from error
 
 
 def verify(folder: Path, *, deep: bool, on_bytes: Callable[[int], None] = lambda count: None) -> list[str]:

@@ -10,7 +10,6 @@ recover.mode   disabled            the run starts from scratch, in a free folder
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
+from fivefold.json_text import parsed_object
 from fivefold.observe.run_dir import RunDir
 
 OPERATIONAL = (
@@ -147,7 +147,10 @@ def _finished(run: RunDir, changes: Changes) -> Finished:
             f"trial_name={run.free_name()}, or delete its results with --overwrite. With a larger total_train_steps, "
             "it would continue"
         )
-    summary = json.loads(run.summary.read_bytes())
+    try:
+        summary = parsed_object(run.summary.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{run.summary} is damaged: {error}. Delete it, and run the command again") from error
     words = f"{run.path} holds the finished run of this recipe, so there is nothing to do. To train further, raise "
     return Finished(f"{words}total_train_steps or total_train_epochs; to start from scratch, use --overwrite", summary)
 
@@ -163,7 +166,11 @@ def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:
             "choose another trial_name; to train its model further, export it with `fivefold checkpoints` and name "
             "that as actor.path"
         )
-    return RunState.read(checkpoint.path), compare_recipes(saved, recipe)
+    try:
+        state = RunState.read(checkpoint.path)
+    except DamagedCheckpointError as error:
+        raise _damaged(checkpoint, [str(error)]) from error
+    return state, compare_recipes(saved, recipe)
 
 
 def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
@@ -183,12 +190,17 @@ def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
             print(text, file=sys.stderr, flush=True)
         problems = manifest.compare(checkpoint.path, content, deep=deep)
     if problems:
-        earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
-        others = f"delete {checkpoint.path} to continue from {earlier[-1].path.name}, or" if earlier else "or"
-        lines = "".join(f"\n- {problem}" for problem in first_few(problems))
-        raise DamagedCheckpointError(
-            f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"
-        )
+        raise _damaged(checkpoint, problems)
+
+
+def _damaged(checkpoint: Checkpoint, problems: list[str]) -> DamagedCheckpointError:
+    """Return the error of a damaged checkpoint, which says what to do."""
+    earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
+    others = f"delete {checkpoint.path} to continue from {earlier[-1].path.name}, or" if earlier else "or"
+    lines = "".join(f"\n- {problem}" for problem in first_few(problems))
+    return DamagedCheckpointError(
+        f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"
+    )
 
 
 def _checkpoint_at(mode: str) -> Checkpoint:

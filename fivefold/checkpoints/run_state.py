@@ -12,6 +12,7 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.data.sampler import SamplerState
+from fivefold.json_text import parsed
 from fivefold.observe.durable import write_file
 
 FILE = "run.json"
@@ -91,7 +92,7 @@ class RunState:
         """
         file = folder / FILE
         try:
-            values = json.loads(file.read_bytes())
+            values = parsed(file.read_bytes())
             history, algorithm = values["kept_metric"], values.get("algorithm")
             return cls(
                 **values
@@ -105,5 +106,5 @@ class RunState:
             )
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{file} is missing") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{file} is damaged, or another version wrote it: {error!r}") from error

@@ -6,7 +6,6 @@ w.weight_scale_inv  float32 [out / 128, in / 128], rounded up    ──> w.weigh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fivefold.bridge.hf_writer import save_hf, tensor_specs
 from fivefold.convert.megatron import Converted, has_further_layers, left_out
 from fivefold.convert.target import Progress, free_target, streamed
 from fivefold.families.read import load_shape
+from fivefold.json_text import parsed
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE = "_scale_inv"
@@ -58,7 +58,7 @@ def convert_fp8(
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
-    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    stated = parsed((folder / "config.json").read_text())["quantization_config"]
     config: dict[str, Any] = stated if isinstance(stated, dict) else {}
     block: Any = config.get("weight_block_size")
     is_size = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)

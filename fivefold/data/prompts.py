@@ -26,6 +26,7 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
 from fivefold.data.weighted_sampler import WeightedSampler
+from fivefold.json_text import parsed
 from fivefold.types import Prompt
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def read_messages(prompt: Any) -> Any:
     if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
         return prompt
     try:
-        messages = json.loads(prompt)
+        messages = parsed(prompt)
     except (ValueError, RecursionError):
         return prompt
     is_chat = bool(messages) and all(isinstance(m, dict) and m.keys() >= {"role", "content"} for m in messages)

@@ -6,7 +6,6 @@ A plan needs sizes only, so `find_shape` also takes models whose sizes ship with
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fivefold.config.text_files import read_text
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
+from fivefold.json_text import parsed
 
 SHAPES = Path(__file__).parent / "shapes"
 _VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
@@ -122,7 +122,7 @@ def _plain_name(model: str) -> str:
 def _parse(file: Path) -> dict[str, Any]:
     text = read_text(file, str(file))
     try:
-        config = json.loads(text)
+        config = parsed(text)
     except (ValueError, RecursionError) as error:  # a file that is not JSON, or lists within lists without end
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -11,10 +11,10 @@ Their tensors are read in `fivefold.bridge.megatron_reader`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fivefold.config.paths import user_path
+from fivefold.json_text import parsed
 
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
@@ -43,7 +43,7 @@ def find_torch_dist(path: str | Path) -> Path:
     if not (folder / FORMAT_FILE).is_file():
         raise ValueError(f"{folder} holds no Megatron-Core checkpoint: {_why_none(folder)}")
     try:
-        backend = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8"))["sharded_backend"]
+        backend = parsed((folder / FORMAT_FILE).read_text(encoding="utf-8"))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / FORMAT_FILE} does not name the checkpoint's format ({error!r}): fetch it again"

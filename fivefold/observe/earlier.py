@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fivefold.config.source import read_mapping
+from fivefold.json_text import parsed_object
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import SUFFIX
 
@@ -66,9 +66,9 @@ def _seconds(events: Path) -> float | None:
         return None
     for line in lines:
         try:
-            event = json.loads(line)
+            event = parsed_object(line)
         except ValueError:  # a killed process may leave a partial line
             continue
-        if event.get("name") == BUILD:
+        if event.get("name") == BUILD and isinstance(event.get("seconds"), int | float):
             return float(event["seconds"])
     return None

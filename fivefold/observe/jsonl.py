@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from fivefold.json_text import parsed
 from fivefold.observe.durable import name_file, naming, replacing, write_file
 
 
@@ -61,7 +62,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for line in lines:
             if _step_of(line) is not None:
-                yield json.loads(line)
+                yield parsed(line)
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -77,7 +78,7 @@ def _step_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parsed(line)
     except ValueError:  # a partial line, or garbage after a power failure
         return None
     step = record.get("step") if isinstance(record, dict) else None

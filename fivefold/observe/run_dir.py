@@ -23,7 +23,6 @@ runs/<experiment_name>/<trial_name>/
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import shutil
 import sys
@@ -42,6 +41,7 @@ import yaml
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
 from fivefold.config.schema.run import RunConfig
+from fivefold.json_text import parsed
 from fivefold.observe import alive
 from fivefold.observe.alive import Heartbeat, is_near, is_this_process, still_runs, this_process
 from fivefold.observe.durable import PART, write_file
@@ -210,7 +210,7 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """Return the content of `status.json`; None if it is missing or was damaged by a power failure."""
         try:
-            status = json.loads(self.status.read_bytes())
+            status = parsed(self.status.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
         return status if _is_status(status) else None

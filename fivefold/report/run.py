@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.source import read_mapping
+from fivefold.json_text import parsed
 from fivefold.observe.held_out import LABELS, HeldOut, held_out
 from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
 from fivefold.observe.timers import TimeLeft, time_left
@@ -160,7 +160,7 @@ def duration(seconds: float) -> str:
 def _json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one if the file is missing or torn."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parsed(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.json_text import parsed_object
 from fivefold.observe.sample_parts import REWARD, parts_of, read_part
 from fivefold.report.blocks import table_block, text_block
 from fivefold.report.growing import GrowingLines
@@ -93,7 +94,7 @@ class Samples:
             begin = _STEP.match(line)
             if begin is None or int(begin[1]) <= known:
                 continue
-            with suppress(ValueError):  # a lost machine has torn the line
+            with suppress(ValueError, KeyError, TypeError):  # a lost machine has torn the line, or it is no sample's
                 self.rows.append(self._numbers(_of_line(line)) | {"offset": offset})
 
     def _numbers(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class Samples:
 
     def _column(self, name: str, chosen: Sequence[int]) -> npt.NDArray[np.float32]:
         values = (self.rows[number].get(name) for number in chosen)
-        return np.array([float("nan") if value is None else value for value in values], np.float32)
+        return np.array([value if isinstance(value, int | float) else float("nan") for value in values], np.float32)
 
     def chunk(self, chosen: Sequence[int], *, with_tokens: bool) -> bytes:
         """Return the texts of the chosen samples as a text block, with the values of their tokens or without."""
@@ -235,7 +236,7 @@ def _rounded(values: list[Any] | None) -> list[Any] | None:
 
 def _of_line(line: bytes) -> dict[str, Any]:
     """Return a record of the lines in the form of a part's row."""
-    record: dict[str, Any] = json.loads(line)
+    record: dict[str, Any] = parsed_object(line)
     truth = record.get("ground_truth")
     rewards = {name.removeprefix(REWARD): value for name, value in record.items() if name.startswith(REWARD)}
     text = truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)

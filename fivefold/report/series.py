@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.json_text import parsed
 from fivefold.report.growing import GrowingLines
 
 STEP = "step"
@@ -64,7 +64,7 @@ class MetricsFile:
 
     def _add(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = parsed(line)
         except ValueError:
             return
         if not isinstance(record, dict) or not isinstance(record.get(STEP), int):

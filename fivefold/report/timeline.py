@@ -6,7 +6,6 @@ logs/*.events, logs/start-<n>/*.events ─> Timeline ─> chrome_trace   JSON th
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.json_text import parsed
 from fivefold.observe.timers import MAIN, SUFFIX
 from fivefold.report.blocks import table_block
 from fivefold.report.growing import GrowingLines
@@ -111,16 +111,20 @@ class _EventFile:
             self.events, self.steps = [], []
         for _, line in self._lines.new():
             try:
-                record = json.loads(line)
+                record = parsed(line)
             except ValueError:  # a process that was killed may leave half a line
                 continue
             if not isinstance(record, dict):
                 continue
-            if "step" in record:
+            if _are_numbers(record, "step", "at"):
                 self.steps.append((record["step"], record["at"]))
-            elif record.keys() >= {"name", "start", "seconds", "thread"}:
+            elif _are_numbers(record, "start", "seconds") and record.keys() >= {"name", "thread"}:
                 name, thread = str(record["name"]).replace("_", " "), str(record["thread"])
                 self.events.append(Event(self._process, thread, name, record["start"], record["seconds"]))
+
+
+def _are_numbers(record: dict[str, Any], *names: str) -> bool:
+    return all(isinstance(record.get(name), int | float) for name in names)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

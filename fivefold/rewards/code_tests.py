@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Protocol
 
+from fivefold.json_text import parsed
 from fivefold.rewards.sandbox.runner import Sandbox, run
 
 
@@ -57,7 +58,7 @@ class ValueTest:
         if not result.is_complete:
             return False
         try:
-            value = json.loads(result.report)
+            value = parsed(result.report)
         except (ValueError, RecursionError):
             return False
         # Some data sets wrap the value in a list.
@@ -90,7 +91,7 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
     truth = ground_truth
     if isinstance(truth, str):
         try:
-            truth = json.loads(truth)
+            truth = parsed(truth)
         except ValueError as error:
             raise ValueError(f"the ground truth is no JSON ({error}): give {_FORMS}") from error
     if not isinstance(truth, Mapping):

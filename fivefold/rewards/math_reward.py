@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fivefold.json_text import parsed
 from fivefold.rewards.ground_truth import accepted_answers, as_text
 
 MOST_PROCESSES = 8
@@ -123,7 +124,7 @@ class VerifierProcess:
                 raise RuntimeError(
                     f"the math-verify process ended with status {process.wait()}; its own message stands above"
                 )
-        reply = json.loads(line)
+        reply = parsed(line)
         if "error" in reply:
             raise ValueError(reply["error"])
         equal: bool | None = reply["equal"]

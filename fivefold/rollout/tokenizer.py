@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from fivefold.json_text import parsed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -55,7 +57,7 @@ def _own_code(folder: Path) -> str | None:
     if (folder / "tokenizer.json").exists() or not config.is_file():
         return None
     try:
-        settings = json.loads(config.read_bytes())
+        settings = parsed(config.read_bytes())
     except (ValueError, RecursionError):
         return None  # transformers says what is wrong with the file
     auto_map = settings.get("auto_map") if isinstance(settings, dict) else None

@@ -12,6 +12,7 @@ import jinja2
 
 from fivefold.environments.agents.session import MODEL, Refused, Session
 from fivefold.environments.agents.tree import Turn
+from fivefold.json_text import parsed
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A call in the form that Qwen's and Hermes' templates teach."""
@@ -152,7 +153,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parsed(arguments)
         except (ValueError, RecursionError) as error:
             raise Refused(f"the arguments of a tool call are no JSON: {error}") from error
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -183,7 +184,7 @@ def _message(turn: Turn, number: int, *, parses: bool) -> tuple[Message, str]:
 def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call; None: it is none."""
     try:
-        call = json.loads(text)
+        call = parsed(text)
     except (ValueError, RecursionError):
         return None
     name, arguments = call.get("name"), call.get("arguments", {})

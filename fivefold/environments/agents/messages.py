@@ -8,6 +8,7 @@ from typing import Any
 
 from fivefold.environments.agents.chat import Chat, Message
 from fivefold.environments.agents.session import Refused
+from fivefold.json_text import parsed
 
 _CHOICES = {"auto": "auto", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -84,7 +85,7 @@ def _reply(chat: Mapping[str, Any]) -> dict[str, Any]:
             "type": "tool_use",
             "id": call["id"],
             "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
+            "input": parsed(call["function"]["arguments"]),
         }
         for call in message.get("tool_calls") or ()
     ]

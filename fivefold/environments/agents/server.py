@@ -9,7 +9,6 @@ out, who could otherwise write what is trained on.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import socket
 import threading
@@ -22,6 +21,7 @@ from fivefold.environments.agents.chat import Chat, complete_ids, complete_text,
 from fivefold.environments.agents.messages import answer_messages, message_events
 from fivefold.environments.agents.responses import answer_response, response_events
 from fivefold.environments.agents.session import MODEL, Refused, Session
+from fivefold.json_text import parsed
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -155,7 +155,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
         if len(content) > MOST_BYTES:
             raise Refused(f"the body has more than {MOST_BYTES:,} bytes", status=413)
     try:
-        body = json.loads(content)
+        body = parsed(content)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is no JSON: {error}") from error
     if not isinstance(body, Mapping):

@@ -21,6 +21,7 @@ from fivefold.environments.agents.python_tool import check_python, python
 from fivefold.environments.agents.session import Refused, Session
 from fivefold.environments.environment import Client, Task
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, load_class, row_arguments
+from fivefold.json_text import parsed
 from fivefold.types import ENVIRONMENT, Episode, Prompt
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Tools:
         if function is None:
             return f"Error: there is no tool {asked['name']!r}: use {', '.join(functions)}"
         try:
-            value = await self._calls.call(prompt, function, **json.loads(asked["arguments"]))
+            value = await self._calls.call(prompt, function, **parsed(asked["arguments"]))
         except EnvironmentFailed as failure:
             if failure.is_late:
                 return f"Error: {function.__name__} took longer than {self._config.timeout_s:g} s"

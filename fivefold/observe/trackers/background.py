@@ -21,6 +21,7 @@ from uuid import uuid4
 from fivefold.config.keys import flattened
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PackagedTracker
+from fivefold.json_text import parsed
 from fivefold.observe.jsonl import write_json
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.sample_parts import encodable
@@ -206,7 +207,7 @@ def _key(folder: RunDir) -> tuple[str, bool]:
     """Return the key of the folder's run in its trackers, and whether it is new."""
     file = folder.trackers / "key.json"
     if file.is_file():
-        return json.loads(file.read_text())["key"], False
+        return parsed(file.read_text())["key"], False
     folder.trackers.mkdir(parents=True, exist_ok=True)
     key = f"{folder.path.name}-{uuid4().hex[:8]}"
     write_json(file, {"key": key})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
+
+from fivefold.json_text import parsed
 
 N_QUANTILES = 1000
 """Number of values that describe a distribution given by a few numbers."""
@@ -151,7 +152,7 @@ def _measured(path: Path) -> Lengths:
     file = path / SAMPLES if path.is_dir() else path
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-        lengths = [int(json.loads(line)["n_tokens"]) for line in lines if line.strip()]
+        lengths = [int(parsed(line)["n_tokens"]) for line in lines if line.strip()]
     except OSError as error:
         raise ValueError(
             f"--lengths {path} cannot be read ({error.strerror}); give the folder of a run that has {SAMPLES}, or "

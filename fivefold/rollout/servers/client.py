@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import urllib3
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, TimeoutError
+
+from fivefold.json_text import parsed
 
 HOST = "127.0.0.1"
 Address = int | Path
@@ -147,7 +148,7 @@ def json_of(text: bytes, path: str) -> Any:
         RuntimeError: it is not JSON.
     """
     try:
-        return json.loads(text)
+        return parsed(text)
     except ValueError as error:
         raise RuntimeError(f"the server's reply to {path} is not JSON ({error}): {_shown(text)}") from error
 
