@@ -123,7 +123,7 @@ def test_folders_without_a_usable_file_are_an_error(read: Callable[[Path], Model
         read(tmp_path)
     for text, problem in (
         ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON: maximum recursion depth"),
+        ("[" * 100_000, "is not JSON: it is nested too deep"),
         (f'{{"a": {"1" * 5000}}}', "is not JSON: Exceeds the limit"),
         ("\udcff", "is not a text in UTF-8"),
         ("[]", "holds a list"),
