@@ -8,7 +8,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from fivefold.mcore.group_choice import GroupChoice
+from fivefold.mcore.choice import BestGroups
 
 N_EXPERTS, HIDDEN, N_TOKENS = 24, 16, 200
 
@@ -39,6 +39,6 @@ def test_experts_are_chosen_in_the_groups_of_hugging_faces_router(
         scores_TE, n_best = (hidden @ weight.T).sigmoid(), 2
     router.weight.data.copy_(weight)
     _, wanted_scores, wanted = router(hidden)
-    found_scores, found = GroupChoice(n_best).get_replay_topk(scores_TE, top_k, n_groups, chosen, None)
+    found_scores, found = BestGroups(n_best)(scores_TE, top_k, n_groups, chosen)
     assert found.sort().values.equal(wanted.sort().values)
     torch.testing.assert_close(found_scores.sort().values, wanted_scores.sort().values)
