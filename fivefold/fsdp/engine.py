@@ -206,6 +206,8 @@ class FSDPEngine(EngineBase[Optimizer]):
                 with self._replaying(micro_batch):
                     kept.append(keep_predictions(micro_batch, self._predict(micro_batch, what))[1])
                 count(1)
+        if self._replay is not None and not what.records_routes:
+            self._replay.start()
         # Without a backward pass, the root unit would stay gathered, and later passes would use its old weights.
         for unit in units(self.model):
             if self.groups.shares is not None:

@@ -62,7 +62,7 @@ class Replay:
                 micro_batch.check(row, layer, with_gradient=with_gradient)
 
     def metrics(self, n_choices: float, group: dist.ProcessGroup) -> Metrics:
-        """Return how far replayed choices differ from the gates' own; see `replay_metrics`, also for the error.
+        """Return how far replayed choices differ from the gates' own, and forget the routes; see `replay_metrics`.
 
         Args:
             n_choices: choices of all layers, of all ranks' tokens.
@@ -70,10 +70,13 @@ class Replay:
         """
         total_L3 = self._counts_L3.clone()
         dist.all_reduce(total_L3, group=group)
+        self._noted = []
         return replay_metrics(total_L3, n_choices, self._shape.moe_layers)
 
     def recorded(self, n_tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.
+        """Return the choices of the last pass over a share, and forget them: int8 or int16 [T, MoE layers, top_k].
+
+        They are on the CPU.
 
         Args:
             n_tokens: tokens of the share.
@@ -86,6 +89,7 @@ class Replay:
             for row, chosen_TK in micro_batch.chosen.items():
                 routes_TLK[rows_T[real].to(self._device), row] = chosen_TK[real.to(self._device)].int()
         dist.all_reduce(routes_TLK, group=group)
+        self._noted = []
         return routes_TLK.to(route_dtype(self._shape.n_experts)).cpu()
 
     def _choose(self, row: int, _gate: nn.Module, _args: Any, output: tuple[torch.Tensor, ...]) -> Any:
@@ -96,7 +100,7 @@ class Replay:
         self._micro_batch.used(row, counts=counts)
         given_TLK = self._micro_batch.routes.given_TLK
         if given_TLK is None:
-            self._micro_batch.chosen[row] = own_TK
+            self._micro_batch.chosen[row] = own_TK.to(route_dtype(self._shape.n_experts))
             return output
         chosen_TK, counts_3 = replayed(own_TK, given_TLK[:, row], self._shape.n_experts)
         if counts:

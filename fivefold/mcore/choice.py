@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.engine.routes import MicroBatchRoutes, replayed
+from fivefold.types import route_dtype
 
 BestExperts = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(scores [T, E], top_k, groups, groups of a token) -> scores and indices of the best experts, [T, top_k] both."""
@@ -67,7 +68,7 @@ class Choice:
         self.routes.used(self.row, counts=torch.is_grad_enabled())
         given_TLK = self.routes.routes.given_TLK
         if given_TLK is None:
-            self.routes.chosen[self.row] = own[1]
+            self.routes.chosen[self.row] = own[1].to(route_dtype(scores_TE.shape[1]))
             return own
         chosen_TK, counts_3 = replayed(own[1], given_TLK[:, self.row], scores_TE.shape[1])
         if torch.is_grad_enabled():

@@ -191,8 +191,9 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._require("params")
         for chunk in self._chunks:
             chunk.eval()
-        forget_micro_batches(self._routers)
         kept = self._run(share, keep_predictions, what, backward=False)
+        if not what.records_routes:
+            forget_micro_batches(self._routers)
         total_PT = assemble_predictions(kept, what.n_rows, share.batch.n_tokens, self._device)
         dist.all_reduce(total_PT, group=self.groups.pp)  # zero on all stages but the last
         return total_PT.cpu()

@@ -12,7 +12,7 @@ from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.metrics import replay_metrics
 from fivefold.engine.routes import MicroBatchRoutes
 from fivefold.families.shape import ModelShape
-from fivefold.mcore.router import Router
+from fivefold.mcore.router import Router, forget_micro_batches
 from fivefold.types import route_dtype
 
 
@@ -36,7 +36,7 @@ class Replay:
                 micro_batch.check(row, router.layer_number - 1, with_gradient=with_gradient)
 
     def metrics(self, n_choices: float) -> Metrics:
-        """Return how far replayed choices differ from the routers' own; see `replay_metrics`, also for the error.
+        """Return how far replayed choices differ from the routers' own, and forget the routes; see `replay_metrics`.
 
         Args:
             n_choices: choices of all layers, of all ranks' tokens.
@@ -49,10 +49,13 @@ class Replay:
                 counted_L3[router.layer_number - 1] = router.choice.counts_3
         # Each token is on one rank of a stage, and each layer on one stage.
         dist.all_reduce(counted_L3)
+        forget_micro_batches(self._routers)
         return replay_metrics(counted_L3, n_choices, self._shape.moe_layers)
 
     def recorded(self, n_tokens: int, groups: ProcessGroupCollection, *, sequence_parallel: bool) -> torch.Tensor:
-        """Return the choices of the last pass over a share, int8 or int16 [T, MoE layers, top_k], on the CPU.
+        """Return the choices of the last pass over a share, and forget them: int8 or int16 [T, MoE layers, top_k].
+
+        They are on the CPU.
 
         Args:
             n_tokens: tokens of the share.
@@ -69,6 +72,7 @@ class Replay:
         # Each token is on one rank of these groups.
         for group in (groups.pp, groups.cp, *((groups.tp,) if sequence_parallel else ())):
             dist.all_reduce(routes_TLK, group=group)
+        forget_micro_batches(self._routers)
         return routes_TLK.to(route_dtype(shape.n_experts)).cpu()
 
 
