@@ -18,10 +18,11 @@ def never_early_success(code: int) -> Iterator[None]:
     exit_now, process = os._exit, os.getpid()
 
     def guarded(status: int) -> None:
-        if status == 0 and os.getpid() == process:
+        # The system keeps the lowest 8 bits.
+        if status & 0xFF == 0 and os.getpid() == process:
             message = (
-                f"\nError: code in this process has called os._exit(0) before the command came to its end: exit code "
-                f"{code}. Look at reward functions and at what they import\n"
+                f"\nError: code in this process has called os._exit({status}) before the command came to its end: exit "
+                f"code {code}. Look at reward functions and at what they import\n"
             )
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
             exit_now(code)

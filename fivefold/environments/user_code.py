@@ -57,7 +57,8 @@ class UserCalls:
         try:
             if inspect.iscoroutinefunction(function):
                 async with asyncio.timeout(self._timeout_s):
-                    return await function(*args, **kwargs)
+                    with one_process(f"{self._what}: {function.__name__}"):
+                        return await function(*args, **kwargs)
             async with self._free, asyncio.timeout(self._timeout_s):  # the wait for a thread does not count
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._in_one_process, function, args, kwargs)

@@ -64,13 +64,18 @@ class _WholeReplies:
         timer.daemon = True
         timer.start()
         try:
-            return super().getresponse()  # type: ignore[misc]
+            reply = super().getresponse()  # type: ignore[misc]
         except (OSError, http.client.HTTPException) as error:
             if is_late.is_set():
                 raise TimeoutError("the headers did not come in time") from error
             raise
         finally:
             timer.cancel()
+        # Headers that are cut off look as if they were whole.
+        if is_late.is_set():
+            reply.close()
+            raise TimeoutError("the headers did not come in time")
+        return reply
 
 
 class _Connection(_WholeReplies, urllib3.connection.HTTPConnection):

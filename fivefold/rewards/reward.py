@@ -130,6 +130,7 @@ class NamedReward:
                 lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
             ),
             self._working(prompt, response),
+            one_process(f"the reward function {self.name!r}"),
         ):
             value = await cast(Awaitable[object], self._call(prompt, response))
         return self._finite(value, prompt, response)

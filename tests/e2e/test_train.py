@@ -98,6 +98,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(f"seconds/{phase}" for phase in ("generation", "weight staging", "weight swap")),
         *(name for name in listed_metrics() if name.startswith("staleness/")),
         *(name for name in listed_metrics() if name.startswith("episode/")),  # environments: test_environment_runs.py
+        *(name for name in listed_metrics() if name.startswith("replay/")),  # test_router_replay_runs.py
         *("kl", "margin", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),

@@ -21,9 +21,11 @@ with reporting_errors():
 """
 
 
-@pytest.mark.parametrize(("argument", "code", "said"), [("0", 1, True), ("7", 7, False), ("child", 0, False)])
+@pytest.mark.parametrize(
+    ("argument", "code", "said"), [("0", 1, True), ("256", 1, True), ("7", 7, False), ("child", 0, False)]
+)
 def test_no_command_succeeds_before_its_end(argument: str, code: int, said: bool) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, check=False)
     assert done.returncode == code
-    assert ("called os._exit(0) before the command came to its end" in done.stderr) == said
+    assert (f"called os._exit({argument}) before the command came to its end" in done.stderr) == said
     assert done.stdout == ("0\n" if argument == "child" else "")

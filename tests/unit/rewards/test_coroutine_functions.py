@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +28,8 @@ from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, Write, begin_limits_at, judge
 
 MODULE = """\
-import asyncio, sys, threading
+import asyncio, os, sys, threading
+children = []
 begun, may_end = threading.Event(), threading.Event()
 at_once = most = ended = 0
 loops = set()
@@ -55,6 +58,13 @@ async def stubborn(response, ground_truth, **_):
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
             pass
+async def forking(response, ground_truth, **_):
+    await asyncio.sleep(0)
+    if (child := os.fork()) == 0:
+        await asyncio.sleep(0)
+        return 1.0
+    children.append(child)
+    return 1.0
 async def text(response, ground_truth, **_): return "1.0"
 async def raising(response, ground_truth, **_):
     await hanging("slow" if response == "good" else "", ground_truth)
@@ -248,3 +258,20 @@ def test_a_response_that_is_judged_is_the_slowest_until_it_ends(is_beside: bool)
         with pytest.raises(ValueError, match="took longer"):
             call.result()
     assert rewards.slowest() is None
+
+
+def test_a_child_that_a_coroutine_forks_does_not_continue_the_run(
+    is_beside: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reward = resolve_reward(RewardConfig(fn="my_judges:forking"))
+    assert judge(reward, "a", "a") == 1.0
+    (child,) = sys.modules["my_judges"].children
+    end = time.monotonic() + LONGEST_S
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child continues")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 1
+    assert "has forked a process, and has returned or failed in it" in capfd.readouterr().err

@@ -201,14 +201,17 @@ def test_many_failures_in_a_row_end_the_run_and_a_score_between_them_does_not(
         judge(reward, "a", "a")
 
 
-def test_headers_that_come_byte_by_byte_are_too_late() -> None:
+@pytest.mark.parametrize("at_once", [b"", b"HTTP/1.1 200 OK\r\n"], ids=["status line", "headers"])
+def test_headers_that_come_byte_by_byte_are_too_late(at_once: bytes) -> None:
     """Each read ends in time, but all of them together do not."""
     ends = threading.Event()
 
     def trickle(listener: socket.socket) -> None:
         while not ends.is_set():
             with suppress(OSError), listener.accept()[0] as connection:
-                for byte in b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 1000:
+                connection.sendall(at_once)
+                rest = (b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 1000).removeprefix(at_once)
+                for byte in rest:
                     if ends.wait(0.05):
                         return
                     connection.sendall(bytes([byte]))
