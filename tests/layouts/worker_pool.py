@@ -177,6 +177,11 @@ class _Membership:
             world_size=self.world_size,
             timeout=timedelta(seconds=600),
         )
+        # A rank that left at once would break the connections that others still make. The store is a file.
+        store = dist.distributed_c10d._get_default_store()
+        store.add("joined", 1)
+        while store.add("joined", 0) < self.world_size:
+            time.sleep(0.001)
 
 
 _membership: _Membership | None = None
