@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +23,7 @@ def never_early_success(code: int) -> Iterator[None]:
                 f"\nError: code in this process has called os._exit({status}) before the command came to its end: exit "
                 f"code {code}. Look at reward functions and at what they import\n"
             )
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
+            os.write(2, message.encode())
             exit_now(code)
         exit_now(status)
 

@@ -71,7 +71,7 @@ def one_process(what: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             message = f"{what} has forked a process, and has returned or failed in it: end the child by os._exit\n"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
+            os.write(2, message.encode())
             os._exit(1)
 
 

@@ -25,7 +25,6 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.progress import counting
 from fivefold.observe.timers import SETUP, PhaseTimers
 from fivefold.rewards import event_loop
-from fivefold.rewards.event_loop import CLEAN_UP_S
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Job, Work
@@ -264,10 +263,11 @@ class Stream:
                     return []
                 # A response that is judged has the whole time, and some more to end by its own limit.
                 judging = self._rewards.slowest()
-                begin = self._progress if judging is None else max(self._progress, judging[0] + 2 * CLEAN_UP_S)
+                grace = 2 * event_loop.CLEAN_UP_S
+                begin = self._progress if judging is None else max(self._progress, judging.began + grace)
                 left = begin + self._timeout_s - time.perf_counter()
                 if left <= 0 and judging is not None:
-                    raise judging[1]()
+                    raise judging.too_slow()
                 if left <= 0:
                     raise RunFailed(
                         f"no group of samples was finished for scheduler.timeout_s={self._timeout_s:g} s, while the "

@@ -17,11 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fivefold.rewards.reward import NamedReward, describe
+from fivefold.rewards.reward import InWork, NamedReward
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.types import Prompt
 
@@ -67,22 +66,6 @@ def beside() -> Iterator[None]:
             loop.stop()
 
 
-@dataclass(frozen=True, eq=False)
-class _InWork:
-    """A response that a coroutine is judging."""
-
-    reward: NamedReward
-    what: str
-    began: float = field(default_factory=time.monotonic)
-
-    def left_s(self) -> float:
-        """Return the seconds after which it is taken to block the loop."""
-        return self.began + (self.reward.timeout_s or math.inf) + CLEAN_UP_S - time.monotonic()
-
-    def too_slow(self) -> ValueError:
-        return self.reward.too_slow("one response", [f"at {self.what}"])
-
-
 class _Loop:
     """An event loop, and what is judged in it."""
 
@@ -93,7 +76,7 @@ class _Loop:
         self._loop = self._runner.get_loop()
         self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(N_AT_ONCE))
         """Held by each response that a reward judges, by the reward's name."""
-        self._in_work: set[_InWork] = set()
+        self._in_work: set[InWork] = set()
         self._calls: set[asyncio.Task[list[float]]] = set()
         self._thread: threading.Thread | None = None
         """Runs the loop."""
@@ -109,19 +92,19 @@ class _Loop:
 
         def left_s() -> float:
             oldest = self._oldest()
-            return CLEAN_UP_S if oldest is None else oldest.left_s()
+            return CLEAN_UP_S if oldest is None else _left_s(oldest)
 
         try:
             with time_limit(limit_s, left_s):
                 return self._runner.run(self._judge(reward, prompts, responses))
         except BaseException as error:
-            self._replace()
             if isinstance(error, OutOfTime):
-                oldest = self._oldest()
                 self._abandon()
+                oldest = self._oldest()
                 # Where it has not interrupted a coroutine, the oldest one is the one that does not end.
                 notes = getattr(error, "__notes__", None) or ([] if oldest is None else [f"at {oldest.what}"])
                 raise reward.too_slow("one response", notes) from error
+            self._replace()
             if not isinstance(error, SystemExit):
                 raise
             # The function has started a task, whose SystemExit an event loop hands on.
@@ -135,15 +118,15 @@ class _Loop:
         call = asyncio.run_coroutine_threadsafe(self._judge(reward, prompts, responses), self._loop)
         while not call.done():
             oldest = self._oldest()
-            left_s = CLEAN_UP_S if oldest is None else oldest.left_s()
+            left_s = CLEAN_UP_S if oldest is None else _left_s(oldest)
             if oldest is not None and left_s <= 0:
                 raise oldest.too_slow()
             wait([call], None if left_s == math.inf else left_s)
         return call.result()
 
-    def _oldest(self) -> _InWork | None:
+    def _oldest(self) -> InWork | None:
         """Return the response in work that has the least time left, if there is one; any thread may ask."""
-        return min(list(self._in_work), key=_InWork.left_s, default=None)
+        return min(list(self._in_work), key=_left_s, default=None)
 
     def start(self) -> None:
         """Run the loop in a separate thread."""
@@ -218,16 +201,21 @@ class _Loop:
 
     async def _judge_one(self, reward: NamedReward, prompt: Prompt, response: str) -> float:
         async with self._places[reward.name]:
-            work = _InWork(reward, describe(prompt, response))
-            self._in_work.add(work)
-            try:
-                # Its time begins with its place.
-                async with asyncio.timeout(reward.timeout_s) as limit:
-                    return await reward.judge_coroutine(prompt, response)
-            finally:
-                self._in_work.discard(work)
-                if limit.expired():
-                    raise work.too_slow()
+            # Its time begins with its place.
+            with reward.working(prompt, response) as work:
+                self._in_work.add(work)
+                try:
+                    async with asyncio.timeout(reward.timeout_s) as limit:
+                        return await reward.judge_coroutine(prompt, response)
+                finally:
+                    self._in_work.discard(work)
+                    if limit.expired():
+                        raise work.too_slow()
+
+
+def _left_s(work: InWork) -> float:
+    """Return the seconds after which a response is taken to block the loop."""
+    return work.began + (work.reward.timeout_s or math.inf) + CLEAN_UP_S - time.perf_counter()
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

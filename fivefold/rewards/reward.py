@@ -98,8 +98,8 @@ class NamedReward:
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
-    in_work: dict[object, tuple[float, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Responses that are being judged: when that began, on the clock of `time.perf_counter`, and which they are."""
+    in_work: set[InWork] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Responses that are being judged."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
     """Held by each call of `judge` that `compute_rewards` makes, whichever thread asks: `n_threads` at one time."""
 
@@ -113,40 +113,37 @@ class NamedReward:
             ValueError: the function raised an error, or returned something else than a finite number. The message
                 names the function and the prompt.
         """
-        with explaining(lambda: self._failed(prompt, response)), self._working(prompt, response):
+        with self.working(prompt, response), explaining(lambda: self._failed(prompt, response)):
             value = self._call(prompt, response)
         return self._finite(value, prompt, response)
 
     async def judge_coroutine(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of one response; `judge` for a coroutine function.
+        """Return the reward of one response; `judge` for a coroutine function, which its loop calls in `working`.
 
         Raises:
             ValueError: see `judge`.
         """
         task = asyncio.current_task()
         # A task that is cancelled has not failed.
-        with (
-            explaining(
-                lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
-            ),
-            self._working(prompt, response),
-            one_process(f"the reward function {self.name!r}"),
+        with explaining(
+            lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
         ):
             value = await cast(Awaitable[object], self._call(prompt, response))
         return self._finite(value, prompt, response)
 
     @contextmanager
-    def _working(self, prompt: Prompt, response: str) -> Iterator[None]:
-        """Note that a response is judged inside the block."""
-        key, what = object(), describe(prompt, response)
-        self.in_work[key] = time.perf_counter(), what
+    def working(self, prompt: Prompt, response: str) -> Iterator[InWork]:
+        """Note that a response is judged inside the block, in this process alone."""
+        work = InWork(self, prompt, response)
+        self.in_work.add(work)
         try:
-            yield
+            with one_process(f"the reward function {self.name!r}"):
+                yield work
         except OutOfTime as error:
-            error.add_note(f"at {what}")
+            error.add_note(f"at {work.what}")
             raise
         finally:
-            del self.in_work[key]
+            self.in_work.discard(work)
 
     def too_slow(self, what: str, notes: Iterable[str]) -> ValueError:
         """Return the error that judging `what` took longer than `timeout_s`; the notes say what was in work."""
@@ -161,10 +158,7 @@ class NamedReward:
             raise TypeError(f"the reward {self.name!r} is given by a model or an environment, which is no function")
         if isinstance(self.reward, PromptReward):
             return self.reward.judge_prompt(prompt, response)
-        with one_process(f"the reward function {self.name!r}"):
-            return self.reward(
-                response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info
-            )
+        return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
 
     def _failed(self, prompt: Prompt, response: str) -> str:
         return f"the reward function {self.name!r} failed on {describe(prompt, response)}"
@@ -177,6 +171,26 @@ class NamedReward:
                 "it must return a finite number"
             )
         return number
+
+
+@dataclass(frozen=True, eq=False)
+class InWork:
+    """A response that is being judged."""
+
+    reward: NamedReward
+    prompt: Prompt
+    response: str
+    began: float = field(default_factory=time.perf_counter)
+    """When that began, on the clock of `time.perf_counter`."""
+
+    @property
+    def what(self) -> str:
+        """The response, for messages."""
+        return describe(self.prompt, self.response)
+
+    def too_slow(self) -> ValueError:
+        """Return the error that it takes longer than the reward's limit."""
+        return self.reward.too_slow("one response", [f"at {self.what}"])
 
 
 def describe(prompt: Prompt, response: str) -> str:

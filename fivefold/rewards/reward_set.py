@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.event_loop import N_AT_ONCE
-from fivefold.rewards.reward import GivenByEnvironment, NamedReward, ScoredByModel, describe
+from fivefold.rewards.reward import GivenByEnvironment, InWork, NamedReward, ScoredByModel, describe
 from fivefold.types import Prompt
 
 MOST_THREADS = 16
@@ -81,17 +81,11 @@ class RewardSet:
         """Whether one of the rewards is a coroutine function."""
         return any(each.reward.is_coroutine for each in self.rewards)
 
-    def slowest(self) -> tuple[float, Callable[[], ValueError]] | None:
-        """Return since when the response has been judged that takes longest, and what makes the error of its limit.
-
-        The time is on the clock of `time.perf_counter`. None: no response is being judged that has a limit.
-        """
+    def slowest(self) -> InWork | None:
+        """Return the response that has been judged for longest; None: none is being judged that has a limit."""
         limited = [each.reward for each in self.rewards if each.reward.timeout_s is not None]
-        in_work = [(*work, reward) for reward in limited for work in list(reward.in_work.values())]
-        if not in_work:
-            return None
-        began, what, reward = min(in_work, key=lambda work: work[0])
-        return began, lambda: reward.too_slow("one response", [f"at {what}"])
+        in_work = [work for reward in limited for work in list(reward.in_work)]
+        return min(in_work, key=lambda work: work.began, default=None)
 
     def scored_by(self, prompt: Prompt) -> str | None:
         """Return the name of the reward by which a completion of `prompt` counts as right; None: the sum."""

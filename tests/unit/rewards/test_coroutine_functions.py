@@ -253,8 +253,8 @@ def test_a_response_that_is_judged_is_the_slowest_until_it_ends(is_beside: bool)
         call = pool.submit(compute_rewards, rewards.rewards[0].reward, prompts(1), ["slow"])
         while (slowest := rewards.slowest()) is None:
             assert not call.done()
-        assert before <= slowest[0] <= time.perf_counter()
-        assert re.search(r"took longer than .*for one response, and was at prompt 1 .*'slow'", str(slowest[1]()))
+        assert before <= slowest.began <= time.perf_counter()
+        assert re.search(r"took longer than .*for one response, and was at prompt 1 .*'slow'", str(slowest.too_slow()))
         with pytest.raises(ValueError, match="took longer"):
             call.result()
     assert rewards.slowest() is None
