@@ -48,16 +48,16 @@ def route_dtype(n_experts: int) -> torch.dtype:
     return torch.int8 if n_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
 
-def padded_routes(parts: Sequence[npt.NDArray[Any]], n_tokens: int, n_experts: int) -> Routes:
+def padded_routes(parts: Sequence[npt.NDArray[Any]], n_tokens: int, dtype: torch.dtype) -> Routes:
     """Return routes that lie end to end, with tokens at the end whose experts are not known, `n_tokens` in all.
 
     Args:
         parts: integers [tokens, MoE layers, top_k] each.
         n_tokens: number of tokens.
-        n_experts: experts of a layer.
+        dtype: the routes' own; see `route_dtype`.
     """
     known = np.concatenate(parts)
-    routes = torch.full((n_tokens, *known.shape[1:]), UNKNOWN_EXPERT, dtype=route_dtype(n_experts)).numpy()
+    routes = torch.full((n_tokens, *known.shape[1:]), UNKNOWN_EXPERT, dtype=dtype).numpy()
     routes[: len(known)] = known
     return routes
 

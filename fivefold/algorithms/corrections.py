@@ -43,7 +43,7 @@ from fivefold.algorithms.loss import Sums, count, means
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import Sequences
 from fivefold.config.algorithms import CORRECTIONS
-from fivefold.config.schema.roles import RolloutCorrectionConfig
+from fivefold.config.schema.corrections import RolloutCorrectionConfig
 from fivefold.types import Batch
 
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]

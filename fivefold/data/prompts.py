@@ -202,7 +202,7 @@ def read_messages(prompt: Any) -> Any:
         return prompt
     try:
         messages = parsed(prompt)
-    except (ValueError, RecursionError):
+    except ValueError:
         return prompt
     is_chat = bool(messages) and all(isinstance(m, dict) and m.keys() >= {"role", "content"} for m in messages)
     return messages if is_chat else prompt

@@ -6,12 +6,14 @@ field `routes` of a share, int8 or int16 [T, MoE layers, top_k], on the host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch
+from fivefold.families.shape import ModelShape
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch, route_dtype
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LocalRoutes:
         routes = batch.fields.get(ROUTES)
         if routes is None:
             return LocalRoutes(rows_T, None)
-        own = routes[rows_T.clamp(min=0)][:, list(layers)]
+        own = routes[rows_T.clamp(min=0).unsqueeze(1), torch.tensor(list(layers), dtype=torch.int64)]
         own[rows_T < 0] = UNKNOWN_EXPERT
         return LocalRoutes(rows_T, own.to(device, non_blocking=True))
 
@@ -104,6 +106,35 @@ def replayed(own_TK: torch.Tensor, given_TK: torch.Tensor, n_experts: int) -> tu
     same_TK = (own_TK.unsqueeze(2) == chosen_TK.unsqueeze(1)).any(2)
     n_replayed = is_choice_T.sum() * own_TK.shape[1]
     return chosen_TK, torch.stack([(~same_TK).sum(), n_replayed, (known_T & ~is_choice_T).sum()]).double()
+
+
+def recorded_routes(
+    micro_batches: Iterable[MicroBatchRoutes],
+    layers: Sequence[int],
+    n_tokens: int,
+    shape: ModelShape,
+    device: torch.device,
+    groups: Iterable[dist.ProcessGroup],
+) -> torch.Tensor:
+    """Return the choices that routers have recorded over a share, on the CPU: int8 or int16 [T, MoE layers, top_k].
+
+    Args:
+        micro_batches: the routes of this rank, of all micro-batches and chunks.
+        layers: index of each router's layer among all MoE layers of the model, by the router's row.
+        n_tokens: tokens of the share.
+        shape: the model's.
+        device: the model's.
+        groups: the groups whose ranks have different tokens or layers of the share.
+    """
+    routes_TLK = torch.zeros(n_tokens, shape.n_moe_layers, shape.top_k, dtype=torch.int32, device=device)
+    for micro_batch in micro_batches:
+        real = micro_batch.routes.rows_T >= 0
+        rows_T, real = micro_batch.routes.rows_T[real].to(device), real.to(device)
+        for row, chosen_TK in micro_batch.chosen.items():
+            routes_TLK[rows_T, layers[row]] = chosen_TK[real].int()
+    for group in groups:
+        dist.all_reduce(routes_TLK, group=group)
+    return routes_TLK.to(route_dtype(shape.n_experts)).cpu()
 
 
 def require_routes(batch: Batch) -> None:

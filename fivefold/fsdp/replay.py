@@ -16,7 +16,7 @@ from torch import nn
 
 from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.metrics import replay_metrics
-from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, replayed
+from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, recorded_routes, replayed
 from fivefold.families.shape import ModelShape
 from fivefold.types import route_dtype
 
@@ -82,15 +82,9 @@ class Replay:
             n_tokens: tokens of the share.
             group: the ranks that split its sequences.
         """
-        routes_TLK = torch.zeros(n_tokens, len(self._layers), self._shape.top_k, dtype=torch.int32, device=self._device)
-        for micro_batch in self._noted:
-            rows_T = micro_batch.routes.rows_T
-            real = (rows_T >= 0).nonzero().flatten()
-            for row, chosen_TK in micro_batch.chosen.items():
-                routes_TLK[rows_T[real].to(self._device), row] = chosen_TK[real.to(self._device)].int()
-        dist.all_reduce(routes_TLK, group=group)
+        routes_TLK = recorded_routes(self._noted, self.layers, n_tokens, self._shape, self._device, [group])
         self._noted = []
-        return routes_TLK.to(route_dtype(self._shape.n_experts)).cpu()
+        return routes_TLK
 
     def _choose(self, row: int, _gate: nn.Module, _args: Any, output: tuple[torch.Tensor, ...]) -> Any:
         logits_TE, weights_TK, own_TK = output

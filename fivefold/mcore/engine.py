@@ -98,8 +98,9 @@ class MegatronEngine(EngineBase[Optimizer]):
         """
         layout = with_stages(layout, config.megatron)
         training = None if optimizer is None else Training(optimizer, total_steps, trained)
-        head = {"value_head": value_head, "value_bias": value_bias}
-        built = build(config, layout, seed, training, timeout_s, **head, replays=replays)
+        built = build(
+            config, layout, seed, training, timeout_s, value_head=value_head, value_bias=value_bias, replays=replays
+        )
         self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
         self.groups, self._shards = built.groups, built.shards
         self._megatron_config, self._effective = built.megatron, built.effective

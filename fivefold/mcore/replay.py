@@ -10,10 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.metrics import replay_metrics
-from fivefold.engine.routes import MicroBatchRoutes
+from fivefold.engine.routes import MicroBatchRoutes, recorded_routes
 from fivefold.families.shape import ModelShape
 from fivefold.mcore.router import Router, forget_micro_batches
-from fivefold.types import route_dtype
 
 
 class Replay:
@@ -62,18 +61,13 @@ class Replay:
             groups: the groups of this process.
             sequence_parallel: whether tensor-parallel ranks have different tokens.
         """
-        shape, device = self._shape, torch.device(torch.cuda.current_device())
-        routes_TLK = torch.zeros(n_tokens, shape.n_moe_layers, shape.top_k, dtype=torch.int32, device=device)
-        for row, (layer, router) in enumerate(zip(self.layers, self._routers, strict=True)):
-            for micro_batch in _noted(router):
-                rows_T = micro_batch.routes.rows_T
-                real = (rows_T >= 0).nonzero().flatten()
-                routes_TLK[rows_T[real].to(device), layer] = micro_batch.chosen[row][real.to(device)].int()
-        # Each token is on one rank of these groups.
-        for group in (groups.pp, groups.cp, *((groups.tp,) if sequence_parallel else ())):
-            dist.all_reduce(routes_TLK, group=group)
+        # The routers of a chunk share a micro-batch's routes.
+        noted = {id(each): each for router in self._routers for each in _noted(router)}
+        split = (groups.pp, groups.cp, *((groups.tp,) if sequence_parallel else ()))
+        device = torch.device(torch.cuda.current_device())
+        routes_TLK = recorded_routes(noted.values(), self.layers, n_tokens, self._shape, device, split)
         forget_micro_batches(self._routers)
-        return routes_TLK.to(route_dtype(shape.n_experts)).cpu()
+        return routes_TLK
 
 
 def _noted(router: Router) -> list[MicroBatchRoutes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed_object
 from fivefold.observe.durable import name_file, naming, replacing, write_file
 
 
@@ -61,8 +61,8 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as lines:
         for line in lines:
-            if _step_of(line) is not None:
-                yield parsed(line)
+            if (record := _record(line)) is not None:
+                yield record
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -70,19 +70,18 @@ def cut_back(path: Path, step: int) -> None:
     if not path.exists():
         return
     with replacing(path) as part, path.open("rb") as lines:
-        part.writelines(line for line in lines if (number := _step_of(line)) is not None and number <= step)
+        part.writelines(line for line in lines if (record := _record(line)) is not None and record["step"] <= step)
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None if the line is incomplete or has none."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None if the line is incomplete or has no step."""
     if not line.endswith(b"\n"):
         return None
     try:
-        record = parsed(line)
+        record = parsed_object(line)
     except ValueError:  # a partial line, or garbage after a power failure
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    return record if isinstance(record.get("step"), int) else None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

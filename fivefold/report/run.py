@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.source import read_mapping
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed_object
 from fivefold.observe.held_out import LABELS, HeldOut, held_out
 from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
 from fivefold.observe.timers import TimeLeft, time_left
@@ -160,10 +160,9 @@ def duration(seconds: float) -> str:
 def _json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one if the file is missing or torn."""
     try:
-        value = parsed(path.read_bytes())
+        return parsed_object(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _example(path: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed_object
 from fivefold.report.growing import GrowingLines
 
 STEP = "step"
@@ -64,10 +64,10 @@ class MetricsFile:
 
     def _add(self, line: bytes) -> None:
         try:
-            record = parsed(line)
+            record = parsed_object(line)
         except ValueError:
             return
-        if not isinstance(record, dict) or not isinstance(record.get(STEP), int):
+        if not isinstance(record.get(STEP), int):
             return
         n = len(self._columns[STEP])
         for name in record:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed_object
 from fivefold.observe.timers import MAIN, SUFFIX
 from fivefold.report.blocks import table_block
 from fivefold.report.growing import GrowingLines
@@ -111,10 +111,8 @@ class _EventFile:
             self.events, self.steps = [], []
         for _, line in self._lines.new():
             try:
-                record = parsed(line)
+                record = parsed_object(line)
             except ValueError:  # a process that was killed may leave half a line
-                continue
-            if not isinstance(record, dict):
                 continue
             if _are_numbers(record, "step", "at"):
                 self.steps.append((record["step"], record["at"]))

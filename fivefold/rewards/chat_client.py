@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import random
 import socket
 import threading
@@ -15,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 import urllib3
+
+from fivefold.json_text import parsed
 
 SHOWN = 300
 """Most characters of a reply that an error shows."""
@@ -214,8 +215,8 @@ def _content(data: bytes) -> str:
         ChatFailed: the reply has another form; a proxy may have answered in place of the service.
     """
     try:
-        content = json.loads(data)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        content = parsed(data)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ChatFailed(f"the reply has no choices[0].message.content: {_shown(data)}", again=True) from error
     if not isinstance(content, str):
         raise ChatFailed(f"the answer is {content!r:.{SHOWN}} and no text", again=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fivefold.types import UNKNOWN_EXPERT, Routes, route_dtype
+from fivefold.types import UNKNOWN_EXPERT, Routes, padded_routes, route_dtype
 
 
 class RouteRecorder:
@@ -84,9 +84,8 @@ class WaveRoutes:
     def of(self, request: int, n_sampled: int) -> Routes:
         """Return the routes of a request's prompt and of its completion of so many tokens."""
         prompt = self._prompts[request]
-        sampled = prompt.new_full((n_sampled, *prompt.shape[1:]), UNKNOWN_EXPERT)
+        known = [prompt.numpy()]
         if self._sampled is not None:
             # The last token may have been fed to the model only because its row had not left the batch yet.
-            sampled[:-1] = self._sampled[request, : n_sampled - 1].cpu()
-        routes: Routes = torch.cat([prompt, sampled]).numpy()
-        return routes
+            known.append(self._sampled[request, : n_sampled - 1].cpu().numpy())
+        return padded_routes(known, len(prompt) + n_sampled, prompt.dtype)

@@ -58,7 +58,7 @@ def _own_code(folder: Path) -> str | None:
         return None
     try:
         settings = parsed(config.read_bytes())
-    except (ValueError, RecursionError):
+    except ValueError:
         return None  # transformers says what is wrong with the file
     auto_map = settings.get("auto_map") if isinstance(settings, dict) else None
     classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None

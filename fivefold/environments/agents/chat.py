@@ -12,7 +12,7 @@ import jinja2
 
 from fivefold.environments.agents.session import MODEL, Refused, Session
 from fivefold.environments.agents.tree import Turn
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed, parsed_object
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A call in the form that Qwen's and Hermes' templates teach."""
@@ -154,7 +154,7 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = parsed(arguments)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Refused(f"the arguments of a tool call are no JSON: {error}") from error
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -184,8 +184,8 @@ def _message(turn: Turn, number: int, *, parses: bool) -> tuple[Message, str]:
 def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call; None: it is none."""
     try:
-        call = parsed(text)
-    except (ValueError, RecursionError):
+        call = parsed_object(text)
+    except ValueError:
         return None
     name, arguments = call.get("name"), call.get("arguments", {})
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

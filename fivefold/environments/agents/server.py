@@ -156,7 +156,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
             raise Refused(f"the body has more than {MOST_BYTES:,} bytes", status=413)
     try:
         body = parsed(content)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refused(f"the body is no JSON: {error}") from error
     if not isinstance(body, Mapping):
         raise Refused("the body must be an object of JSON")

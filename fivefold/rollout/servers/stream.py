@@ -31,7 +31,7 @@ import torch
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask, AskedRoutes
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import Completion, FinishReason, padded_routes
+from fivefold.types import Completion, FinishReason, padded_routes, route_dtype
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""
@@ -62,6 +62,11 @@ class _Part:
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
+    def n_routes(self) -> int:
+        """Tokens whose experts are known."""
+        return sum(map(len, self.routes))
+
+    @property
     def is_whole(self) -> bool:
         return bool(self.answers) and self.answers[-1].finish_reason is not None
 
@@ -75,7 +80,7 @@ class _Part:
         sampled = self.sampled
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled) if self.sampling.seeded else None
-        routes = self.asked_routes and replace(self.asked_routes, first=sum(map(len, self.routes)))
+        routes = self.asked_routes and replace(self.asked_routes, first=self.n_routes)
         return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs, routes)
 
     def rest(self, most_tokens: int | None) -> SamplingParams:
@@ -92,7 +97,9 @@ class _Part:
         assert whole.finish_reason is not None
         n_tokens = len(self.request.token_ids) + len(whole.token_ids)
         asked = self.asked_routes
-        routes = padded_routes(self.routes, n_tokens, asked.n_experts) if asked and self.routes else None
+        routes = None
+        if asked is not None and self.routes:
+            routes = padded_routes(self.routes, n_tokens, route_dtype(asked.n_experts))
         return Completion(whole.token_ids, whole.logprobs, whole.versions, whole.finish_reason, routes)
 
     def so_far(self) -> GenerationRequest:
@@ -150,7 +157,7 @@ class _Sent:
             versions_T = np.full(len(new), self._sampled_by(answer.finish_reason), np.int32)
         if answer.routes is not None:
             # What was sampled last is never fed to the model, nor is what is dropped.
-            most_rows = len(self.part.request.token_ids) + len(before) + n - 1 - sum(map(len, self.part.routes))
+            most_rows = len(self.part.request.token_ids) + len(before) + n - 1 - self.part.n_routes
             self.part.routes.append(answer.routes[:most_rows])
         self.part.answers.append(
             Begun(

@@ -7,6 +7,7 @@ the server listens at a socket that the user alone can reach.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,12 +63,12 @@ def _over_nodes(node: ReplicaNode) -> list[str]:
     ]
 
 
-def _routes(head: Mapping[str, Any], packed: bytes) -> npt.NDArray[Any] | None:
-    """Return the routes at the end of a reply; None: it has none."""
+def _route_form(head: Mapping[str, Any]) -> tuple[np.dtype[Any], list[int]] | None:
+    """Return the dtype and the shape of the routes at the end of a reply; None: it has none."""
     if "routes" not in head:
         return None
     dtype, *shape = head["routes"]
-    return np.frombuffer(packed, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return np.dtype(dtype).newbyteorder("<"), shape
 
 
 def _versions(head: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] | None:
@@ -170,15 +171,16 @@ class VLLMDialect:
         head = json_of(line, self.generate_path)
         n_tokens = head["n_tokens"]
         n_numbers = BYTES * n_tokens * (1 + head["has_logprobs"])
-        announced = n_numbers + head.get("routes_bytes", 0)
+        form = _route_form(head)
+        announced = n_numbers + (0 if form is None else form[0].itemsize * math.prod(form[1]))
         if announced != len(packed):
             raise RuntimeError(f"the server's answer has {len(packed)} bytes of numbers where it announces {announced}")
         token_ids_T = np.frombuffer(packed, "<i4", n_tokens).copy()
         logprobs_T = None
         if ask.wants_logprobs:
             logprobs_T = np.frombuffer(packed[token_ids_T.nbytes : n_numbers], "<f4").copy()
-        versions_T, routes = _versions(head, n_tokens), _routes(head, packed[n_numbers:])
-        return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), versions_T, routes)
+        routes = None if form is None else np.frombuffer(packed[n_numbers:], form[0]).reshape(form[1])
+        return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens), routes)
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

@@ -654,7 +654,7 @@ def _vllm_reply(
     packed = struct.pack(f"<{n}i", *token_ids) + struct.pack(f"<{len(numbers)}f", *numbers)
     if routes is not None:
         experts = bytes(expert for row in routes for layer in row for expert in layer)
-        head |= {"routes": ["uint8", len(routes), len(routes[0]), len(routes[0][0])], "routes_bytes": len(experts)}
+        head["routes"] = ["uint8", len(routes), len(routes[0]), len(routes[0][0])]
         packed += experts
     return json.dumps(head).encode() + b"\n" + packed
 

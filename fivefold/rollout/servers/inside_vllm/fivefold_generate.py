@@ -13,8 +13,7 @@ thread, which takes longer than to compute the log-probs.
                 their log-probs      n_tokens little-endian float32, if there are any
                 routes               the experts of the prompt's and the completion's tokens but for the last one, by
                                      layer of "route_layers": [tokens, layers, top_k], if the request names layers.
-                                     "routes": ["uint8", 8, 4, 2] in the line is their dtype and shape,
-                                     "routes_bytes" their size
+                                     "routes": ["uint8", 8, 4, 2] in the line is their dtype and shape
             versions says which weights sampled how many tokens, one after the other. It is missing where they were
             never told
     400     the request cannot be answered, for the reason in the text
@@ -281,7 +280,7 @@ def _packed(output: Any, running: Running, layers: list[int] | None = None) -> b
     if layers is not None and output.routed_experts is not None:
         chosen = np.ascontiguousarray(output.routed_experts[:, layers])
         routes = chosen.tobytes()
-        head |= {"routes": [chosen.dtype.name, *chosen.shape], "routes_bytes": len(routes)}
+        head["routes"] = [chosen.dtype.name, *chosen.shape]
     logprobs = b"" if output.logprobs is None else _logprobs(output.logprobs, token_ids_T).tobytes()
     return b"".join([json.dumps(head).encode(), b"\n", token_ids_T.tobytes(), logprobs, routes])
 

@@ -14,6 +14,7 @@ Remove this when vLLM with log-probs of the sampled tokens is at most a tenth sl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -57,36 +58,37 @@ class Bundles:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in outputs.values():
             for output in of_client.outputs:
-                if output.request_id in self._rows:
-                    self._bundle(output)
-                if output.request_id in self._routes:
-                    self._bundle_routes(output)
+                _bundle(output, "new_logprobs", self._rows, _joined_rows)
+                # The prompt's routes come with the first ones.
+                _bundle(output, "routed_experts", self._routes, np.concatenate)
         return outputs
 
-    def _bundle(self, output: Any) -> None:
-        """Replace the rows of an output: by all that are kept, or by nothing until there are enough."""
-        rows = self._rows[output.request_id]
-        if output.new_logprobs is not None:
-            rows.append(output.new_logprobs)
-            output.new_logprobs = None
-        if rows and (len(rows) >= BUNDLE or output.finish_reason is not None):
-            columns = zip(*(row[:3] for row in rows), strict=True)
-            output.new_logprobs = type(rows[0])(*(np.concatenate(column) for column in columns))
-            rows.clear()
-        if output.finish_reason is not None:
-            del self._rows[output.request_id]
 
-    def _bundle_routes(self, output: Any) -> None:
-        """Replace the routes of an output, as `_bundle` does; the prompt's come with the first ones."""
-        parts = self._routes[output.request_id]
-        if output.routed_experts is not None:
-            parts.append(output.routed_experts)
-            output.routed_experts = None
-        if parts and (len(parts) >= BUNDLE or output.finish_reason is not None):
-            output.routed_experts = np.concatenate(parts)
-            parts.clear()
-        if output.finish_reason is not None:
-            del self._routes[output.request_id]
+def _bundle(output: Any, name: str, kept: dict[str, list[Any]], join: Callable[[list[Any]], Any]) -> None:
+    """Replace a field of an output: by all that is kept of it, or by nothing until there is enough.
+
+    Args:
+        output: vLLM's.
+        name: the field's.
+        kept: what has not gone yet, of each request whose field is bundled.
+        join: makes the field of several.
+    """
+    parts = kept.get(output.request_id)
+    if parts is None:
+        return
+    if (part := getattr(output, name, None)) is not None:
+        parts.append(part)
+        setattr(output, name, None)
+    if parts and (len(parts) >= BUNDLE or output.finish_reason is not None):
+        setattr(output, name, join(parts))
+        parts.clear()
+    if output.finish_reason is not None:
+        del kept[output.request_id]
+
+
+def _joined_rows(rows: list[Any]) -> Any:
+    columns = zip(*(row[:3] for row in rows), strict=True)
+    return type(rows[0])(*(np.concatenate(column) for column in columns))
 
 
 def _is_read_at_its_end(params: Any) -> bool:
