@@ -1,7 +1,7 @@
 """What differs between the recipe of a checkpoint and the one that continues from it.
 
-A run may continue with another learning rate, layout, number of devices, rollout engine or number of steps. Which model
-learns from which data in which order may not change, unless `recover.accept_changes` names it.
+A run may continue with another learning rate, batch size, layout, number of devices, rollout engine or number of steps.
+Which model learns from which data in which order may not change, unless `recover.accept_changes` names it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ FIXED = (
     "valid_dataset",
 )
 """Keys and sections that may not change."""
+FREE = ("train_dataset.batch_size",)
+"""Keys of these that may change: the data are read on from the same row."""
 BY_CONTENT = ("actor.path", "tokenizer_path", "train_dataset.path")
 """Keys whose content, not text, may not change, as fingerprints show: a model may have moved."""
 OF_THE_START = (
@@ -116,7 +118,7 @@ def is_below(key: str, prefixes: Collection[str]) -> bool:
 
 
 def _is_fixed(key: str) -> bool:
-    return is_below(key, FIXED) and key not in BY_CONTENT
+    return is_below(key, FIXED) and key not in (*BY_CONTENT, *FREE)
 
 
 def _fixed_prefix(key: str) -> str:

@@ -74,7 +74,7 @@ def _in_own_folder(recipe: Recipe, run: RunDir) -> Start:
     if latest is None:
         return _without_checkpoint(recipe, run)
     state, changes = _opened(latest, recipe)
-    wanted = _total_steps(recipe, state)
+    wanted = state.last_step(recipe, state.sampler["n_items"])
     if run.ending() == "finished" and run.summary.is_file() and wanted <= state.total_steps:
         return _finished(run, changes)
     return _resumed(latest, state, changes, recipe, in_place=True)
@@ -125,7 +125,7 @@ def _from_another(recipe: Recipe, run: RunDir, given: Checkpoint, overwrite: boo
 def _resumed(checkpoint: Checkpoint, state: RunState, changes: Changes, recipe: Recipe, *, in_place: bool) -> Resume:
     """Return the start from a checkpoint, after all checks that need neither model nor data."""
     changes.check()
-    wanted = _total_steps(recipe, state)
+    wanted = state.last_step(recipe, state.sampler["n_items"])
     # A run in its own folder may have lost no more than its end: the last evaluation, the summary.
     if wanted < state.step or (wanted == state.step and not in_place):
         raise ValueError(
@@ -229,8 +229,3 @@ def _kept_checkpoints(run: RunDir) -> bool:
         return not run.has_results()
     section = read_mapping(run.recipe).get("recover", {"mode": "disabled"})
     return bool(section["mode"] != "disabled")
-
-
-def _total_steps(recipe: Recipe, state: RunState) -> int:
-    """Return the number of steps that the recipe asks for, with the data set of the checkpoint."""
-    return recipe.n_steps(state.sampler["n_items"] // recipe.train_dataset.batch_size)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
-from fivefold.data.sampler import SamplerState
+from fivefold.config.schema.recipe import Recipe
+from fivefold.data.sampler import SamplerState, place_after
 from fivefold.json_text import parsed
 from fivefold.observe.durable import write_file
 
@@ -70,8 +71,27 @@ class RunState:
     """What the algorithm carries from step to step; None before the first step."""
     expert_sampler: SamplerState | None = None
     """Position in the expert's examples after step `step`; None: the run has none."""
+    earlier_steps: list[list[int]] = field(default_factory=list)
+    """Steps with other batch sizes than the last one, as [batch size, number of steps], in their order."""
     started_from: str | None = None
     """Folder of another run's checkpoint, from which this run started; None if it started from scratch."""
+
+    @property
+    def steps_by_size(self) -> list[list[int]]:
+        """All steps, as [batch size, number of steps], in their order."""
+        size, _ = self.sampler["batches"][-1]
+        return [*self.earlier_steps, [size, self.step - sum(n for _, n in self.earlier_steps)]]
+
+    def last_step(self, recipe: Recipe, n_items: int) -> int:
+        """Return the last step that a recipe asks for, which may have another batch size, with `n_items` rows.
+
+        A pass over the data that has begun is read to its end.
+        """
+        if recipe.total_train_steps is not None:
+            return recipe.total_train_steps
+        size = recipe.train_dataset.batch_size
+        epoch, row = place_after([*self.steps_by_size, [size, 0]], n_items)
+        return self.step + (n_items - row) // size + (recipe.total_train_epochs - epoch - 1) * (n_items // size)
 
     def write(self, folder: Path) -> Path:
         """Write `run.json` into the checkpoint's folder. Returns its path.
@@ -94,6 +114,7 @@ class RunState:
         try:
             values = parsed(file.read_bytes())
             history, algorithm = values["kept_metric"], values.get("algorithm")
+            values["sampler"]["batches"][-1]
             return cls(
                 **values
                 | {

@@ -17,7 +17,7 @@ from fivefold.observe.run_dir import RunDir
 
 Item = TypeVar("Item")
 
-MOVING = ("epoch", "position", "chosen")
+MOVING = ("batches", "chosen")
 """Parts of a sampler's state that change from step to step."""
 KEYS_OF_FINGERPRINTS = {"config": "actor.path", "weights": "actor.path", "tokenizer": "tokenizer_path"}
 """The key of the recipe that each fingerprint belongs to."""
@@ -127,7 +127,7 @@ class Resume:
         If a change of the data was accepted, the sampler stays at its beginning, in the first pass.
 
         Raises:
-            ValueError: the data, their order or the size of a batch has changed, which was not accepted.
+            ValueError: the data or their order has changed, which was not accepted.
         """
         state = self.state.sampler if state is None else state
         saved: Mapping[str, object] = state
@@ -164,8 +164,8 @@ def _is_accepted(key: str, accepted: Sequence[str]) -> bool:
     """Return whether a difference in the sampler's state is accepted by a key of the recipe."""
     if key == "seed":
         return "seed" in accepted
-    if key in ("batch_size", "shuffle"):
-        return is_below(f"train_dataset.{key}", accepted)
+    if key == "shuffle":
+        return is_below("train_dataset.shuffle", accepted)
     return any(each == "tokenizer_path" or is_below(each, ("train_dataset",)) for each in accepted)
 
 
@@ -173,5 +173,5 @@ def _difference(key: str, saved: Mapping[str, object], here: Mapping[str, object
     if key == "fingerprint":
         content, now = (str(state[key]).partition(" ")[0] for state in (saved, here))
         return f"the {'contents of its rows' if content != now else 'weights of its sources or its sampler'} differ"
-    words = {"n_items": "number of rows", "batch_size": "train_dataset.batch_size", "shuffle": "train_dataset.shuffle"}
+    words = {"n_items": "number of rows", "shuffle": "train_dataset.shuffle"}
     return f"{words.get(key, key)}: {saved[key]} -> {here[key]}"

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class ChosenSampler(EpochSampler[Prompt]):
         super().__init__(prompts, batch_size=batch_size, shuffle=shuffle, seed=seed, fingerprint=fingerprint)
         self._choice = choice
         self._name = f"train_dataset.sampler={name}"
-        self._waiting: deque[list[int]] = deque()
-        """Batches of a checkpoint that are to be given out again."""
+        self._waiting: list[int] = []
+        """Prompts that were chosen for batches of a checkpoint and are to be given out again, the next one first."""
         self._given: deque[list[int]] = deque()
         """Batches that were given out and whose rewards are not reported yet, the oldest first."""
 
@@ -70,9 +71,9 @@ class ChosenSampler(EpochSampler[Prompt]):
         Raises:
             ValueError: the sampler failed, or did not choose `batch_size` different prompts of the data set.
         """
-        chosen = self._waiting.popleft() if self._waiting else self._choose()
+        chosen = self._next_places()
         self._given.append(chosen)
-        self._advance()
+        self._n_given += 1
         return [self._items[place] for place in chosen]
 
     def told(self, outcomes: Sequence[Outcome]) -> None:
@@ -102,22 +103,31 @@ class ChosenSampler(EpochSampler[Prompt]):
             ) from error
         last = list(self._given)[len(self._given) - ahead :]
         state = super().state_dict(ahead)
-        state["chosen"] = {"state": choice, "batches": [*last, *self._waiting]}
+        state["chosen"] = {"state": choice, "waiting": [*chain(*last), *self._waiting]}
         return state
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Continue exactly where the sampler of `state` stopped.
 
         Raises:
-            ValueError: a state of another data set, sampler, batch size or seed, or one that the sampler refuses.
+            ValueError: a state of another data set, sampler or seed, or one that the sampler refuses.
         """
         super().load_state_dict(state)
         chosen = state.get("chosen", {})
-        if not chosen.keys() >= {"state", "batches"}:
+        if not chosen.keys() >= {"state", "waiting"}:
             raise ValueError(f"{self._name}: the saved position has no state of a sampler")
         with failing_as(f"{self._name}: load_state_dict failed"):
             self._choice.load_state_dict(chosen["state"])
-        self._waiting, self._given = deque(chosen["batches"]), deque()
+        self._waiting, self._given = list(chosen["waiting"]), deque()
+
+    def _next_places(self) -> list[int]:
+        """Return a batch of what waits, filled up by the sampler; what is in the batch already stays in its place."""
+        while len(places := dict.fromkeys(self._waiting)) < self._batch_size:
+            self._waiting += self._choose()
+        chosen = list(islice(places, self._batch_size))
+        for place in chosen:
+            self._waiting.remove(place)
+        return chosen
 
     def _choose(self) -> list[int]:
         with failing_as(f"{self._name}: next_batch failed"):

@@ -33,4 +33,4 @@ class PromptSampler(Protocol):
         """Return all that changes with the calls, as values that JSON has: keys are texts, tuples become lists."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the sampler of `state` was, which had the same prompts and options."""
+        """Continue where the sampler of `state` was: one of the same prompts and options, but for `batch_size`."""

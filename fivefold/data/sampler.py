@@ -1,9 +1,9 @@
-"""The order in which a data set is read, which depends on (seed, epoch, position) alone."""
+"""The order in which a data set is read, which depends on the seed and on the rows read before alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
@@ -15,11 +15,10 @@ class SamplerState(TypedDict):
 
     seed: int
     shuffle: bool
-    batch_size: int
     n_items: int
     fingerprint: str
-    epoch: int
-    position: int
+    batches: list[list[int]]
+    """Batches so far, as [batch size, number of batches], in their order: a run may have changed the size."""
     chosen: NotRequired[dict[str, Any]]
     """What a sampler that chooses by rewards needs besides (`ChosenSampler`)."""
 
@@ -69,10 +68,10 @@ class EpochSampler(Generic[Item]):
         self._shuffle = shuffle
         self._seed = seed
         self._fingerprint = fingerprint
-        self.epoch = 0
-        """Epoch of the next batch, from 0."""
-        self.position = 0
-        """Number of batches of this epoch that have been given out."""
+        self._earlier: list[list[int]] = []
+        """Batches of other sizes that were given out before, as in `SamplerState`."""
+        self._n_given = 0
+        """Batches of this size that have been given out."""
         self._order: list[int] = []
         self._ordered_epoch: int | None = None
 
@@ -86,20 +85,18 @@ class EpochSampler(Generic[Item]):
         """Number of items that each epoch leaves out, because they do not fill a batch."""
         return len(self._items) % self._batch_size
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch of the next batch, from 0, and the number of rows before it in this epoch."""
+        return place_after([*self._earlier, [self._batch_size, self._n_given]], len(self._items))
+
     def next_batch(self) -> list[Item]:
         """Return the next `batch_size` items."""
-        start = self.position * self._batch_size
-        if self._ordered_epoch != self.epoch:
-            self._order, self._ordered_epoch = self._order_of(self.epoch), self.epoch
-        batch = [self._items[i] for i in self._order[start : start + self._batch_size]]
-        self._advance()
-        return batch
-
-    def _advance(self) -> None:
-        """Count a batch that is given out."""
-        self.position += 1
-        if self.position == self.batches_per_epoch:
-            self.epoch, self.position = self.epoch + 1, 0
+        epoch, row = self.place
+        if self._ordered_epoch != epoch:
+            self._order, self._ordered_epoch = self._order_of(epoch), epoch
+        self._n_given += 1
+        return [self._items[i] for i in self._order[row : row + self._batch_size]]
 
     def told(self, outcomes: Sequence[Outcome]) -> None:
         """Take note of what the prompts of a batch earned, the oldest batch first whose rewards are not reported yet.
@@ -113,40 +110,56 @@ class EpochSampler(Generic[Item]):
         Args:
             ahead: number of the last batches that were given out and are not used yet: the position is before them.
         """
-        return self._state_after(self.epoch * self.batches_per_epoch + self.position - ahead)
-
-    def _state_after(self, n_batches: int) -> SamplerState:
-        """Return the state after so many batches."""
-        epoch, position = divmod(n_batches, self.batches_per_epoch)
         return SamplerState(
             seed=self._seed,
             shuffle=self._shuffle,
-            batch_size=self._batch_size,
             n_items=len(self._items),
             fingerprint=self._fingerprint,
-            epoch=epoch,
-            position=position,
+            batches=[*self._earlier, [self._batch_size, self._n_given - ahead]],
         )
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue exactly where the sampler of `state` stopped.
+        """Continue exactly where the sampler of `state` stopped, which may have had another batch size.
 
         Raises:
-            ValueError: a state of another data set, batch size, order or seed.
+            ValueError: a state of another data set, order or seed.
         """
-        here = self._state_after(self.epoch * self.batches_per_epoch + self.position)
-        resumed = SamplerState(**{**here, "epoch": state["epoch"], "position": state["position"]})
-        differing = sorted(key for key, value in resumed.items() if state.get(key) != value)
+        here: Mapping[str, object] = EpochSampler.state_dict(self)
+        differing = sorted(key for key, value in here.items() if key != "batches" and state.get(key) != value)
         if differing:
             found = ", ".join(f"{key}={state.get(key)!r} (now {here.get(key)!r})" for key in differing)
             raise ValueError(
                 f"the saved reading position belongs to another data set or order: {found}; "
                 "resume with the same train_dataset and seed"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self._earlier, self._n_given = [list(each) for each in state["batches"]], 0
+        if self._earlier[-1][0] == self._batch_size:
+            _, self._n_given = self._earlier.pop()
+        elif self._earlier[-1][1] == 0:
+            self._earlier.pop()
 
     def _order_of(self, epoch: int) -> list[int]:
         return shuffled(range(len(self._items)), self._seed, str(epoch), self._shuffle)
+
+
+def place_after(batches: Iterable[Sequence[int]], n_items: int) -> tuple[int, int]:
+    """Return the epoch, from 0, and the row in it at which the next batch begins.
+
+    A batch that would end behind its epoch's last row begins the next epoch instead.
+
+    Args:
+        batches: [batch size, number of batches] in their order; the last size is the next batch's.
+        n_items: rows of an epoch.
+    """
+    epoch = row = 0
+    for size, n in batches:
+        rest = (n_items - row) // size
+        if n < rest:
+            row += n * size
+            continue
+        more, n = divmod(n - rest, n_items // size)
+        epoch, row = epoch + 1 + more, n * size
+    return epoch, row
 
 
 def shuffled(places: Iterable[int], seed: int, name: str, is_random: bool) -> list[int]:

@@ -67,20 +67,20 @@ class WeightedSampler(EpochSampler[Item]):
 
     def next_batch(self) -> list[Item]:
         """Return the next `batch_size` items, none of them twice."""
-        batch = [self._items[place] for place in self._next_places()]
-        self._advance()
-        return batch
+        self._n_given += 1
+        return [self._items[place] for place in self._next_places(self._batch_size)]
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Continue exactly where the sampler of `state` stopped.
 
         Raises:
-            ValueError: a state of another data set, batch size, order, seed or other weights.
+            ValueError: a state of another data set, order, seed or other weights.
         """
         super().load_state_dict(state)
         self._begin()
-        for _ in range(self.epoch * self.batches_per_epoch + self.position):
-            self._next_places()
+        for size, n in state["batches"]:
+            for _ in range(n):
+                self._next_places(size)
 
     def _begin(self) -> None:
         self._given = dict.fromkeys(self._shares, 0)
@@ -90,9 +90,9 @@ class WeightedSampler(EpochSampler[Item]):
         self._waiting: dict[str, list[int]] = {source: [] for source in self._shares}
         """Items of each source's round that are still to come, the next one last."""
 
-    def _next_places(self) -> list[int]:
+    def _next_places(self, size: int) -> list[int]:
         chosen: list[int] = []
-        for _ in range(self._batch_size):
+        for _ in range(size):
             n_given = sum(self._given.values()) + 1
             source = max(self._shares, key=lambda name: self._shares[name] * n_given - self._given[name])
             self._given[source] += 1

@@ -262,32 +262,41 @@ class Source:
         """Return the groups that are read and not taken, by the number of their prompt."""
         return {number: self._group(number) for turn in self._read for number in self._turns.prompts_of(turn)}
 
+    def _not_taken(self) -> dict[int, Group]:
+        """Return the same groups, by the place of their prompt among those that are not taken.
+
+        Unlike the number, the place does not depend on the batch size, which may change when a run continues.
+        """
+        numbered = self._numbered()
+        return {number - min(numbered): group for number, group in numbered.items()}
+
     def _waiting(self) -> dict[int, Group]:
         with self.stream.changed:
-            return {number: group for number, group in self._numbered().items() if group.is_answered}
+            return {place: group for place, group in self._not_taken().items() if group.is_answered}
 
     def _running(self) -> dict[int, Sequence[GenerationRequest]]:
         """Return the requests of groups that are not answered, with their tokens up to the last weights."""
         so_far = self.stream.so_far()
         with self.stream.changed:
             return {
-                number: so_far.get(group, group.requests)
-                for number, group in self._numbered().items()
+                place: so_far.get(group, group.requests)
+                for place, group in self._not_taken().items()
                 if not group.is_answered
             }
 
     def _restore(self, saved: Saved, turn: int) -> None:
         """Take over groups of a checkpoint after which step `turn` + 1 is the next."""
-        waiting = {group.number: group for group in saved.groups}
-        begun = {group.number: group for group in saved.begun}
+        waiting = {group.place: group for group in saved.groups}
+        begun = {group.place: group for group in saved.begun}
         self._read_for(turn)
         restored = []
         for number, group in self._numbered().items():
+            place = number - self._turns.prompts_of(turn).start
             oldest = self._turns.turn_of(number) - self._age
-            if (whole := waiting.get(number)) and whole.fits(group) and whole.oldest >= oldest:
+            if (whole := waiting.get(place)) and whole.fits(group) and whole.oldest >= oldest:
                 group.add(whole.restored(group.prompt))
                 restored.append(number)
-            elif (part := begun.get(number)) and part.fits(group) and part.oldest >= oldest:
+            elif (part := begun.get(place)) and part.fits(group) and part.oldest >= oldest:
                 group.requests = part.continued(group.requests)
         self._turns.restore(restored)
         self.stream.submit([self._group(number) for number in restored])

@@ -1,9 +1,9 @@
 """Groups that were answered and wait for their step, and those that are being answered, in a checkpoint.
 
-    experience/   groups                 uint8, JSON: number, prompt and samples of each group
+    experience/   groups                 uint8, JSON: place, prompt and samples of each group
                   lengths                int64 [rows]
                   columns/tokens, ...    [tokens of all rows, ...], one after the other
-                  begun                  uint8, JSON: number, prompt, and tokens and end of each request
+                  begun                  uint8, JSON: place, prompt, and tokens and end of each request
                   begun/token_ids, ...   [tokens of all requests], one after the other
 
 Rewards are not among them, but for those that an environment gave: functions compute theirs again.
@@ -52,8 +52,8 @@ BEGUN, BEGUN_ARRAYS = "begun", ("token_ids", "logprobs", "versions")
 class SavedGroup:
     """A group of a checkpoint."""
 
-    number: int
-    """Number of the prompt in the order of the data, from the first step on."""
+    place: int
+    """Place of the prompt among those that were not trained on, in the order of the data."""
     prompt_index: int
     token_ids: tuple[int, ...]
     """The prompt's tokens."""
@@ -81,15 +81,15 @@ class SavedGroup:
     def restored(self, prompt: Prompt) -> Answer:
         """Return the samples, whose tokens are put into the object store."""
         samples = [Sample(prompt, **{**each, "versions": tuple(each["versions"])}) for each in self.samples]
-        return Answer(self.number, 0, samples, RemoteBatch.of(self.columns))
+        return Answer(self.place, 0, samples, RemoteBatch.of(self.columns))
 
 
 @dataclass(frozen=True, eq=False)
 class BegunGroup:
     """A group of a checkpoint that was being answered."""
 
-    number: int
-    """Number of the prompt, as in `SavedGroup`."""
+    place: int
+    """Place of the prompt, as in `SavedGroup`."""
     token_ids: tuple[int, ...]
     """The prompt's tokens."""
     begun: Sequence[Begun | None]
@@ -150,7 +150,7 @@ class WaitingGroups:
         """Take note of where the groups are.
 
         Args:
-            groups: returns the groups that wait at this moment, by the number of their prompt.
+            groups: returns the groups that wait at this moment, by the place of their prompt, as in `SavedGroup`.
             begun: returns the requests of those that are being answered.
         """
         self._groups = groups
@@ -164,7 +164,7 @@ class WaitingGroups:
         # A group that is finished between the two is in both, and `Saved.groups` counts.
         begun = self._begun()
         groups = self._groups()
-        running = {number: requests for number, requests in begun.items() if number not in groups}
+        running = {place: requests for place, requests in begun.items() if place not in groups}
         self._moment = _Moment(folder, groups, running)
 
     def write_snapshot(self) -> list[WrittenPart]:
@@ -240,7 +240,7 @@ def _read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
         end = start + int(own.sum())
         cuts = None if row["cuts"] is None else tuple(map(tuple, row["cuts"]))
         columns = Columns(own.astype(np.int32), {name: array[start:end] for name, array in values.items()}, cuts)
-        groups.append(SavedGroup(row["number"], row["prompt"], tuple(row["token_ids"]), row["samples"], columns))
+        groups.append(SavedGroup(row["place"], row["prompt"], tuple(row["token_ids"]), row["samples"], columns))
         first, start = first + len(own), end
     return groups
 
@@ -251,13 +251,13 @@ def _tensors(groups: Mapping[int, Group]) -> dict[str, Tensor]:
         return {}
     rows = [
         {
-            "number": number,
+            "place": place,
             "prompt": group.samples[0].prompt.index,
             "token_ids": group.samples[0].prompt.token_ids,
             "samples": [_fields(sample) for sample in group.samples],
             "cuts": group.batch.cuts,
         }
-        for number, group in groups.items()
+        for place, group in groups.items()
     ]
     sequences = [columns for group in groups.values() for columns in read_columns(group.batch, len(group.batch))]
     names = set.intersection(*(set(columns) for columns in sequences))
@@ -271,13 +271,13 @@ def _tensors(groups: Mapping[int, Group]) -> dict[str, Tensor]:
 
 def _begun_tensors(jobs: Mapping[int, Sequence[GenerationRequest]]) -> dict[str, Tensor]:
     """Return groups that are being answered, and have tokens, as tensors on the CPU, by key; none if there are none."""
-    jobs = {number: requests for number, requests in jobs.items() if any(_has_tokens(request) for request in requests)}
+    jobs = {place: requests for place, requests in jobs.items() if any(_has_tokens(request) for request in requests)}
     parts = [request.begun for requests in jobs.values() for request in requests if request.begun is not None]
     if not parts:
         return {}
     rows = [
-        {"number": number, "token_ids": requests[0].token_ids, "begun": [_outline(each.begun) for each in requests]}
-        for number, requests in jobs.items()
+        {"place": place, "token_ids": requests[0].token_ids, "begun": [_outline(each.begun) for each in requests]}
+        for place, requests in jobs.items()
     ]
     whole = Begun.joined(parts)
     arrays = {f"{BEGUN}/{name}": torch.from_numpy(getattr(whole, name)) for name in BEGUN_ARRAYS}
@@ -309,7 +309,7 @@ def _read_begun(arrays: dict[str, npt.NDArray[Any]]) -> list[BegunGroup]:
             tokens, logprobs, versions = (array[start : start + n] for array in values)
             begun.append(Begun(tokens, logprobs, versions, reason))
             start += n
-        groups.append(BegunGroup(row["number"], tuple(row["token_ids"]), begun))
+        groups.append(BegunGroup(row["place"], tuple(row["token_ids"]), begun))
     return groups
 
 

@@ -61,8 +61,10 @@ def state_at_start(
     if not isinstance(start, Resume):
         return state, note
     earlier = start.state
+    changed = earlier.sampler["batches"][-1][0] != recipe.train_dataset.batch_size
     kept = replace(
         state,
+        earlier_steps=earlier.steps_by_size if changed else earlier.earlier_steps,
         skips_in_a_row=earlier.skips_in_a_row,
         algorithm=earlier.algorithm,
         critic_skips_in_a_row=earlier.critic_skips_in_a_row,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -124,6 +124,9 @@ def run_whole(
         return start.summary
     check_devices(recipe.scheduler, recipe.cluster)  # before the data are read, which may take long
     setup = set_up(start.began)
+    if isinstance(start, Resume):
+        n_items = setup.sampler.state_dict()["n_items"]
+        setup = replace(setup, total_steps=start.state.last_step(recipe, n_items))
     _check_profile(setup)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
     banner = {

@@ -133,6 +133,22 @@ def trainer_state(run: Path, step: int) -> dict[str, torch.Tensor]:
     return dict(torch.load(file))
 
 
+def test_a_run_of_another_batch_size_continues_at_the_same_row(undisturbed: Path, fivefold: Fivefold) -> None:
+    def prompts(run: Path, *steps: int) -> list[str]:
+        samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+        return [sample["prompt"] for sample in samples if sample["step"] in steps]
+
+    run, earlier = undisturbed.with_name("smaller"), undisturbed / "checkpoints" / "step-000003"
+    changed = ("train_dataset.batch_size=4", f"recover.mode={earlier}")
+    result = fivefold(*TRAIN, *place(run), *changed, cwd=undisturbed.parents[1])
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "train_dataset.batch_size: 8 -> 4" in result.stdout
+    assert prompts(run, 4, 5) == prompts(undisturbed, 4)
+    again = fivefold(*TRAIN, *place(run), changed[0], "total_train_steps=6", cwd=undisturbed.parents[1])
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert prompts(run, 6) == prompts(undisturbed, 5)[:16]
+
+
 def test_a_run_starts_from_a_converted_checkpoint(undisturbed: Path) -> None:
     first = rows(undisturbed)[0]
     # Rollout, actor and reference all have the checkpoint's weights, and neither of the first two found others.

@@ -26,8 +26,8 @@ def run_state(step: int = 12, **changed: object) -> RunState:
         "step": step,
         "total_steps": 50,
         "sampler": SamplerState(
-            seed=1, shuffle=True, batch_size=2, n_items=40, fingerprint="d",
-            epoch=step // STEPS_PER_EPOCH, position=step % STEPS_PER_EPOCH,
+            seed=1, shuffle=True, n_items=40, fingerprint="d",
+            batches=[[40 // STEPS_PER_EPOCH, step]],
         ),
         "weight_version": step,
         "skips_in_a_row": 1,

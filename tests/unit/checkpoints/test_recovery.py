@@ -173,6 +173,29 @@ def test_a_run_does_not_start_from_the_last_step_of_another(recipe_file: Path) -
     assert resumed(find_start(recipe(recipe_file, *overrides, "total_train_steps=51"), overwrite=False)).step == 50
 
 
+def test_a_pass_over_the_data_is_read_to_its_end_with_another_batch_size(recipe_file: Path) -> None:
+    """By brute force: steps of the old size, then of the new one, until `total_train_epochs` are over."""
+    for done, size, epochs, earlier in ((12, 4, 2, []), (25, 3, 2, []), (19, 8, 1, []), (30, 7, 3, [[8, 4], [1, 6]])):
+        loaded = recipe(recipe_file, "total_train_steps=null", f"total_train_epochs={epochs}")
+        changed = recipe(
+            recipe_file, "total_train_steps=null", f"total_train_epochs={epochs}", f"train_dataset.batch_size={size}"
+        )
+        state = run_state(done, earlier_steps=earlier)
+        rest = done - sum(n for _, n in earlier)
+        sizes = [*(size for size, n in earlier for _ in range(n)), *([2] * rest)]
+        for reader, expected in ((loaded, 2), (changed, size)):
+            epoch = row = 0
+            steps = 0
+            while epoch < epochs:
+                each = sizes[steps] if steps < done else expected
+                if row + each <= 40:
+                    row, steps = row + each, steps + 1
+                if row + each > 40:
+                    epoch, row = epoch + 1, 0
+            assert state.last_step(reader, 40) == steps
+    assert run_state(9).last_step(recipe(recipe_file), 40) == 50
+
+
 # Changes of the recipe
 
 
@@ -199,7 +222,6 @@ def test_what_may_change_is_listed(recipe_file: Path) -> None:
     ("override", "key"),
     [
         ("seed=7", "seed"),
-        ("train_dataset.batch_size=4", "train_dataset"),
         ("train_dataset.limit=9", "train_dataset"),
         ("train_dataset.shuffle=false", "train_dataset"),
         ("valid_dataset.path=v", "valid_dataset"),
@@ -264,13 +286,15 @@ def test_the_order_of_the_data_goes_on_or_begins_again_if_a_change_is_accepted(r
 
     same = sampler()
     assert start.restore_order(loaded, same) is None
-    assert (same.epoch, same.position) == (1, 4)
+    assert same.place == (1, 8)
+    larger = sampler(batch_size=4)
+    assert start.restore_order(loaded, larger) is None
+    assert larger.place == (1, 8)
     for changed, accepted, words in (
         ({"fingerprint": "x"}, "train_dataset", "the contents of its rows differ"),
         ({"fingerprint": "x"}, "tokenizer_path", "the contents of its rows differ"),
         ({"fingerprint": "d replay {}"}, "train_dataset.sampler", "weights of its sources or its sampler differ"),
         ({"items": range(41)}, "train_dataset.limit", "number of rows: 40 -> 41"),
-        ({"batch_size": 4}, "train_dataset.batch_size", "train_dataset.batch_size: 2 -> 4"),
         ({"seed": 2}, "seed", "seed: 1 -> 2"),
     ):
         other = sampler(**changed)
@@ -278,7 +302,7 @@ def test_the_order_of_the_data_goes_on_or_begins_again_if_a_change_is_accepted(r
             start.restore_order(recipe(recipe_file, "recover.accept_changes=[ref.path]"), other)
         note = start.restore_order(recipe(recipe_file, f"recover.accept_changes=[{accepted}]"), other)
         assert note is not None
-        assert (other.epoch, other.position) == (0, 0)
+        assert other.place == (0, 0)
 
 
 # Paths

@@ -89,7 +89,8 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(name: str, ahead: int
         told(whole, waiting.pop(0))
     resumed = sampler(name, size=3)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(ahead))))
-    assert (resumed.epoch, resumed.position) == divmod(7, resumed.batches_per_epoch)
+    epoch, batch = divmod(7, resumed.batches_per_epoch)
+    assert resumed.place == (epoch, 3 * batch)
     again = [resumed.next_batch() for _ in range(ahead)]
     assert again == waiting
     for _ in range(9):
@@ -99,6 +100,17 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(name: str, ahead: int
         told(whole, waiting.pop(0))
         told(resumed, again.pop(0))
     assert resumed.state_dict(ahead) == whole.state_dict(ahead)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_prompts_that_were_drawn_ahead_come_first_in_batches_of_another_size(size: int) -> None:
+    before = sampler("replay", size=3)
+    drawn = [prompt.index for _ in range(2) for prompt in before.next_batch()]
+    after = sampler("replay", size=size)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict(2))))
+    batches = [[prompt.index for prompt in after.next_batch()] for _ in range(-(-6 // size))]
+    assert [place for batch in batches for place in batch][:6] == drawn
+    assert all(len(set(batch)) == size for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_an_epoch_reads_each_item_once_and_drops_the_rest() -> None:
     assert (reader.batches_per_epoch, reader.n_dropped) == (3, 1)
     left_out = set()
     for epoch in range(6):
-        assert (reader.epoch, reader.position) == (epoch, 0)
+        assert reader.place == (epoch, 0)
         read = [i for _ in range(3) for i in reader.next_batch()]
         assert len(set(read)) == 9
         left_out |= set(range(10)) - set(read)
@@ -52,13 +53,38 @@ def test_a_resumed_sampler_continues_exactly() -> None:
         first.next_batch()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_sampler_of_another_batch_size_continues_at_the_same_row(ahead: int) -> None:
+    """Against a walk over the rows: what is left of an epoch and does not fill a batch is left out."""
+    rng = random.Random(3)
+    for seed in range(100):
+        n = rng.randint(7, 30)
+        whole = sampler(n, n, seed=seed)
+        orders = [whole.next_batch() for _ in range(40)]
+        epoch = row = 0
+        state = None
+        for _ in range(4):
+            size, n_used = rng.randint(1, 7), rng.randint(0, 9)
+            reader = sampler(n, size, seed=seed)
+            if state is not None:
+                reader.load_state_dict(state)
+            for number in range(n_used + 1):
+                if row + size > n:
+                    epoch, row = epoch + 1, 0
+                if number < n_used:
+                    assert reader.next_batch() == orders[epoch][row : row + size]
+                    row += size
+            for _ in range(ahead):
+                reader.next_batch()
+            state = json.loads(json.dumps(reader.state_dict(ahead)))
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (sampler(n=11), r"n_items=11 \(now 10\)"),
         (sampler(seed=9), r"seed=9 \(now 1\)"),
         (sampler(shuffle=False), "shuffle=False"),
-        (sampler(batch_size=2), "batch_size=2"),
         (sampler(fingerprint="b"), "fingerprint='b'"),
     ],
 )

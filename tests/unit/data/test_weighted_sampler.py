@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 
@@ -60,6 +61,13 @@ def test_a_sampler_goes_on_where_its_state_was_taken() -> None:
     other = sampler(weights, 8)
     other.load_state_dict(one.state_dict())
     assert [other.next_batch() for _ in range(20)] == [one.next_batch() for _ in range(20)]
+    larger = sampler(weights, 12)
+    larger.load_state_dict(one.state_dict())
+    read = Counter(item for _ in range(33) for item in one.next_batch())
+    assert Counter(item for _ in range(22) for item in larger.next_batch()) == read, "the same rows in other batches"
+    again = sampler(weights, 12)
+    again.load_state_dict(json.loads(json.dumps(larger.state_dict())))
+    assert [again.next_batch() for _ in range(2)] == [larger.next_batch() for _ in range(2)]
     with pytest.raises(ValueError, match="another data set or order"):
         sampler({**weights, "a": 3.0}, 8).load_state_dict(one.state_dict())
 

@@ -96,10 +96,11 @@ def common(
     *,
     is_server: bool = False,
 ) -> Parts:
-    sampler = EpochSampler(prompts, batch_size=BATCH, shuffle=True, seed=1)
+    size = recipe.train_dataset.batch_size
+    sampler = EpochSampler(prompts, batch_size=size, shuffle=True, seed=1)
     if replays:
-        choice = Replay(prompts, batch_size=BATCH, shuffle=True, seed=1, share=0.5, at_most=0.5)
-        sampler = ChosenSampler(prompts, choice, "replay", batch_size=BATCH, shuffle=True, seed=1, fingerprint="")
+        choice = Replay(prompts, batch_size=size, shuffle=True, seed=1, share=0.5, at_most=0.5)
+        sampler = ChosenSampler(prompts, choice, "replay", batch_size=size, shuffle=True, seed=1, fingerprint="")
     rewards = RewardSet.of(NamedReward("f", reward, None))
     return Parts(recipe, sampler, LocalRollout(group, is_server=is_server), rewards)
 

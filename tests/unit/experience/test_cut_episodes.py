@@ -70,7 +70,7 @@ def test_groups_steps_and_checkpoints_count_episodes(age: int, tmp_path: Path) -
     owner.snapshot(tmp_path)
     finish(tmp_path, owner.write_snapshot())
     for saved in read_waiting(tmp_path).groups:
-        group_ = waiting[saved.number]
+        group_ = waiting[saved.place]
         assert saved.fits(group_)
         answer = saved.restored(group_.prompt)
         assert answer.batch.cuts == group_.batch.cuts

@@ -250,14 +250,14 @@ def test_a_checkpoint_has_the_tokens_of_jobs_that_wait_for_another_server(tmp_pa
         owner.snapshot(tmp_path)
         finish(tmp_path, owner.write_snapshot())
         saved = read_waiting(tmp_path).begun
-        assert [group.number for group in saved] == list(range(3 * BATCH))
+        assert [group.place for group in saved] == list(range(3 * BATCH))
         assert all(begun is not None and len(begun.token_ids) == 1 for group in saved for begun in group.begun)
         assert source.stream.take_news() == "servers have died or hung, and were started again: see logs/rollout-0.log"
         assert source.stream.take_news() is None
         worker.has_weights = True
         source.weights_sent(0)
         source.take(1)
-    assert source._running().keys().isdisjoint(range(BATCH))
+    assert source._numbered().keys().isdisjoint(range(BATCH))
 
 
 class LosingEngine:
@@ -330,11 +330,11 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
                 finish(tmp_path, owner.write_snapshot())
                 group.each("hold", None)
     saved = read_waiting(tmp_path).groups
-    assert sorted(group.number for group in saved) == list(numbers)
+    assert sorted(group.place for group in saved) == list(range(len(numbers)))
     parts = common(recipe, group, half_marks, prompts, replays)
     parts.sampler.load_state_dict(json.loads(json.dumps(position)))
     with parts.source(first_step=after + 1, saved=Saved(saved)) as resumed:
-        assert answered(resumed) == set(numbers)
+        assert answered(resumed) == set(range(len(numbers)))
         resumed.weights_sent(after)
         for step in range(after + 1, STEPS + 1):
             taken = resumed.take(step)
@@ -358,6 +358,17 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_was_not_interrupted(
         parts.sampler.load_state_dict(position)
         with parts.source(first_step=after + 1, saved=Saved(offered)) as source:
             assert answered(source) == set()
+    # Steps of another number of prompts take over the same ones, if they are young enough for their new step.
+    for batch in (BATCH // 2, BATCH + 1):
+        other = recipe_of("rollout.max_head_offpolicyness=2", f"train_dataset.batch_size={batch}")
+        parts = common(other, group, half_marks, prompts, replays)
+        parts.sampler.load_state_dict(position)
+        with parts.source(first_step=after + 1, saved=Saved(saved)) as source:
+            groups = list(source._numbered().values())
+            # The rows that an epoch leaves out depend on the batch size.
+            same = [each for each in saved if each.prompt_index == groups[each.place].prompt.index]
+            assert answered(source) == {each.place for each in same if each.oldest >= after + each.place // batch - 2}
+            assert answered(source)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +408,7 @@ def test_training_does_not_wait_until_the_tokens_of_waiting_groups_are_read(
         source.take(2)  # its groups are in the checkpoint nevertheless
         finish(tmp_path, owner.write_snapshot())
         assert owner.write_snapshot(), "an owner that fails behind this one has all of them write again"
-    assert sorted(group.number for group in read_waiting(tmp_path).groups) == list(range(BATCH, 3 * BATCH))
+    assert sorted(group.place for group in read_waiting(tmp_path).groups) == list(range(2 * BATCH))
 
 
 def test_no_groups_wait_at_the_end(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_samples_of_another_distribution_are_answered_anew_and_the_user_is_told(
 def test_samples_of_the_same_distribution_are_taken_over(checkpoint: Checkpoint) -> None:
     for change in (Change("gconfig.max_new_tokens", 8, 4), Change("evaluator.temperature", 1.0, 0.5)):
         saved, note = taken_over(resumed(checkpoint, change))
-        assert [group.number for group in saved.begun] == [4]
+        assert [group.place for group in saved.begun] == [4]
         assert note is None
 
 
