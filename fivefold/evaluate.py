@@ -213,7 +213,8 @@ def evaluate(
     shape = load_shape(folder)
     placement = _place(recipe, shape)
     check_weights(folder, shape)
-    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    tokenizer_path = resolve_model_path(recipe.tokenizer_path or path)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=recipe.trust_remote_code)
     frozen_roles = [role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"]
     check_tokenizers(recipe, frozen_roles, shape, tokenizer)
     check_weight_files(recipe, frozen_roles)

@@ -43,14 +43,21 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
         EnvironmentFailed: the environment failed in an episode.
     """
     path = resolve_model_path(recipe.actor.path if model is None else model)
-    tokenizer = load_tokenizer(resolve_model_path(recipe.tokenizer_path or path))
+    tokenizer_path = resolve_model_path(recipe.tokenizer_path or path)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=recipe.trust_remote_code)
     check_environment(recipe.environment, tokenizer)
     prompts = load_prompts(recipe.train_dataset, tokenizer).prompts[:n]
     sampling = SamplingParams.for_training(recipe)
     check_lengths(recipe, load_shape(resolve_model_folder(path)), prompts, sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = TransformersEngine.from_path(
-        path, dtype=recipe.actor.dtype, device=device, max_batch_size=n, tokenizer_path=None, load_weights=True
+        path,
+        dtype=recipe.actor.dtype,
+        device=device,
+        max_batch_size=n,
+        tokenizer_path=tokenizer_path,
+        load_weights=True,
+        trust_remote_code=recipe.trust_remote_code,
     )
     player = Player(engine, build_environment(recipe.environment, tokenizer))
     requests = group_requests([prompt.token_ids for prompt in prompts], 1, (recipe.seed, "play"))

@@ -54,7 +54,7 @@ NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: pre
 NO_MULTIMODAL = "models and data are text only"
 NO_LORA = "all weights are trained; LoRA is not offered"
 ONLY_LORA = "only LoRA reads this"
-NO_REMOTE_CODE = "code that comes with a checkpoint is not run"
+NO_REMOTE_CODE = "a model's code is not run; trust_remote_code=true runs a tokenizer's, which few models need"
 ALWAYS_PACKED = "sequences are always packed"
 ONE_BUDGET = (
     "passes without gradients have a token budget, actor.mb_spec.max_tokens_per_infer_mb, by default the same as in "

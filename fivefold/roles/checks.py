@@ -78,7 +78,7 @@ def _token_problems(recipe: Recipe, role: Role, actor_vocab: int, tokenizer: Pre
                 f"{key} has {vocab} tokens, the actor {actor_vocab}, and no tokenizer that shows whether they are the "
                 "same but for padding: put the files of its tokenizer into the folder"
             )
-    elif found := other_token(tokenizer, load_tokenizer(str(folder))):
+    elif found := other_token(tokenizer, load_tokenizer(str(folder), trust_remote_code=recipe.trust_remote_code)):
         number, ours, theirs = found
         yield (
             f"{key} reads other tokens than the actor's: token {number} is {theirs!r} in its tokenizer and {ours!r} in "

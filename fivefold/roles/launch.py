@@ -206,6 +206,7 @@ def replica_spec(
         backend=layout.backend,
         path=path,
         tokenizer_path=recipe.tokenizer_path or path,
+        trust_remote_code=recipe.trust_remote_code,
         dtype=config.dtype or recipe.actor.dtype,
         max_batch_size=config.max_batch_size,
         load_weights=load_weights,

@@ -49,7 +49,8 @@ class RolloutWorker:
             own = followers[int(os.environ["RANK"])]
             spec = replace(spec, node=ReplicaNode(host=os.environ[HOST]), followers=own)
         self.engine = build_engine(spec, place, save)
-        self._tokenizer = load_tokenizer(resolve_model_path(spec.tokenizer_path))
+        tokenizer_path = resolve_model_path(spec.tokenizer_path)
+        self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._answers_beside = spec.backend in DIALECTS
         """Whether the engine, a server, continues with a stream between two calls."""
         environment = build_environment(spec.environment, self._tokenizer)

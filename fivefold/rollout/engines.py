@@ -58,6 +58,7 @@ def build_engine(spec: ReplicaSpec, place: NodePlace, save: Save) -> RolloutEngi
         device=weights_device(spec),
         max_batch_size=spec.max_batch_size,
         tokenizer_path=spec.tokenizer_path,
+        trust_remote_code=spec.trust_remote_code,
         load_weights=spec.load_weights,
         recomputes=not spec.keeps_cache,
         transport=spec.route.transport,

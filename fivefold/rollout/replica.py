@@ -74,6 +74,8 @@ class ReplicaSpec:
     """Further arguments of the server's command line."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
+    trust_remote_code: bool = False
+    """Whether code of the tokenizer's folder is run."""
     max_restarts: int = 0
     """Times that a server which died is started again."""
     server_timeout_s: float = 300.0

@@ -24,8 +24,12 @@ _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 """A call of the function by which a chat template knows the date; its second group is the format."""
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer at `path` (folder or hub name).
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: whether Python code of the folder is run.
 
     Raises:
         ValueError: there is none. For some families transformers then makes one without a vocabulary, which turns every
@@ -35,17 +39,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         f"{path!r} has no usable tokenizer: put its files (tokenizer.json, tokenizer_config.json) there, or name the "
         "folder that has them in the recipe's `tokenizer_path`"
     )
-    if code := _own_code(Path(path)):
+    if not trust_remote_code and (code := _own_code(Path(path))):
         raise ValueError(
-            f"the tokenizer of {path!r} is Python code of its folder ({code}), which is not run: write a "
-            "tokenizer.json with `AutoTokenizer.from_pretrained(..., trust_remote_code=True)` and `save_pretrained` of "
-            "its fast form where you trust the code, or name a folder that has one in the recipe's `tokenizer_path`"
+            f"the tokenizer of {path!r} is Python code of its folder ({code}), which is not run: set "
+            "trust_remote_code=true in the recipe if you trust this code, or name a folder with a tokenizer.json in "
+            "the recipe's `tokenizer_path`"
         )
     try:
-        # Not asked on the terminal whether to run code of a hub.
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        # False, not None: transformers would ask on the terminal whether to run code of a hub.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:  # OSError: neither the folder nor the hub has one
         raise ValueError(f"{problem} ({error})") from error
+    except Exception as error:  # files of any content reach transformers' code, and the folder's own
+        raise ValueError(f"{problem} (reading them failed: {error!r})") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer

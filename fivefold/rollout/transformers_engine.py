@@ -48,6 +48,7 @@ class TransformersEngine:
             end_token_ids: tokens after which a completion ends.
             max_batch_size: most rows that are decoded at one time.
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
+            trust_remote_code: whether code of the tokenizer's folder is run.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
             records_routes: whether completions tell the experts of their tokens.
@@ -80,6 +81,7 @@ class TransformersEngine:
         max_batch_size: int,
         tokenizer_path: str | None,
         load_weights: bool,
+        trust_remote_code: bool = False,
         recomputes: bool = False,
         transport: Transport = THROUGH_HOST.transport,
         records_routes: bool = False,
@@ -94,6 +96,7 @@ class TransformersEngine:
             tokenizer_path: like `path`; None: `path`.
             load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
                 waits for `update_weights`.
+            trust_remote_code: whether code of the tokenizer's folder is run.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
             records_routes: whether completions tell the experts of their tokens.
@@ -105,7 +108,8 @@ class TransformersEngine:
         model, generation = build_model(
             folder, dtype=getattr(torch, dtype), device=torch.device(device), load_weights=load_weights
         )
-        tokenizer = load_tokenizer(folder if tokenizer_path is None else resolve_model_path(tokenizer_path))
+        source = folder if tokenizer_path is None else resolve_model_path(tokenizer_path)
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         return cls(
             model,
             tokenizer,

@@ -140,6 +140,9 @@ class RunConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     tokenizer_path: PathText | None = None
     """Folder or hub name of the tokenizer; null: `actor.path`."""
+    trust_remote_code: bool = False
+    """Run the Python code that a tokenizer's folder has (Moonlight, Kimi-K2), in every process that reads or writes
+    text. It may do anything that the run may: read the code first."""
     total_train_epochs: Annotated[Positive, reads_if(absent("total_train_steps"), warns=True)] = 1
     """Number of passes over the data set."""
     total_train_steps: Positive | None = None

@@ -74,7 +74,7 @@ class ServerEngine:
         spec = with_share(replace(spec, path=path, tokenizer_path=tokenizer_path, max_length=max_length))
         self._dialect = dialect
         self._spec = spec
-        self._tokenizer = load_tokenizer(tokenizer_path)
+        self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         self._updates = ServerUpdates(dialect, spec, file_tensors(model), place, save)
         self._staged: StagedWeights | None = None

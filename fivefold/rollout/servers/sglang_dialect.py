@@ -109,6 +109,7 @@ class SGLangDialect:
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
             *("--model-path", spec.path, "--tokenizer-path", spec.tokenizer_path),
+            *(["--trust-remote-code"] if spec.trust_remote_code else []),
             *("--host", HOST, "--port", str(address)),
             *("--dtype", spec.dtype, "--random-seed", str(spec.seed % SERVER_SEEDS)),
             *("--tp-size", str(spec.tp), "--pp-size", str(spec.pp)),

@@ -103,6 +103,7 @@ class VLLMDialect:
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
             *("--model", spec.path, "--tokenizer", spec.tokenizer_path),
+            *(["--trust-remote-code"] if spec.trust_remote_code else []),
             *("--uds", str(address)),
             *("--dtype", spec.dtype, "--seed", str(spec.seed % SERVER_SEEDS)),
             *("--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)),

@@ -351,6 +351,13 @@ def test_sglang_needs_no_tokenizer_where_no_text_is_looked_at(needs_text: bool, 
     assert ("--skip-tokenizer-init" in command) == skips
 
 
+@pytest.mark.parametrize("backend", sorted(DIALECTS))
+@pytest.mark.parametrize("trusts", [True, False])
+def test_a_server_runs_a_tokenizers_code_only_if_the_recipe_trusts_it(backend: str, trusts: bool) -> None:
+    command = server_command(DIALECTS[backend], spec_of(backend, Path("/models/a"), trust_remote_code=trusts), 81)
+    assert ("--trust-remote-code" in command) == trusts
+
+
 @ONE_SERVER
 def test_completions_are_in_the_order_of_the_requests(served: Served) -> None:
     requests = [request for i in range(4) for request in (*requests_of(1, fake_server.LATE), *requests_of(2 + i))]

@@ -30,6 +30,47 @@ def test_a_tokenizer_that_is_code_of_its_folder_is_refused_without_a_question(tm
         load_tokenizer(str(tmp_path))
 
 
+OWN_CODE = """
+from transformers import PreTrainedTokenizer
+
+
+class Letters(PreTrainedTokenizer):
+    def __init__(self, **kwargs):
+        self.letters = "<abc"
+        super().__init__(pad_token="<", eos_token="<", **kwargs)
+
+    vocab_size = property(lambda self: len(self.letters))
+
+    def get_vocab(self):
+        return {letter: number for number, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+    def save_vocabulary(self, folder, filename_prefix=None):
+        return ()
+"""
+
+
+def test_a_tokenizer_that_is_code_of_its_folder_is_run_if_the_recipe_trusts_it(tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["tokenization_letters.Letters", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_letters.py").write_text(OWN_CODE)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=True)
+    assert tokenizer("cab").input_ids == [3, 1, 2]
+    assert decoded(tokenizer, [np.array([3, 1, 2, 0], np.int32)]) == ["cab"]
+
+
 @pytest.mark.parametrize(
     ("template", "written"),
     [
