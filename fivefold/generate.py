@@ -15,6 +15,7 @@ from fivefold.config.schema.data import DatasetConfig
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
+from fivefold.observe.errors import RunFailed
 from fivefold.rollout.protocol import SamplingParams, complete, group_requests
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
@@ -44,6 +45,7 @@ def generate(
     Raises:
         ValueError: there is no prompt, a prompt has no tokens or is too long for the model, the model has no chat
             template, its weight files are broken or of another model, or this machine lacks the device.
+        RunFailed: the model failed, for example because its logits are not finite.
     """
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT, --file PATH, or write prompts to standard input")
@@ -60,7 +62,10 @@ def generate(
         str(folder), dtype=dtype, device=place, max_batch_size=256, tokenizer_path=None, load_weights=True
     )
     requests = group_requests(token_ids, config.n_samples, key=(seed,))
-    completions = complete(engine, requests, SamplingParams.from_config(config))
+    try:
+        completions = complete(engine, requests, SamplingParams.from_config(config))
+    except RuntimeError as error:
+        raise RunFailed(str(error)) from error
     texts = decoded(tokenizer, [completion.token_ids for completion in completions])
     return [texts[start : start + config.n_samples] for start in range(0, len(texts), config.n_samples)]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from fivefold.families.torch_dist import is_torch_dist
-from fivefold.json_text import parsed
+from fivefold.json_text import parsed, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -161,8 +161,7 @@ def _read_index(file: Path) -> dict[str, str]:
         OSError: the index cannot be opened.
         ValueError: it is not JSON, or not an index.
     """
-    index = parsed(file.read_text(encoding="utf-8"))
-    placed = index.get("weight_map") if isinstance(index, dict) else None
+    placed = read_object(file).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         raise ValueError("it has no weight_map from tensors to files")
     return placed

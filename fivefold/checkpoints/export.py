@@ -5,7 +5,7 @@ checkpoint's trainer/ ──one tensor at a time──> the dtype of the model �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -48,10 +48,13 @@ def export_model(
         OSError: the disk is full, or the file system refuses to write.
     """
     recipe = read_mapping(checkpoint.path / RECIPE)
-    source = _source(checkpoint, recipe["actor"]["path"], model)
+    actor = recipe.get("actor")
+    if not isinstance(actor, Mapping) or not {"path", "dtype"} <= actor.keys():
+        raise ValueError(f"{checkpoint.path / RECIPE} is damaged: it does not say which model the run has trained")
+    source = _source(checkpoint, actor["path"], model)
     is_reward_model = kind_of(recipe) is RMRecipe
     shape = load_shape(source).as_reward_model() if is_reward_model else load_shape(source)
-    tensors = tensor_specs(shape, getattr(torch, dtype or recipe["actor"]["dtype"]))
+    tensors = tensor_specs(shape, getattr(torch, dtype or actor["dtype"]))
     state = StoredState(checkpoint.path / TRAINER)
     state.check({name: spec.shape for name, spec in tensors.items()})
 
@@ -67,7 +70,7 @@ def export_model(
         weights(),
         source,
         tensors=tensors,
-        tokenizer_source=recipe["tokenizer_path"] if model is None else None,
+        tokenizer_source=recipe.get("tokenizer_path") if model is None else None,
         scores="Sequence" if is_reward_model else None,
     )
     return shape

@@ -14,7 +14,7 @@ from typing import Self
 from xxhash import xxh3_128
 
 from fivefold.bridge.weight_files import TOKENIZER_FILES
-from fivefold.json_text import parsed_object
+from fivefold.json_text import read_object
 
 EDGE_BYTES = 2**20
 """Bytes at the beginning and at the end of a weight file by which its content is recognised."""
@@ -61,7 +61,7 @@ def config_fingerprint(model: Path) -> str:
         ValueError: it is no JSON object.
     """
     try:
-        config = parsed_object((model / CONFIG).read_bytes())
+        config = read_object(model / CONFIG)
     except ValueError as error:
         raise ValueError(f"{model / CONFIG} cannot be read: {error}") from error
     kept = {key: value for key, value in config.items() if key not in VOLATILE}

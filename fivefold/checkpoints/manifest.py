@@ -14,16 +14,17 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from fivefold.json_text import parsed
+from fivefold.json_text import read_json
 from fivefold.observe.durable import naming, write_file
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the format of checkpoints; it is raised whenever an older Fivefold could not read a new checkpoint."""
 DIGEST = "xxh3_128"
 BLOCK_BYTES = 4 * 2**20
@@ -93,7 +94,7 @@ def read(folder: Path) -> Manifest:
     """
     file = folder / FILE
     try:
-        values = parsed(file.read_bytes())
+        values = read_json(file)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{file} does not exist: it is written last, so {folder} holds no complete checkpoint"
@@ -111,8 +112,11 @@ def read(folder: Path) -> Manifest:
         )
     try:
         files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
-        return Manifest(**values, files=files)
-    except (AttributeError, KeyError, TypeError) as error:
+        read = Manifest(**values, files=files)
+        datetime.fromisoformat(read.saved)
+        sum([read.step, read.format, read.n_bytes])
+        return read
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{file} is damaged: it is not of the form of a manifest ({error!r})") from error
 
 

@@ -2,6 +2,7 @@
 
 recover.mode   disabled            the run starts from scratch, in a free folder
                auto                it continues from the newest checkpoint in its folder, if any
+               latest-good         as auto, and leaves out checkpoints that are damaged
                path of another     it starts from that checkpoint, in a free folder; run again, it continues from
                run's checkpoint    its own newest checkpoint
                path of one of      it goes back to that checkpoint; what came after it is deleted, which needs
@@ -24,7 +25,7 @@ from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
-from fivefold.json_text import parsed_object
+from fivefold.json_text import read_object
 from fivefold.observe.run_dir import RunDir
 
 OPERATIONAL = (
@@ -38,6 +39,9 @@ OPERATIONAL = (
     "total_train_steps",
 )
 """Keys and sections that do not change what a finished run has learned."""
+LATEST_GOOD = "latest-good"
+OWN = ("auto", LATEST_GOOD)
+"""Values of `recover.mode` that look for a checkpoint in the run's own folder."""
 LARGE = 10**9
 """Bytes of a checkpoint whose verification takes so long that the user gets a note."""
 
@@ -53,13 +57,13 @@ def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
     """
     run = RunDir.of(recipe)
     mode = recipe.recover.mode
-    if mode == "disabled" or (mode == "auto" and overwrite):
+    if mode == "disabled" or (mode in OWN and overwrite):
         run.check_free(overwrite=overwrite)
         return FromScratch(
             "from scratch; no checkpoints are written" if mode == "disabled" else "from scratch", overwrite
         )
     run.check_idle()
-    if mode == "auto":
+    if mode in OWN:
         return _in_own_folder(recipe, run)
     if not overwrite and _started_from(run, user_path(mode).resolve()):
         return _in_own_folder(recipe, run)
@@ -70,9 +74,21 @@ def find_start(recipe: Recipe, *, overwrite: bool) -> Start:
 
 
 def _in_own_folder(recipe: Recipe, run: RunDir) -> Start:
-    latest = CheckpointStore(run.checkpoints).latest()
-    if latest is None:
+    newest_first = CheckpointStore(run.checkpoints).all()[::-1]
+    if not newest_first:
         return _without_checkpoint(recipe, run)
+    is_lenient = recipe.recover.mode == LATEST_GOOD
+    for checkpoint in newest_first[:-1] if is_lenient else ():
+        try:
+            return _at_own(checkpoint, recipe, run)
+        except DamagedCheckpointError as error:
+            text = f"recover.mode={LATEST_GOOD}: {checkpoint.path.name} is left out, and deleted once the run has begun"
+            print(f"{text}: {error}", file=sys.stderr, flush=True)
+    return _at_own(newest_first[-1 if is_lenient else 0], recipe, run)
+
+
+def _at_own(latest: Checkpoint, recipe: Recipe, run: RunDir) -> Start:
+    """Return the start from a checkpoint in the run's own folder."""
     state, changes = _opened(latest, recipe)
     wanted = state.last_step(recipe, state.sampler["n_items"])
     if run.ending() == "finished" and run.summary.is_file() and wanted <= state.total_steps:
@@ -148,7 +164,7 @@ def _finished(run: RunDir, changes: Changes) -> Finished:
             "it would continue"
         )
     try:
-        summary = parsed_object(run.summary.read_bytes())
+        summary = read_object(run.summary)
     except ValueError as error:
         raise ValueError(f"{run.summary} is damaged: {error}. Delete it, and run the command again") from error
     words = f"{run.path} holds the finished run of this recipe, so there is nothing to do. To train further, raise "
@@ -196,7 +212,7 @@ def _verify(checkpoint: Checkpoint, *, deep: bool) -> None:
 def _damaged(checkpoint: Checkpoint, problems: list[str]) -> DamagedCheckpointError:
     """Return the error of a damaged checkpoint, which says what to do."""
     earlier = [each for each in CheckpointStore(checkpoint.path.parent).all() if each < checkpoint]
-    others = f"delete {checkpoint.path} to continue from {earlier[-1].path.name}, or" if earlier else "or"
+    others = f"set recover.mode={LATEST_GOOD} to continue from {earlier[-1].path.name}, or" if earlier else "or"
     lines = "".join(f"\n- {problem}" for problem in first_few(problems))
     return DamagedCheckpointError(
         f"the checkpoint {checkpoint.path} is damaged:{lines}\nBring the files back, {others} start a new run"

@@ -13,7 +13,7 @@ from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.config.schema.recipe import Recipe
 from fivefold.data.sampler import SamplerState, place_after
-from fivefold.json_text import parsed
+from fivefold.json_text import read_json
 from fivefold.observe.durable import write_file
 
 FILE = "run.json"
@@ -112,7 +112,7 @@ class RunState:
         """
         file = folder / FILE
         try:
-            values = parsed(file.read_bytes())
+            values = read_json(file)
             history, algorithm = values["kept_metric"], values.get("algorithm")
             values["sampler"]["batches"][-1]
             return cls(

@@ -35,6 +35,10 @@ def resolve_model_path(path: str) -> str:
         )
     if not (folder / "config.json").exists():
         _refuse_folders_of_runs(path, folder)
+    for file in folder.iterdir():
+        # Whoever opens a pipe waits until somebody writes to it.
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"model path {path!r}: {file.name} is a pipe or a device: put the file itself there")
     return str(folder.resolve())
 
 

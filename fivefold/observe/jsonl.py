@@ -57,7 +57,7 @@ class JsonLines:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file. A missing file has none; incomplete lines are skipped."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
@@ -67,7 +67,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 def cut_back(path: Path, step: int) -> None:
     """Delete, atomically, incomplete lines and the lines of steps after `step`. A missing file stays missing."""
-    if not path.exists():
+    if not path.is_file():
         return
     with replacing(path) as part, path.open("rb") as lines:
         part.writelines(line for line in lines if (record := _record(line)) is not None and record["step"] <= step)

@@ -34,14 +34,14 @@ from datetime import UTC, datetime
 from errno import ENOSPC
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 
 from fivefold.config.load import resolved_yaml
 from fivefold.config.paths import user_path
 from fivefold.config.schema.run import RunConfig
-from fivefold.json_text import parsed
+from fivefold.json_text import read_json
 from fivefold.observe import alive
 from fivefold.observe.alive import Heartbeat, is_near, is_this_process, still_runs, this_process
 from fivefold.observe.durable import PART, write_file
@@ -210,7 +210,7 @@ class RunDir:
     def read_status(self) -> dict[str, Any] | None:
         """Return the content of `status.json`; None if it is missing or was damaged by a power failure."""
         try:
-            status = parsed(self.status.read_bytes())
+            status = read_json(self.status)
         except (FileNotFoundError, ValueError):
             return None
         return status if _is_status(status) else None
@@ -421,4 +421,4 @@ def _is_status(value: Any) -> bool:
         times = [datetime.fromisoformat(value[name]) for name in ("began", "changed") if name in value]
     except (TypeError, ValueError):
         return False
-    return bool(times) and isinstance(value["pid"], int)
+    return bool(times) and isinstance(value["pid"], int) and value["state"] in get_args(State)

@@ -39,11 +39,9 @@ class GrowingLines:
 
     def new(self) -> Iterator[tuple[int, bytes]]:
         """Yield the place and the bytes of each whole line that has come; a missing file has none."""
-        try:
-            lines = self.path.open("rb")
-        except FileNotFoundError:
+        if not self.path.is_file():
             return
-        with lines:
+        with self.path.open("rb") as lines:
             lines.seek(self._offset)
             for line in lines:
                 if not line.endswith(b"\n"):  # it is still being written

@@ -96,19 +96,25 @@ def render(all_facts: Sequence[Mapping[str, Any]], blocks: Mapping[str, str], *,
 def facts(run: Run) -> dict[str, Any]:
     """Return what the page says about a run, besides its blocks."""
     about = run.about
-    shown = {name: text for name, text in about.get("facts", {}).items() if name not in ("warnings", "versions")}
+    shown = {name: text for name, text in _section(about, "facts").items() if name not in ("warnings", "versions")}
     return {
         **state(run),
         "name": run.name,
-        "warnings": about.get("facts", {}).get("warnings"),
+        "warnings": _section(about, "facts").get("warnings"),
         "facts": list(shown.items()),
-        "versions": list((about.get("versions") or run.summary.get("versions") or {}).items()),
-        "machine": list(about.get("machine", {"host": run.status.get("host")}).items()),
+        "versions": list((_section(about, "versions") or _section(run.summary, "versions")).items()),
+        "machine": list((_section(about, "machine") or {"host": run.status.get("host")}).items()),
         "folder": str(run.folder.path),
         "began": run.status.get("began"),
         "command": about.get("command"),
         "recipe": with_defaults(run.recipe) if run.recipe else [],
     }
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a JSON file; an empty one where the file has something else in its place."""
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def state(run: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config.source import read_mapping
-from fivefold.json_text import parsed_object
+from fivefold.json_text import read_object
 from fivefold.observe.held_out import LABELS, HeldOut, held_out
 from fivefold.observe.run_dir import GOING_ON, STATUS, RunDir, State
 from fivefold.observe.timers import TimeLeft, time_left
@@ -77,15 +77,14 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None where nothing says it."""
-        total = self.summary.get("steps") or self.about.get("steps") or self.recipe.get("total_train_steps")
-        return int(total) if total else None
+        found = self.summary.get("steps"), self.about.get("steps"), self.recipe.get("total_train_steps")
+        return next((total for total in found if isinstance(total, int) and total), None)
 
     @property
     def seconds(self) -> float:
         """Seconds of the run, with earlier starts if it has finished; else the sum of its steps."""
-        if "seconds" in self.summary:
-            return float(self.summary["seconds"])
-        return sum(self._step_seconds)
+        seconds = self._measured("seconds")
+        return sum(self._step_seconds) if seconds is None else seconds
 
     @property
     def time_left(self) -> TimeLeft | None:
@@ -116,14 +115,19 @@ class Run:
     @property
     def held_out(self) -> HeldOut | None:
         """The measure of the held-out data that the headline tells; None until the run has finished."""
-        before, after = ({name: self.summary.get(f"{name}_{when}") for name in LABELS} for when in ("before", "after"))
+        before, after = ({name: self._measured(f"{name}_{when}") for name in LABELS} for when in ("before", "after"))
         return held_out(before, after)
 
     @property
     def before(self) -> dict[str, float]:
         """Metrics of the evaluation before training, which no step has; empty until the run has finished."""
-        found = {name: value for name, value in self.summary.items() if name.endswith("_before") and value is not None}
-        return {f"eval/{name.removesuffix('_before')}": value for name, value in found.items()}
+        found = {name: self._measured(name) for name in self.summary if name.endswith("_before")}
+        return {f"eval/{name.removesuffix('_before')}": value for name, value in found.items() if value is not None}
+
+    def _measured(self, name: str) -> float | None:
+        """Return a number of the summary; None: it has none of this name."""
+        value = self.summary.get(name)
+        return value if isinstance(value, int | float) else None
 
     def headline(self) -> str:
         """Return how the run ended or stands, and with what, in one line."""
@@ -160,7 +164,7 @@ def duration(seconds: float) -> str:
 def _json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one if the file is missing or torn."""
     try:
-        return parsed_object(path.read_bytes())
+        return read_object(path)
     except (FileNotFoundError, ValueError):
         return {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,9 @@ def build_model(
             sliding-window attention.
     """
     register_attention()
-    config = AutoConfig.from_pretrained(path)
-    _check_full_attention(config)
+    with _reading("config.json"):
+        config = AutoConfig.from_pretrained(path)
+        _check_full_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
     # refuses.
@@ -58,7 +61,7 @@ def build_model(
         model.to(device)  # type: ignore[arg-type]
         _check_finite(model, path)
     else:
-        with torch.device(device), no_init_weights():
+        with _reading("config.json"), torch.device(device), no_init_weights():
             model = _AUTO_MODEL.from_config(config, **options)
         model.tie_weights()
     if not _fits_grouped_matmul(model):
@@ -72,21 +75,29 @@ def end_tokens(
     """Return all end-of-sequence tokens that the model's config, its generation config or its tokenizer names.
 
     Ids outside the model's vocabulary are left out, because some configs write -1 for none.
+
+    Raises:
+        ValueError: one that is no integer.
     """
     named = [model.config.eos_token_id, tokenizer.eos_token_id]
     if generation is not None:
         named.append(generation.eos_token_id)
     ids = [token for some in named if some is not None for token in (some if isinstance(some, list) else [some])]
+    if strays := [token for token in ids if not isinstance(token, int)]:
+        raise ValueError(
+            f"eos_token_id of the model or its generation_config.json has {strays[0]!r:.50}, and no token id"
+        )
     return frozenset(token for token in ids if 0 <= token < model.config.vocab_size)
 
 
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel
-    # Tensors of another shape are then in the report too; without the option they end in an error without a name.
-    model, report = _AUTO_MODEL.from_pretrained(
-        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    with _reading("config.json or the weights"):
+        # Tensors of another shape are then in the report too; without the option they end in an error without a name.
+        model, report = _AUTO_MODEL.from_pretrained(
+            path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
@@ -130,7 +141,19 @@ def _check_full_attention(config: PreTrainedConfig) -> None:
 
 
 def _generation_config(path: str) -> GenerationConfig | None:
+    with _reading("generation_config.json"):
+        try:
+            return GenerationConfig.from_pretrained(path)
+        except OSError:  # transformers' answer to a folder without generation_config.json
+            return None
+
+
+@contextmanager
+def _reading(file: str) -> Iterator[None]:
+    """Turn what transformers raises over the content of a model's file, which may be anything, into a ValueError."""
     try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:  # transformers' answer to a folder without generation_config.json
-        return None
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(f"the model cannot be built from its {file}: {type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
-from fivefold.json_text import parsed
+from fivefold.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         # False, not None: transformers would ask on the terminal whether to run code of a hub.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # Some odd settings only show once the tokenizer works.
+        tokenizer.decode(tokenizer("").input_ids, skip_special_tokens=True)
     except (ValueError, OSError) as error:  # OSError: neither the folder nor the hub has one
         raise ValueError(f"{problem} ({error})") from error
     except Exception as error:  # files of any content reach transformers' code, and the folder's own
@@ -63,7 +65,7 @@ def _own_code(folder: Path) -> str | None:
     if (folder / "tokenizer.json").exists() or not config.is_file():
         return None
     try:
-        settings = parsed(config.read_bytes())
+        settings = read_json(config)
     except ValueError:
         return None  # transformers says what is wrong with the file
     auto_map = settings.get("auto_map") if isinstance(settings, dict) else None

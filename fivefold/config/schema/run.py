@@ -48,9 +48,10 @@ class RecoverConfig(PeriodicConfig):
     """
 
     mode: PathText = "auto"
-    """`auto`: resume from the newest checkpoint in the run's folder, if there is one. `disabled`: write no checkpoints,
-    and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to start from.
-    """
+    """`auto`: resume from the newest checkpoint in the run's folder, if there is one. `latest-good`: the same, from the
+    one before if it is damaged, and so on; what came after it is deleted and computed again. `disabled`: write no
+    checkpoints, and read none. Otherwise: the folder of a checkpoint, or of a run whose newest checkpoint is meant, to
+    start from."""
     freq_secs: Annotated[Duration | None, _WRITES] = 900.0
     """Time since the start or the last checkpoint, in seconds or as `15m`, after which the end of a step is the next
     time; null: time is not measured."""

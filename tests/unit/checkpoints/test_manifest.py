@@ -90,6 +90,6 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(checkpoint: Path) -> None:
 
 def test_a_newer_format_is_refused(checkpoint: Path) -> None:
     manifest.write(checkpoint, replace(manifest.read(checkpoint), format=manifest.FORMAT + 1))
-    with pytest.raises(NewerCheckpointError, match=r"manifest\.json has format 2, .* use the newer version"):
+    with pytest.raises(NewerCheckpointError, match=r"manifest\.json has format 3, .* use the newer version"):
         manifest.read(checkpoint)
     assert len(verify(checkpoint, deep=True)) == 1

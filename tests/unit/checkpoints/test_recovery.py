@@ -386,6 +386,26 @@ def test_a_path_without_a_checkpoint_is_an_error_that_says_what_is_there(recipe_
 # Damage
 
 
+def test_the_latest_good_checkpoint_is_the_newest_that_is_whole(
+    recipe_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lenient = recipe(recipe_file, "recover.mode=latest-good")
+    assert isinstance(find_start(lenient, overwrite=False), FromScratch)
+    folder = run(recipe(recipe_file), 4, 8, 12)
+    assert resumed(find_start(lenient, overwrite=False)).step == 12
+    for step, left in ((12, 8), (8, 4)):
+        (folder.checkpoints / f"step-{step:06}" / "run.json").write_text("{}")
+        start = resumed(find_start(lenient, overwrite=False))
+        assert (start.step, start.in_place) == (left, True)
+        assert f"step-{step:06} is left out" in capsys.readouterr().err
+    with start.open_folder(lenient) as opened:
+        opened.started()
+        assert [checkpoint.step for checkpoint in CheckpointStore(opened.checkpoints).all()] == [4]
+    (folder.checkpoints / "step-000004" / "run.json").write_text("{}")
+    with pytest.raises(DamagedCheckpointError, match="step-000004 is damaged"):
+        find_start(lenient, overwrite=False)
+
+
 def test_a_damaged_checkpoint_is_an_error_that_names_the_file_and_the_way_on(recipe_file: Path) -> None:
     loaded = recipe(recipe_file)
     left = run(loaded, 4, 8)
@@ -393,7 +413,8 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_file_and_the_way_on(rec
     content = file.read_bytes()
     file.write_bytes(content[:-1] + b"!")
     with pytest.raises(
-        DamagedCheckpointError, match=rf"(?s){file} is damaged.*delete .*8 to continue from step-000004"
+        DamagedCheckpointError,
+        match=rf"(?s){file} is damaged.*set recover.mode=latest-good to continue from step-000004",
     ):
         find_start(loaded, overwrite=False)
     assert resumed(find_start(recipe(recipe_file, "recover.verify=false"), overwrite=False)).step == 8
