@@ -16,6 +16,8 @@ from fivefold.json_text import parsed
 HOST = "127.0.0.1"
 Address = int | Path
 """A port of `HOST`, or a Unix socket."""
+KEY = "FIVEFOLD_SERVER_KEY"
+"""Variable by which a server that listens on a port gets the key that it asks for."""
 HEALTH_S = 10.0
 """Seconds that a server has to say that it is ready."""
 SHOWN = 2000
@@ -75,16 +77,18 @@ class _SocketPool(urllib3.HTTPConnectionPool):
 class HttpClient:
     """Connections to one server. No request is sent twice."""
 
-    def __init__(self, address: Address, n_connections: int, limit_s: float) -> None:
+    def __init__(self, address: Address, n_connections: int, limit_s: float, key: str | None = None) -> None:
         """Prepare the connections.
 
         Args:
             address: where the server listens.
             n_connections: number of threads that may wait for replies at one time.
             limit_s: most seconds until the reply to a `post` or `get` that has no other limit.
+            key: what the server asks for; None: nothing.
         """
         self._limit_s = limit_s
-        options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False}
+        headers = None if key is None else {"Authorization": f"Bearer {key}"}
+        options: dict[str, Any] = {"maxsize": n_connections, "block": True, "retries": False, "headers": headers}
         self._pool = (
             urllib3.HTTPConnectionPool(HOST, address, **options)
             if isinstance(address, int)

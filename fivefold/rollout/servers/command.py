@@ -24,8 +24,7 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
     Raises:
         ValueError: naming the package and how to install it, or the argument.
     """
-    package = dialect.program(spec.node)[0].partition(".")[0]
-    if spec.python is None and find_spec(package) is None:
+    if spec.python is None and find_spec(dialect.package) is None:
         raise ValueError(
             f"rollout.backend is {spec.backend}, which is not installed next to Fivefold: install it, in a "
             "separate environment if need be, whose Python rollout.server_python then names"

@@ -134,6 +134,8 @@ def finish_reason(said: str) -> AnswerEnd:
 class Dialect(Protocol):
     """Speaks to one kind of server."""
 
+    package: str
+    """The server's Python package."""
     generate_path: str
     """Path to which requests are posted."""
     aliases: frozenset[str]

@@ -5,13 +5,14 @@ This process is on the server's first node, which has its HTTP API.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
-from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs, ServerRefused
+from fivefold.rollout.servers.client import KEY, HttpClient, ServerGone, ServerHangs, ServerRefused
 from fivefold.rollout.servers.command import server_command
 from fivefold.rollout.servers.dialect import Ask, Dialect
 from fivefold.rollout.servers.follower import Follower
@@ -40,9 +41,14 @@ class ServerLife:
         self._dialect = dialect
         self._spec = spec
         listening = dialect.place()
+        # Every user of the machine reaches a port.
+        key = secrets.token_hex(32) if isinstance(listening.address, int) else None
         # For a stream, for other requests next to it, and for what controls the server.
         self.http = HttpClient(
-            listening.address, n_connections=2 * spec.max_batch_size + 1, limit_s=spec.server_timeout_s + GRACE_S
+            listening.address,
+            n_connections=2 * spec.max_batch_size + 1,
+            limit_s=spec.server_timeout_s + GRACE_S,
+            key=key,
         )
         places: list[Place] = [listening]
         specs = [spec]
@@ -52,7 +58,8 @@ class ServerLife:
         own, *others = specs
         followers = [Follower(address, spec) for address, spec in zip(spec.followers, others, strict=True)]
         command = server_command(dialect, own, listening.address)
-        self._process = ServerProcess(command, dialect.environment(own), places, followers)
+        environment = {**dialect.environment(own), **({} if key is None else {KEY: key})}
+        self._process = ServerProcess(command, environment, places, followers)
         self._loader: WeightLoader | None = None
         self.is_linked = False
         """Whether it is in an NCCL group with the trainer."""

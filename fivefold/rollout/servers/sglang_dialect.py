@@ -34,6 +34,8 @@ from fivefold.rollout.servers.sglang_weights import SGLangWeights, check_held
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.weights.cuda_ipc import visible_uuids
 
+INSIDE = Path(__file__).with_name("inside_sglang")
+"""Code of ours that runs inside the server."""
 BEAT = "/health_generate"
 """SGLang's endpoint that answers once a token was sampled."""
 ALL_TOKENS = -1
@@ -92,11 +94,12 @@ class SGLangDialect:
     for every token, of all tokens that are left. SGLang heeds seeds only with `--enable-deterministic-inference`.
     """
 
+    package = "sglang"
     generate_path = "/generate"
     aliases = frozenset(
         {
             *("--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"),
-            "--nccl-init-addr",
+            *("--nccl-init-addr", "--api-key", "--admin-api-key"),
         }
     )
 
@@ -104,7 +107,7 @@ class SGLangDialect:
         return claim_port()
 
     def program(self, node: ReplicaNode) -> list[str]:
-        return ["sglang.launch_server"]
+        return ["fivefold_sglang"]
 
     def arguments(self, spec: ReplicaSpec, address: Address) -> list[str]:
         return [
@@ -126,7 +129,8 @@ class SGLangDialect:
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         # Connections are idle while the actor trains, and must stay open.
-        environment = {"SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
+        path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"PYTHONPATH": os.pathsep.join(path), "SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
         # It says that it is not well after its own limit, which is 20 s, while kernels may be compiled.
         environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(PAUSE_S))
         # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.

@@ -88,6 +88,7 @@ def _versions(head: Mapping[str, Any], n_tokens: int) -> npt.NDArray[np.int32] |
 class VLLMDialect:
     """The `Dialect` of vLLM."""
 
+    package = "vllm"
     generate_path = "/fivefold/generate"
     aliases = frozenset({"-tp", "-pp", "-n", "-r", "--headless", "--host", "--port"})
 

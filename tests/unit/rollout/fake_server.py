@@ -133,7 +133,7 @@ FLAVOURS = {
         prompt="token_ids",
         shares_port=True,
     ),
-    "sglang.launch_server": Flavour(
+    "fivefold_sglang": Flavour(
         flags=_words(
             "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
@@ -710,6 +710,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.is_ready.set()
 
     def do_POST(self) -> None:
+        key = os.environ.get("FIVEFOLD_SERVER_KEY")
+        if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+            self._send(401, {"error": "Unauthorized"})
+            return
         fake = self.server.fake
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         # A pause that comes once the request is in the log comes after the request.

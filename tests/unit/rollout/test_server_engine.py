@@ -37,7 +37,7 @@ COMMANDS = {
     "--generation-config vllm --logprobs-mode processed_logprobs --middleware fivefold_generate.Generate "
     "--disable-log-stats --disable-uvicorn-access-log --uvicorn-log-level warning "
     "--worker-extension-cls fivefold_weights.WorkerWeights --scheduler-cls fivefold_scheduler.scheduler",
-    "sglang": "-m sglang.launch_server --model-path {model} --tokenizer-path {tokenizer} "
+    "sglang": "-m fivefold_sglang --model-path {model} --tokenizer-path {tokenizer} "
     "--host 127.0.0.1 --port {address} --dtype bfloat16 --random-seed 5 "
     "--tp-size {tp} --pp-size {pp} --max-running-requests 6 --context-length {context} "
     "--log-level warning",

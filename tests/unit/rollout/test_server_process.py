@@ -26,7 +26,7 @@ from fivefold.rollout.servers.process import GUARD, ServerProcess
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.fake_server import Log, write_python
 
-SGLANG, VLLM = "sglang.launch_server", "vllm.entrypoints.openai.api_server"
+SGLANG, VLLM = "fivefold_sglang", "vllm.entrypoints.openai.api_server"
 LONGEST_S = 120.0
 """Most seconds that the end of a process may take, which only a failure uses up."""
 WITH_CHILD = {fake_server.HAS_CHILD: "1"}

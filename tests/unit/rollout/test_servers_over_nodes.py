@@ -96,7 +96,7 @@ def test_each_node_starts_its_part_and_the_first_one_answers(
     assert [value(row, "--nnodes") for row in (first, second)] == ["2", "2"]
     programs = {
         "vllm": (["vllm.entrypoints.openai.api_server"], ["vllm.entrypoints.cli.main", "serve", "--headless"]),
-        "sglang": (["sglang.launch_server"], ["sglang.launch_server"]),
+        "sglang": (["fivefold_sglang"], ["fivefold_sglang"]),
     }[backend]
     for row, program in zip((first, second), programs, strict=True):
         assert row["command"][: 1 + len(program)] == ["-m", *program]
