@@ -51,6 +51,8 @@ def read_metadata(folder: Path) -> dict[str, StoredArray]:
         ValueError: the metadata are missing or cannot be read, or the checkpoint is unfinished.
     """
     file = folder / METADATA_FILE
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no file, but a folder, a pipe or a device: fetch it again")
     try:
         with file.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()

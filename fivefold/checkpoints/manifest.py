@@ -11,6 +11,7 @@ that ends at any moment leaves either a whole checkpoint or a folder that does n
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -152,8 +153,10 @@ def compare(
 def _problem(path: Path, entry: FileEntry, deep: bool, on_bytes: Callable[[int], None]) -> str | None:
     """Return what is wrong with a file, None if nothing is."""
     try:
-        size = path.stat().st_size
-        if size != entry.bytes:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path} is no file, but a folder, a pipe or a device"
+        if (size := status.st_size) != entry.bytes:
             return f"{path} has {size:,} bytes, and {entry.bytes:,} were written: it is truncated or another file"
         if deep and digest(path, on_bytes) != entry.xxh3_128:
             return f"{path} is damaged: its checksum is not the one that was written"

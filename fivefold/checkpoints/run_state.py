@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
@@ -112,20 +115,11 @@ class RunState:
         """
         file = folder / FILE
         try:
-            values = read_json(file)
-            history, algorithm = values["kept_metric"], values.get("algorithm")
-            values["sampler"]["batches"][-1]
-            return cls(
-                **values
-                | {
-                    "fingerprints": Fingerprints(**values["fingerprints"]),
-                    "algorithm": None if algorithm is None else AlgorithmState(**algorithm),
-                    "kept_metric": None
-                    if history is None
-                    else MetricHistory(history["name"], {int(step): x for step, x in history["values"].items()}),
-                }
-            )
+            state = TypeAdapter(cls).validate_python(read_json(file))
+            datetime.fromisoformat(state.began)
+            _size, _n = state.sampler["batches"][-1]
+            return state
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{file} is missing") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, IndexError) as error:
             raise DamagedCheckpointError(f"{file} is damaged, or another version wrote it: {error!r}") from error

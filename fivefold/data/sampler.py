@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NotRequired, TypedDict, TypeVar
+from typing import Any, Generic, NotRequired, TypeVar
+
+# pydantic, which reads a state, needs this one before Python 3.12.
+from typing_extensions import TypedDict
 
 Item = TypeVar("Item")
 

@@ -11,12 +11,13 @@ import os
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -183,7 +184,7 @@ def _watch(
                 return "time"
             if now - looked >= LOOK_S:
                 looked = now
-                if _is_too_much(folder):
+                if _is_too_much(folder, process.pid):
                     return "files"
             open_streams = selector.get_map()
             wait_s = 0.0 if has_ended else max(0.0, min(LOOK_S, deadline - now))
@@ -202,16 +203,22 @@ def _watch(
                 return None
 
 
-def _is_too_much(folder: Path) -> bool:
-    """Return whether a program has too many or too large files; its folder has no subfolders."""
-    count = size = 0
-    with os.scandir(folder) as entries:
+def _is_too_much(folder: Path, process: int) -> bool:
+    """Return whether a program has too many or too large files; its folder has no subfolders.
+
+    A file that was deleted takes its place on the disk as long as the process has it open.
+    """
+    named = _statuses(folder, follow_symlinks=False)
+    opened = _statuses(Path(f"/proc/{process}/fd"), follow_symlinks=True)
+    deleted = [each for each in opened if stat.S_ISREG(each.st_mode) and each.st_nlink == 0]
+    return len(named) > MOST_FILES or sum(each.st_blocks * 512 for each in (*named, *deleted)) > MOST_FILE_BYTES
+
+
+def _statuses(folder: Path, *, follow_symlinks: bool) -> list[os.stat_result]:
+    """Return the status of all that is in a folder, without what goes meanwhile."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError), os.scandir(folder) as entries:
         for entry in entries:
-            try:
-                size += entry.stat(follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:  # it was deleted meanwhile
-                continue
-            count += 1
-            if count > MOST_FILES or size > MOST_FILE_BYTES:
-                return True
-    return False
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found.append(entry.stat(follow_symlinks=follow_symlinks))
+    return found

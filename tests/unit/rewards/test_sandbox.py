@@ -219,6 +219,11 @@ def test_a_program_that_does_not_end_is_ended(program: str) -> None:
         ("import sys\nwhile True: print('a' * 100000, file=sys.stderr)", "output"),
         ("i = 0\nwhile True:\n    i += 1\n    open(str(i), 'w').close()", "files"),
         ("i = 0\nwhile True:\n    i += 1\n    open(str(i), 'w').write('a' * 10**7)", "files"),
+        (
+            "import os\nkept = []\nfor i in range(40):\n    kept.append(open(str(i), 'w'))\n    os.unlink(str(i))\n"
+            "    kept[-1].write('a' * 10**7)\n    kept[-1].flush()\nfor i in range(10**8): pass",
+            "files",
+        ),
     ],
 )
 def test_a_program_that_floods_is_ended(program: str, ended: str) -> None:

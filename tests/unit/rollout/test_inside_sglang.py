@@ -41,8 +41,8 @@ def test_the_key_joins_the_arguments_without_being_on_the_command_line(tmp_path:
 
 
 @pytest.mark.parametrize("server", ["sglang"], indirect=True)
-def test_a_request_without_the_key_is_refused(served: Served) -> None:
-    [started] = served.log.rows("start")
+def test_a_request_without_the_key_is_refused(server: Served) -> None:
+    [started] = server.log.rows("start")
     command = started["command"]
     assert "--api-key" not in command
     port = command[command.index("--port") + 1]
