@@ -21,7 +21,7 @@ from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
-from fivefold.data.rows import held_out_usage
+from fivefold.data.rows import dropped_rows, held_out_usage
 from fivefold.data.sft import SFTExample
 from fivefold.observe.columns import PAIR_COLUMNS, Column
 from fivefold.observe.screens import ScreenKind
@@ -157,6 +157,12 @@ class Setup(RunSetup[Item]):
             ),
             "steps": f"{self.total_steps} of {self.recipe.train_dataset.batch_size} {self.method.unit}{unused}",
         }
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is odd about the data."""
+        yield from dropped_rows("train_dataset", self.data.n_rows, self.data.n_too_long)
+        if self.valid is not None:
+            yield from dropped_rows("valid_dataset", self.valid.n_rows, self.valid.n_too_long)
 
     @property
     def measured(self) -> tuple[str, ...]:

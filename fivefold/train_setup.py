@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from fivefold.config.algorithms import deviations
 from fivefold.config.schema.run import PeriodicConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
-from fivefold.data.rows import held_out_usage
+from fivefold.data.rows import dropped_rows, held_out_usage, repeated_prompts
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
 from fivefold.environments.build import check_environment
@@ -73,6 +73,18 @@ class TrainSetup(RunSetup[Prompt]):
         """Return what the banner says about the held-out prompts."""
         held_out, trained = ((prompt.token_ids for prompt in each.prompts) for each in (data, self.data))
         return held_out_usage(data.usage, held_out, trained)
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is odd about the data."""
+        for key, data in (
+            ("train_dataset", self.data),
+            ("valid_dataset", self.evaluator.data if self.evaluator else None),
+        ):
+            if data is not None:
+                yield from dropped_rows(key, data.n_rows, data.n_too_long)
+                # An environment may begin each episode with the same words.
+                if self.recipe.environment is None:
+                    yield from repeated_prompts(key, [prompt.token_ids for prompt in data.prompts])
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.json_text import read_object
+from fivefold.observe.jsonl import records
 from fivefold.observe.run_dir import RunDir
 
 OPERATIONAL = (
@@ -93,6 +94,10 @@ def _at_own(latest: Checkpoint, recipe: Recipe, run: RunDir) -> Start:
     wanted = state.last_step(recipe, state.sampler["n_items"])
     if run.ending() == "finished" and run.summary.is_file() and wanted <= state.total_steps:
         return _finished(run, changes)
+    last = max((record["step"] for record in records(run.metrics)), default=0)
+    if last < state.step:
+        text = f"{run.metrics} ends at step {last}, and the checkpoint is of step {state.step}"
+        print(f"{text}: curves lack the steps between", file=sys.stderr, flush=True)
     return _resumed(latest, state, changes, recipe, in_place=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
@@ -53,6 +53,25 @@ def load_rows(config: RowsConfig) -> list[Row]:
 def usage(n_used: int, n_rows: int, n_too_long: int) -> str:
     """Return the use of a data set's rows as a text: `90 of 100 rows, 10 too long`."""
     return f"{n_used:,} of {n_rows:,} rows" + (f", {n_too_long:,} too long" if n_too_long else "")
+
+
+def dropped_rows(key: str, n_rows: int, n_too_long: int) -> Iterator[str]:
+    """Yield a warning if half of a section's rows or more are too long."""
+    if 2 * n_too_long >= max(1, n_rows):
+        yield (
+            f"{n_too_long:,} of {n_rows:,} rows of {key} are dropped, because they have more tokens than "
+            f"{key}.max_length: raise it, or look at what the longest rows are"
+        )
+
+
+def repeated_prompts(key: str, prompts: Collection[Hashable]) -> Iterator[str]:
+    """Yield a warning if prompts come twice each on average or more often."""
+    n_different = len(set(prompts))
+    if 2 * n_different <= len(prompts):
+        yield (
+            f"the {len(prompts):,} prompts of {key} are {n_different:,} different ones: look at a rendered prompt in "
+            f"samples.jsonl, for {key}.prompt_key or a chat template may leave out what tells them apart"
+        )
 
 
 def held_out_usage(usage: str, held_out: Iterable[Hashable], trained: Iterable[Hashable]) -> str:

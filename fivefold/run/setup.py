@@ -61,10 +61,9 @@ class Groundwork:
             from_scratch=recipe.actor.init_from_scratch,
         )
 
-    def warnings(self, recipe: Recipe) -> dict[str, object]:
-        """Return the banner's entry about unused devices, keys without effect and odd values; empty: there are none."""
-        lines = [*self.placement.warnings(), *unused_keys(recipe, self.shape), *unusual_values(recipe)]
-        return {"warnings": "\n".join(lines)} if lines else {}
+    def warnings(self, recipe: Recipe) -> list[str]:
+        """Return lines about unused devices, keys without effect and odd values."""
+        return [*self.placement.warnings(), *unused_keys(recipe, self.shape), *unusual_values(recipe)]
 
 
 def lay_groundwork(recipe: Recipe, began: datetime | None = None) -> Groundwork:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
@@ -49,6 +49,10 @@ class RunSetup(ABC, Generic[Item]):
     @abstractmethod
     def facts(self) -> Mapping[str, object]:
         """Return what the banner says about this kind of run."""
+
+    @abstractmethod
+    def warnings(self) -> Iterator[str]:
+        """Yield what is odd about the data."""
 
     @property
     @abstractmethod
@@ -135,8 +139,9 @@ def run_whole(
         **setup.facts(),
         **start_facts(start, note),
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
-        **setup.ground.warnings(recipe),
     }
+    if warnings := [*setup.ground.warnings(recipe), *setup.warnings()]:
+        banner["warnings"] = "\n".join(warnings)
     with open_run(recipe, start, columns, banner, setup.total_steps, screen) as run:
         state = execute(setup, start, run, state, began)
         summary = {

@@ -386,6 +386,18 @@ def test_a_path_without_a_checkpoint_is_an_error_that_says_what_is_there(recipe_
 # Damage
 
 
+def test_metrics_that_lack_steps_before_the_checkpoint_are_noted(
+    recipe_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = recipe(recipe_file)
+    folder = run(loaded, 4, 8)
+    find_start(loaded, overwrite=False)
+    assert capsys.readouterr().err == ""
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    assert resumed(find_start(loaded, overwrite=False)).step == 8
+    assert "metrics.jsonl ends at step 2, and the checkpoint is of step 8" in capsys.readouterr().err
+
+
 def test_the_latest_good_checkpoint_is_the_newest_that_is_whole(
     recipe_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

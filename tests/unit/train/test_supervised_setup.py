@@ -35,6 +35,32 @@ def test_the_banner_tells_the_examples_that_fill_no_step(tmp_path: Path) -> None
     assert said == ["4 of 4 examples; 3 examples of each epoch fill no step", "2 of 11 examples"]
 
 
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([f"{n}+1=" for n in range(8)], []),
+        (["1+1="] * 4 + [f"{n}+2=" for n in range(4)], []),
+        (["1+1="] * 8, ["the 8 prompts of train_dataset are 1 different ones"]),
+        (["1+1="] * 4 + ["2+1="] * 4, ["the 8 prompts of train_dataset are 2 different ones"]),
+        (
+            [f"{n}+1=" for n in range(4)] + [f"{n}+1+1+1+1+1=" for n in range(4)],
+            ["4 of 8 rows of train_dataset are dropped, because they have more tokens than train_dataset.max_length"],
+        ),
+        ([f"{n}+1=" for n in range(5)] + [f"{n}+1+1+1+1+1=" for n in range(3)], []),
+    ],
+)
+def test_prompts_that_are_all_alike_or_mostly_too_long_are_told(
+    tmp_path: Path, texts: list[str], words: list[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in texts))
+    keys = [f"train_dataset={{path: {rows}, batch_size: 4, max_length: 8, answer_key: answer}}", "valid_dataset=null"]
+    recipe = load_recipe(RECIPES / "quickstart.yaml", [*keys, "actor.ppo_n_minibatches=1"], TrainRecipe)
+    warnings = list(set_up_train(recipe).warnings())
+    assert len(warnings) == len(words)
+    assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+
+
 def test_a_step_that_the_run_does_not_have_cannot_be_recorded(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": "1+1=", "response": "2"}) + "\n") * 4)
