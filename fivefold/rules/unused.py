@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.config.algorithms import ALGORITHMS
+from fivefold.config.keys import flattened
+from fivefold.config.roles import roles_of
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.rules import warnings_of
+from fivefold.config.schema.rules import said, warnings_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
+from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.rules.models import part_problems
 
 _WIDE = 0.1
 """Distance from 1 that the ratio of a sequence does not reach: its tokens' ratios lie on both sides of 1."""
 _CUT = "top_p, top_k or min_new_tokens cut the distribution"
 _ABSENT = object()
+OF_EVERY_ENGINE = {"use_deterministic_algorithms", "dist_checkpointing_path"}
+"""Keys of an engine's section that count, or are checked, with the other engine too."""
 
 
 def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
@@ -24,9 +30,13 @@ def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
         recipe: the recipe.
         shape: shape of the model at `actor.path`.
     """
-    lines = [*_by_rules(recipe), *part_problems("actor.megatron", recipe.actor.megatron, shape, warns=True)]
+    lines = [
+        *_by_rules(recipe),
+        *_other_engines(recipe),
+        *part_problems("actor.megatron", recipe.actor.megatron, shape, warns=True),
+    ]
     if isinstance(recipe, TrainRecipe):
-        lines += [*_corrections(recipe, shape), *_norms(recipe), *_clips(recipe)]
+        lines += [*_offloads(recipe), *_corrections(recipe, shape), *_norms(recipe), *_clips(recipe)]
     return tuple(lines)
 
 
@@ -36,6 +46,37 @@ def _by_rules(recipe: Recipe) -> Iterator[str]:
     for key, broken in warnings_of(recipe):
         if chosen.get(key, _ABSENT) != broken.value:
             yield broken.warning(key.removesuffix(broken.key).removesuffix("."))
+
+
+def _other_engines(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key of an engine that the model is not computed with."""
+    backends = {role.role: role.backend for role in recipe_allocation(recipe).roles}
+    for name, role in roles_of(recipe).items():
+        if not isinstance(role.section, EngineConfig):
+            continue
+        backend = backends.get(name, backends["actor"])
+        for engine in ("megatron", "fsdp"):
+            section = getattr(role.section, engine)
+            written = dict(flattened(section.model_dump(exclude_defaults=True))) if engine != backend else {}
+            for key in sorted(written.keys() - OF_EVERY_ENGINE):
+                yield (
+                    f"{role.spec.key}.{engine}.{key}={said(written[key])} has no effect: {role.spec.key}.backend is "
+                    f"{backend}"
+                )
+
+
+def _offloads(recipe: TrainRecipe) -> Iterator[str]:
+    """Yield a line for each key about what leaves the actor's devices, if nothing takes its place there."""
+    [group] = [group for group in recipe_allocation(recipe).groups if any(role.role == "actor" for role in group)]
+    if recipe.cluster.n_gpus_per_node == 0:
+        reason = "the actor computes in CPU processes"
+    elif len(group) == 1 and recipe_devices(recipe) is None:
+        reason = "no other role shares the actor's GPUs"
+    else:
+        return
+    for part, value in recipe.actor.offload.by_part.items():
+        if value is not None:
+            yield f"actor.offload.{part}={said(value)} has no effect: {reason}"
 
 
 def _corrections(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:

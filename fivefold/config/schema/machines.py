@@ -44,7 +44,9 @@ class SchedulerConfig(Section):
     """`local` starts Ray on this machine for this run alone; `ray` joins the cluster at `address`."""
     address: Annotated[str, reads_if(equals("type", "ray"), "names a cluster to join")] = "auto"
     """Address of the Ray cluster to join with `type: ray`: `auto`, or host:port."""
-    wait_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 60.0
+    wait_s: Annotated[
+        float, Field(ge=0, le=MOST_SECONDS), reads_if(equals("type", "ray"), "waits for a cluster", warns=True)
+    ] = 60.0
     """Seconds to wait, with `type: ray`, for nodes that the cluster lacks and for devices that other jobs hold."""
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""

@@ -46,7 +46,7 @@ class Condition:
             case "differs":
                 return value not in self.values
             case "given":
-                return value is not None and value != {}
+                return value is not None and value not in ({}, [])
             case "absent":
                 return not value
             case "above_0":

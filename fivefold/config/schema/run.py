@@ -11,7 +11,7 @@ from fivefold.config.keys import known_keys
 from fivefold.config.limits import LARGEST_SEED
 from fivefold.config.schema.fields import NAME, Duration, NonNegative, OneLine, Passes, PathText, Positive, Section
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
-from fivefold.config.schema.rules import absent, differs, reads_if, rule
+from fivefold.config.schema.rules import absent, differs, given, reads_if, rule
 
 _WRITES = reads_if(differs("mode", "disabled"), warns=True)
 """Condition of keys that shape the checkpoints of a run."""
@@ -122,9 +122,9 @@ class ProfileConfig(Section):
 
     steps: list[Positive] = []
     """Steps whose training is recorded, such as `[3, 4]`; the first ones compile and allocate."""
-    ranks: list[NonNegative] = [0]
+    ranks: Annotated[list[NonNegative], reads_if(given("steps"), warns=True)] = [0]
     """Ranks of the actor, and of the critic, that record."""
-    memory: bool = True
+    memory: Annotated[bool, reads_if(given("steps"), warns=True)] = True
     """On GPUs, record every allocation too."""
 
 

@@ -24,7 +24,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         (["actor.kl_estimator=k2"], ["actor.kl_estimator=k2 has no effect: actor.kl_ctl is 0"]),
         (["actor.reward_norm.eps=0.1"], []),
         (["actor.gae_lambda=0.9"], ["actor.gae_lambda=0.9 has no effect: actor.advantage is grpo"]),
-        (["actor.gae_lambda=0.9", "algorithm=ppo", "critic.path=m"], []),
+        (["actor.gae_lambda=0.9", "algorithm=ppo", "critic={path: m, backend: 'megatron:d2'}"], []),
         (
             ["actor.reward_norm.std_level=none", "actor.reward_norm.eps=0.1"],
             ["actor.reward_norm.eps=0.1 has no effect: actor.reward_norm.std_level is none"],
@@ -60,6 +60,40 @@ RECIPES = Path(__file__).parents[3] / "recipes"
             ["recover.mode=disabled", "recover.freq_steps=5"],
             ["recover.freq_steps=5 has no effect: recover.mode is disabled"],
         ),
+        (
+            ["actor.fsdp.forward_prefetch=2", "actor.fsdp.optimizer.state_on=host"],
+            [
+                "actor.fsdp.forward_prefetch=2 has no effect: actor.backend is megatron",
+                "actor.fsdp.optimizer.state_on=host has no effect: actor.backend is megatron",
+            ],
+        ),
+        (["actor.backend=fsdp:d2", "actor.fsdp.forward_prefetch=2"], []),
+        (
+            ["actor.backend=fsdp:d2", "actor.megatron.transformer.moe_aux_loss_coeff=0.1"],
+            ["actor.megatron.transformer.moe_aux_loss_coeff=0.1 has no effect: actor.backend is fsdp"],
+        ),
+        (
+            ["algorithm=ppo", "critic={path: m, backend: 'megatron:d2'}", "critic.fsdp.logprob_chunk_size=64"],
+            ["critic.fsdp.logprob_chunk_size=64 has no effect: critic.backend is megatron"],
+        ),
+        (
+            ["actor.offload.params=true"],
+            ["actor.offload.params=true has no effect: the actor computes in CPU processes"],
+        ),
+        (
+            ["actor.offload.grads=false", "cluster.n_gpus_per_node=3"],
+            ["actor.offload.grads=false has no effect: no other role shares the actor's GPUs"],
+        ),
+        (
+            [
+                "actor.offload.grads=false",
+                "cluster.n_gpus_per_node=2",
+                "rollout={backend: 'transformers:d2', colocate: true}",
+            ],
+            [],
+        ),
+        (["profile.memory=false"], ["profile.memory=false has no effect: profile.steps is []"]),
+        (["scheduler.wait_s=5"], ["scheduler.wait_s=5 has no effect: scheduler.type is local"]),
         (["actor.rollout_correction.auto_threshold=1e-4"], []),
         (
             ["actor.rollout_correction.auto_threshold=1e-4", "gconfig.top_k=9"],
