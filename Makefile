@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: help install quickstart quickstart-5d smollm2 test test-browser lint format clean
+.PHONY: help install quickstart quickstart-5d smollm2 test test-browser test-floors lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,12 @@ test: $(STAMP) ## run the tests
 test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
 	$(RUN)/python -m pytest tests/browser -rs -p no:cacheprovider $(ARGS)
 
+# What an old release of a library lacks shows in what reads files, speaks HTTP and starts processes.
+test-floors: $(STAMP) ## run tests with the oldest releases of libraries that pyproject.toml admits, in .venv-floors
+	$(RUN)/python scripts/floors.py > .floors.txt
+	PIP_CONSTRAINT=.floors.txt PYTHON="$(PYTHON)" VENV=.venv-floors bash scripts/install.sh
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/e2e/test_train.py $(ARGS)
+
 lint: $(STAMP) ## format, lint, types, import directions and wording
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
@@ -46,4 +52,4 @@ format: $(STAMP) ## put the code into its format
 	$(RUN)/ruff check --fix .
 
 clean: ## remove the environment and all outputs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-floors .floors.txt runs

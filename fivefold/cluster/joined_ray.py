@@ -12,12 +12,15 @@ import ray
 
 from fivefold.cluster.compat import NoDriverFolders, require_listening, signals_kept
 from fivefold.cluster.nodes import Node
+from fivefold.cluster.open_ray import is_open
 
 CONNECT_S = 5.0
 """Seconds within which a machine that is not lost accepts a connection."""
 LOSS_S = 1.5
 """Seconds after a worker's failure in which its node may turn out to be lost. The worker may end before the raylet."""
 POLL_S = 0.1
+PROBE_S = 60.0
+"""Seconds that a process without a token has to reach the cluster, or to be refused."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,15 @@ class JoinedRay:
     """TCP port of the process there that keeps them, the GCS."""
 
     @classmethod
-    def join(cls, address: str) -> JoinedRay:
+    def join(cls, address: str, *, require_token: bool = True) -> JoinedRay:
         """Connect to the cluster at `address`.
 
+        Args:
+            address: `auto`, or host:port.
+            require_token: whether a cluster is refused that takes commands without a token.
+
         Raises:
-            ValueError: there is none, or it asks for a token that this process does not have.
+            ValueError: there is none, it asks for a token that this process does not have, or it is refused.
         """
         try:
             require_listening(address)
@@ -44,7 +51,15 @@ class JoinedRay:
                 )
         except ConnectionError as error:
             raise ValueError(_why_not_joined(address, error)) from error
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        gcs = ray.get_runtime_context().gcs_address
+        if require_token and is_open(gcs, PROBE_S):
+            ray.shutdown()
+            raise ValueError(
+                f"the Ray cluster at scheduler.address={address!r} takes commands without a token, from whoever "
+                f"reaches {gcs}: start it with RAY_AUTH_MODE=token and a token on every machine (docs/cluster.md), or, "
+                "if the network keeps everybody else out, set scheduler.require_token=false"
+            )
+        host, _, port = gcs.rpartition(":")
         return cls(host.strip("[]"), int(port))
 
     def has_lost_its_head(self) -> bool:

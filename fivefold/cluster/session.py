@@ -74,7 +74,11 @@ class Session:
         is_local = scheduler.type == "local"
         its_ray = None
         try:
-            its_ray = LocalRay.start() if is_local else JoinedRay.join(scheduler.address)
+            its_ray = (
+                LocalRay.start()
+                if is_local
+                else JoinedRay.join(scheduler.address, require_token=scheduler.require_token)
+            )
             with timers.phase("reserving devices"):
                 wait_s = 0.0 if is_local else scheduler.wait_s
                 nodes = reserve(cluster.n_nodes, cluster.n_gpus_per_node, wait_s, is_local=is_local)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from fivefold.cluster.open_ray import is_open
 from fivefold.doctor.finding import NOTHING_TO_DO, Finding
 
 RAY_PORT = 6379
@@ -18,6 +19,8 @@ FEW_PORTS = 1000
 INFINIBAND = Path("/sys/class/infiniband")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 CONNECT_TIMEOUT_S = 2.0
+PROBE_S = 10.0
+"""Seconds that a cluster has to say whether it asks for a token."""
 
 
 def check_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -27,10 +30,12 @@ def check_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         environment: variables that name proxies and a Ray cluster.
     """
     name = socket.gethostname()
+    listening = _listens(RAY_PORT)
+    takes_all = listening and is_open(f"127.0.0.1:{RAY_PORT}", PROBE_S)
     return [
         check_loopback(),
         check_host_name(name, resolves(name)),
-        check_ray_address(environment.get("RAY_ADDRESS"), listening=_listens(RAY_PORT)),
+        check_ray_address(environment.get("RAY_ADDRESS"), listening=listening, takes_all=takes_all),
         *check_proxies(environment),
         check_addresses(_addresses(), _adapters(), _port_range()),
     ]
@@ -63,11 +68,14 @@ def check_host_name(name: str, resolvable: bool) -> Finding:
     return Finding("host name", "warning", f"{name} has no address", fix)
 
 
-def check_ray_address(address: str | None, *, listening: bool) -> Finding:
+def check_ray_address(address: str | None, *, listening: bool, takes_all: bool = False) -> Finding:
     """Check whether there is a Ray cluster to join."""
     join = "scheduler.type=ray joins it"
     if address:
         return Finding("Ray cluster", "ok", f"RAY_ADDRESS={address}", join)
+    if takes_all:
+        fix = "start it with RAY_AUTH_MODE=token (docs/cluster.md), or set scheduler.require_token=false"
+        return Finding("Ray cluster", "warning", f"the one on port {RAY_PORT} takes commands without a token", fix)
     if listening:
         return Finding("Ray cluster", "ok", f"something listens on port {RAY_PORT}", join)
     return Finding("Ray cluster", "ok", "none here", "for several nodes: ray start --head")

@@ -48,5 +48,8 @@ class SchedulerConfig(Section):
         float, Field(ge=0, le=MOST_SECONDS), reads_if(equals("type", "ray"), "waits for a cluster", warns=True)
     ] = 60.0
     """Seconds to wait, with `type: ray`, for nodes that the cluster lacks and for devices that other jobs hold."""
+    require_token: Annotated[bool, reads_if(equals("type", "ray"), "refuses a cluster", warns=True)] = True
+    """With `type: ray`, refuse a cluster that takes commands without a token, from whoever reaches its ports; false:
+    the network alone keeps others out (docs/security.md)."""
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""

@@ -23,10 +23,10 @@ DRIVER = Path(__file__).with_name("joined_driver.py")
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of a Ray cluster with a token and one node, which claims to have four GPUs."""
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of a Ray cluster with one node, which claims to have four GPUs. It asks for a token by default."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_MODE", getattr(request, "param", "token"))
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")  # no workers before they are asked for
     with socket.socket() as held:
@@ -76,6 +76,16 @@ def test_roles_share_reserved_devices_and_release_them_at_the_end(cluster: str, 
         assert first != second
         assert seen["rollout"] == [[second], [first]]
         assert "cluster.n_gpus_per_node is 5, but this machine has 4 GPUs" in str(told["refused"])
+
+
+@pytest.mark.parametrize("cluster", ["disabled"], indirect=True)
+def test_a_cluster_that_asks_for_no_token_is_refused_unless_the_recipe_takes_it(cluster: str) -> None:
+    for require_token, words in ((True, "takes commands without a token, from whoever "), (False, "joined")):
+        join = f"JoinedRay.join({cluster!r}, require_token={require_token}); print('joined')"
+        command = [sys.executable, "-c", f"from fivefold.cluster.joined_ray import JoinedRay; {join}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert words in done.stderr + done.stdout
+        assert (done.returncode == 0) is not require_token
 
 
 def test_joining_a_cluster_that_was_killed_fails_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
