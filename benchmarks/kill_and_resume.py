@@ -1,6 +1,8 @@
 """Kills runs at random moments, resumes them, and compares what they end with to a run that nobody killed.
 
     python benchmarks/kill_and_resume.py --kills 200 --jobs 4
+    python benchmarks/kill_and_resume.py --kills 50 --recipe recipes/quickstart-ppo.yaml
+    python benchmarks/kill_and_resume.py --kills 50 actor.backend=fsdp:d1
 
 The quickstart is shortened: 8 steps with a checkpoint after each. Every trial starts the same command again and again;
 each start but the last is killed, until the run finishes by itself. The victims and the moments are drawn at random:
@@ -42,6 +44,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 OVERRIDES = (
     "total_train_steps=8", "train_dataset.batch_size=8", "gconfig.n_samples=4", "valid_dataset.limit=32",
     "recover.freq_steps=1", "recover.max_to_keep=1", "stats.n_logged_samples=32", "stats.trackers=[]",
+    "experiment_name=quickstart",
 )  # fmt: skip
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 VICTIMS = ("driver", "worker", "everything", "asked to end")
@@ -68,12 +71,13 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=6, help="most kills of one trial")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no trial after this time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="recipe of `fivefold train`")
     parser.add_argument("overrides", nargs="*", help="keys of the recipe to set, such as actor.backend=megatron:d1")
     args = parser.parse_args()
     with TemporaryDirectory(prefix="kill-and-resume-") as root:
         folder = Path(root)
         began = time.monotonic()
-        code = _start(folder, "undisturbed", args.overrides).wait(TIMEOUT_S)
+        code = _start(folder, "undisturbed", args).wait(TIMEOUT_S)
         if code != 0:
             sys.exit(f"the run that nobody killed ended with {code}")
         whole = time.monotonic() - began
@@ -116,7 +120,7 @@ def _trial(
     run = folder / "quickstart" / name
     for _ in range(chance.randint(1, args.most)):
         victim, moment = chance.choice(VICTIMS), chance.choice(MOMENTS)
-        driver = _start(folder, name, args.overrides)
+        driver = _start(folder, name, args)
         tally.starts += 1
         _wait_for(moment, run, driver, chance.uniform(0.0, whole))
         if driver.poll() is None:
@@ -129,14 +133,14 @@ def _trial(
         if code not in {-signal.SIGKILL, 1, 130}:
             return f"a start that was killed ended with {code}"
     tally.starts += 1
-    code = _start(folder, name, args.overrides).wait(TIMEOUT_S)
+    code = _start(folder, name, args).wait(TIMEOUT_S)
     return None if code == 0 else f"the last start, which nobody killed, ended with {code}; see {run}.log"
 
 
-def _start(folder: Path, name: str, overrides: list[str]) -> subprocess.Popen[bytes]:
+def _start(folder: Path, name: str, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-m", "fivefold", "train", str(RECIPE),
-        f"cluster.fileroot={folder}", f"trial_name={name}", *OVERRIDES, *overrides,
+        sys.executable, "-m", "fivefold", "train", str(args.recipe.resolve()),
+        f"cluster.fileroot={folder}", f"trial_name={name}", *OVERRIDES, *args.overrides,
     ]  # fmt: skip
     log = (folder / f"{name}.log").open("ab")
     return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: its files with their sizes and digests. A folder without a manifest is no checkpoint.
 
-    {"format": 1, "step": 12, "saved": "2026-05-04T10:00:00+00:00", "model": "9f2c...",
+    {"format": 2, "step": 12, "saved": "2026-05-04T10:00:00+00:00", "model": "9f2c...",
      "files": {"run.json": {"bytes": 1843, "xxh3_128": "01c4..."}, "trainer/__0_0.distcp": {...}, ...},
      "xxh3_128": "77ab..."}
 
@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from fivefold.json_text import read_json
@@ -112,12 +113,10 @@ def read(folder: Path) -> Manifest:
             "version that wrote it"
         )
     try:
-        files = {name: FileEntry(**entry) for name, entry in values.pop("files").items()}
-        read = Manifest(**values, files=files)
-        datetime.fromisoformat(read.saved)
-        sum([read.step, read.format, read.n_bytes])
-        return read
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        content = TypeAdapter(Manifest).validate_python(values)
+        datetime.fromisoformat(content.saved)  # readers show it as a time
+        return content
+    except ValueError as error:
         raise DamagedCheckpointError(f"{file} is damaged: it is not of the form of a manifest ({error!r})") from error
 
 

@@ -116,6 +116,7 @@ class RunState:
         file = folder / FILE
         try:
             state = TypeAdapter(cls).validate_python(read_json(file))
+            # What readers take for granted.
             datetime.fromisoformat(state.began)
             _size, _n = state.sampler["batches"][-1]
             return state

@@ -147,7 +147,7 @@ def _read(file: Path) -> GGUFReader:
 
     try:
         return GGUFReader(file)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:  # a key twice is a KeyError
         raise ValueError(f"{file} is not a whole GGUF file ({error}): fetch it again") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,15 @@ def test_a_truncated_file_is_an_error(share: float, tiny_model: MakeModel, tmp_p
     source.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match="not a whole GGUF file"):
         convert_gguf(source, tmp_path / "out")
+
+
+def test_a_file_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    key = b"general.architecture"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<II", gguf.GGUFValueType.UINT32, 7)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + entry + entry)
+    with pytest.raises(ValueError, match="not a whole GGUF file"):
+        convert_gguf(file, tmp_path / "out")
 
 
 def test_without_the_gguf_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
