@@ -83,7 +83,7 @@ def train_an_epoch(case: Case, folder: Path) -> Seen:
     engine, recorder = case.engine(folder, OptimizerConfig()), Recorder()
     sampler = EpochSampler(list(enumerate(examples())), batch_size=BATCH_SIZE, shuffle=True, seed=5)
     counts, expected_counts = [], []
-    while sampler.epoch == 0:
+    while sampler.place[0] == 0:
         chosen = sampler.next_batch()
         batch = as_batch([example for _, example in chosen])
         numbers = torch.tensor([float(number) for number, _ in chosen])

@@ -74,7 +74,7 @@ def task(index: int, seed: int = 0) -> Task:
     return Task(Prompt(index, "", (1, index), None), GenerationRequest((1, index), seed), SAMPLING)
 
 
-def played(player: Player, calls: int = 200) -> dict[int, list[Episode]]:
+def played(player: Player, calls: int = 2000) -> dict[int, list[Episode]]:
     done: dict[int, list[Episode]] = {}
     for _ in range(calls):
         done |= dict(player.advance(0.01))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +157,9 @@ def test_sums_that_differ_by_rounding_are_no_signal() -> None:
     parts = RewardSet(tuple(WeightedReward(NamedReward(values, part(values), None)) for values in ("13", "22", "31")))
     with steps_of({1, 4, 6, 9}, 40, "actor.dynamic_sampling=true", rewards=parts) as (steps, _):
         taken = steps.take(1)
-    assert len({sample.reward for sample in taken.samples if sample.prompt.index == 1}) == 2
+    # From Python 3.12 on, `sum` makes up for the rounding by itself.
+    n_sums = 2 if sys.version_info < (3, 12) else 1
+    assert len({sample.reward for sample in taken.samples if sample.prompt.index == 1}) == n_sums
     assert taken.metrics["dynamic_sampling/kept"] == 0
 
 
