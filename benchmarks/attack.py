@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import typer
+
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.checkpoints import manifest
 from fivefold.cli.command import reporting_errors
@@ -108,6 +110,8 @@ def _in_child(run: Callable[[], object], errors: int) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except typer.Exit as end:
+        code = end.exit_code
     except BaseException:  # noqa: BLE001 - it is what is looked for
         traceback.print_exc()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -127,7 +128,7 @@ class Run:
     def _measured(self, name: str) -> float | None:
         """Return a number of the summary; None: it has none of this name."""
         value = self.summary.get(name)
-        return value if isinstance(value, int | float) else None
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     def headline(self) -> str:
         """Return how the run ended or stands, and with what, in one line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from fivefold.bridge.finite import not_finite_error
+from fivefold.bridge.weight_files import survey
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_names import not_finite
 
@@ -93,7 +95,8 @@ def end_tokens(
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel
-    with _reading("config.json or the weights"):
+    _check_size(path, config)
+    with _reading("config.json, generation_config.json or weights"):
         # Tensors of another shape are then in the report too; without the option they end in an error without a name.
         model, report = _AUTO_MODEL.from_pretrained(
             path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -102,6 +105,31 @@ def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTr
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
     return model
+
+
+def _check_size(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a config.json of a far larger model than the weight files hold: it would be filled up at random first.
+
+    Raises:
+        ValueError: it describes twice as many parameters or more, or more layers than there are tensors.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return  # several numbers may be packed into one
+    file = cached_file(path, CONFIG_NAME)
+    tensors = survey(Path(file).parent).tensors.values() if file else ()
+    n_stored = sum(math.prod(tensor.shape) for tensor in tensors)
+    with _reading("config.json"):
+        n_layers = config.get_text_config().num_hidden_layers
+        too_deep = n_layers > len(tensors)
+        if not too_deep:
+            with torch.device("meta"):
+                described = _AUTO_MODEL.from_config(config).num_parameters()
+    if tensors and (too_deep or described >= 2 * n_stored):
+        what = f"{n_layers:,} layers" if too_deep else f"{described:,} parameters"
+        raise ValueError(
+            f"the config.json of {path!r} describes a model of {what}, and its weight files hold {len(tensors)} "
+            f"tensors with {n_stored:,} numbers: fetch the folder again"
+        )
 
 
 def _fits_grouped_matmul(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -91,3 +92,43 @@ def test_weights_that_are_drawn_at_random_need_no_files(broken: Path) -> None:
     (broken / "model.safetensors").unlink()
     setup = train.set_up(train_recipe(f"actor.path={broken}", "actor.init_from_scratch=true"))
     assert setup.ground.path == str(broken)
+
+
+def changed(folder: Path, file: str, **values: object) -> None:
+    path = folder / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a value of another type": (lambda m: changed(m, "config.json", head_dim=float("nan")), "head_dim|config.json"),
+    "a larger model": (
+        lambda m: (m / "config.json").write_text('{"model_type": "llama"}'),
+        r"describes a model of 6,738,415,616 parameters, and its weight files hold 135 tensors",
+    ),
+    "far more layers": (
+        lambda m: (m / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1000000000}'),
+        r"describes a model of 1,000,000,000 layers",
+    ),
+    "an end that is no token": (
+        lambda m: changed(m, "generation_config.json", eos_token_id="x"),
+        "'x', and no token id",
+    ),
+    "no generation config": (
+        lambda m: (m / "generation_config.json").write_text("null"),
+        r"cannot be built from its .*generation_config\.json",
+    ),
+    "a broken tokenizer": (
+        lambda m: changed(m, "tokenizer_config.json", model_max_length="\x00"),
+        "has no usable tokenizer",
+    ),
+    "a pipe": (lambda m: os.mkfifo(m / "added_tokens.json"), r"added_tokens\.json is a pipe or a device"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_of_a_model_ends_in_a_message_that_names_it(tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(TINY_MOE, tmp_path / "odd"))
+    change, words = ODD[name]
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        run_generate(str(folder))
