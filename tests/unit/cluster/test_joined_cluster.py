@@ -56,11 +56,17 @@ def listens(port: int) -> bool:
     return True
 
 
-def drive(address: str, folder: Path) -> dict[str, object]:
+def driven(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, again while the cluster does not answer yet."""
     for _ in range(3):
-        done = subprocess.run([sys.executable, str(DRIVER), address, str(folder)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
         if "no Ray cluster answers" not in done.stderr:
             break
+    return done
+
+
+def drive(address: str, folder: Path) -> dict[str, object]:
+    done = driven(str(DRIVER), address, str(folder))
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -82,8 +88,7 @@ def test_roles_share_reserved_devices_and_release_them_at_the_end(cluster: str, 
 def test_a_cluster_that_asks_for_no_token_is_refused_unless_the_recipe_takes_it(cluster: str) -> None:
     for require_token, words in ((True, "takes commands without a token, from whoever "), (False, "joined")):
         join = f"JoinedRay.join({cluster!r}, require_token={require_token}); print('joined')"
-        command = [sys.executable, "-c", f"from fivefold.cluster.joined_ray import JoinedRay; {join}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = driven("-c", f"from fivefold.cluster.joined_ray import JoinedRay; {join}")
         assert words in done.stderr + done.stdout
         assert (done.returncode == 0) is not require_token
 
