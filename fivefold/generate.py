@@ -16,6 +16,7 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
 from fivefold.observe.errors import RunFailed
+from fivefold.rollout.hf_model import check_size
 from fivefold.rollout.protocol import SamplingParams, complete, group_requests
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
@@ -90,3 +91,5 @@ def _check_weights(folder: Path) -> None:
         # Models that no engine trains can still generate; transformers compares their tensors when it loads them.
         shape = None
     check_weights(folder, shape)
+    if shape is None:
+        check_size(str(folder))

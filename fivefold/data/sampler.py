@@ -79,6 +79,11 @@ class EpochSampler(Generic[Item]):
         self._ordered_epoch: int | None = None
 
     @property
+    def n_items(self) -> int:
+        """Number of items of the data set."""
+        return len(self._items)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Number of batches in an epoch."""
         return len(self._items) // self._batch_size

@@ -268,7 +268,8 @@ class Source:
         Unlike the number, the place does not depend on the batch size, which may change when a run continues.
         """
         numbered = self._numbered()
-        return {number - min(numbered): group for number, group in numbered.items()}
+        first = min(numbered, default=0)
+        return {number - first: group for number, group in numbered.items()}
 
     def _waiting(self) -> dict[int, Group]:
         with self.stream.changed:

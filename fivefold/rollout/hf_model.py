@@ -95,7 +95,6 @@ def end_tokens(
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel
-    _check_size(path, config)
     with _reading("config.json, generation_config.json or weights"):
         # Tensors of another shape are then in the report too; without the option they end in an error without a name.
         model, report = _AUTO_MODEL.from_pretrained(
@@ -107,12 +106,16 @@ def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTr
     return model
 
 
-def _check_size(path: str, config: PreTrainedConfig) -> None:
+def check_size(path: str) -> None:
     """Refuse a config.json of a far larger model than the weight files hold: it would be filled up at random first.
+
+    For models whose tensors `check_weights` does not know.
 
     Raises:
         ValueError: it describes twice as many parameters or more, or more layers than there are tensors.
     """
+    with _reading("config.json"):
+        config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
         return  # several numbers may be packed into one
     file = cached_file(path, CONFIG_NAME)

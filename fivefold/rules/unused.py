@@ -12,6 +12,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rules import said, warnings_of
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
+from fivefold.layout.allocation import Allocation
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.rules.models import part_problems
 
@@ -30,13 +31,14 @@ def unused_keys(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
         recipe: the recipe.
         shape: shape of the model at `actor.path`.
     """
+    allocation = recipe_allocation(recipe)
     lines = [
         *_by_rules(recipe),
-        *_other_engines(recipe),
+        *_other_engines(recipe, allocation),
         *part_problems("actor.megatron", recipe.actor.megatron, shape, warns=True),
     ]
     if isinstance(recipe, TrainRecipe):
-        lines += [*_offloads(recipe), *_corrections(recipe, shape), *_norms(recipe), *_clips(recipe)]
+        lines += [*_offloads(recipe, allocation), *_corrections(recipe, shape), *_norms(recipe), *_clips(recipe)]
     return tuple(lines)
 
 
@@ -48,9 +50,9 @@ def _by_rules(recipe: Recipe) -> Iterator[str]:
             yield broken.warning(key.removesuffix(broken.key).removesuffix("."))
 
 
-def _other_engines(recipe: Recipe) -> Iterator[str]:
+def _other_engines(recipe: Recipe, allocation: Allocation) -> Iterator[str]:
     """Yield a line for each key of an engine that the model is not computed with."""
-    backends = {role.role: role.backend for role in recipe_allocation(recipe).roles}
+    backends = {role.role: role.backend for role in allocation.roles}
     for name, role in roles_of(recipe).items():
         if not isinstance(role.section, EngineConfig):
             continue
@@ -65,9 +67,9 @@ def _other_engines(recipe: Recipe) -> Iterator[str]:
                 )
 
 
-def _offloads(recipe: TrainRecipe) -> Iterator[str]:
+def _offloads(recipe: TrainRecipe, allocation: Allocation) -> Iterator[str]:
     """Yield a line for each key about what leaves the actor's devices, if nothing takes its place there."""
-    [group] = [group for group in recipe_allocation(recipe).groups if any(role.role == "actor" for role in group)]
+    [group] = [group for group in allocation.groups if any(role.role == "actor" for role in group)]
     if recipe.cluster.n_gpus_per_node == 0:
         reason = "the actor computes in CPU processes"
     elif len(group) == 1 and recipe_devices(recipe) is None:

@@ -129,8 +129,7 @@ def run_whole(
     check_devices(recipe.scheduler, recipe.cluster)  # before the data are read, which may take long
     setup = set_up(start.began)
     if isinstance(start, Resume):
-        n_items = setup.sampler.state_dict()["n_items"]
-        setup = replace(setup, total_steps=start.state.last_step(recipe, n_items))
+        setup = replace(setup, total_steps=start.state.last_step(recipe, setup.sampler.n_items))
     _check_profile(setup)
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
     banner = {
