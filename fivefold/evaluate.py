@@ -42,7 +42,7 @@ from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.roles.specs import model_shape
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.rollout.tokenizer import load_tokenizer
+from fivefold.rollout.tokenizer import tokenizer_of
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import check_tokens, sampling_problems
 from fivefold.rules.rollout import server_problems
@@ -213,8 +213,7 @@ def evaluate(
     shape = load_shape(folder)
     placement = _place(recipe, shape)
     check_weights(folder, shape)
-    tokenizer_path = resolve_model_path(recipe.tokenizer_path or path)
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=recipe.trust_remote_code)
+    tokenizer = tokenizer_of(recipe, path)
     frozen_roles = [role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"]
     check_tokenizers(recipe, frozen_roles, shape, tokenizer)
     check_weight_files(recipe, frozen_roles)

@@ -19,7 +19,7 @@ from fivefold.environments.play import Player
 from fivefold.evaluate import check_lengths
 from fivefold.families.read import load_shape
 from fivefold.rollout.protocol import SamplingParams, group_requests
-from fivefold.rollout.tokenizer import decoded, load_tokenizer
+from fivefold.rollout.tokenizer import decoded, tokenizer_of
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Episode, Prompt, Trajectory
 
@@ -43,8 +43,7 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
         EnvironmentFailed: the environment failed in an episode.
     """
     path = resolve_model_path(recipe.actor.path if model is None else model)
-    tokenizer_path = resolve_model_path(recipe.tokenizer_path or path)
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=recipe.trust_remote_code)
+    tokenizer = tokenizer_of(recipe, path)
     check_environment(recipe.environment, tokenizer)
     prompts = load_prompts(recipe.train_dataset, tokenizer).prompts[:n]
     sampling = SamplingParams.for_training(recipe)
@@ -55,7 +54,7 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
         dtype=recipe.actor.dtype,
         device=device,
         max_batch_size=n,
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=recipe.tokenizer_path,
         load_weights=True,
         trust_remote_code=recipe.trust_remote_code,
     )

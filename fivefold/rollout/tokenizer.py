@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
+from fivefold.config.paths import resolve_model_path
+from fivefold.config.schema.run import RunConfig
 from fivefold.json_text import read_json
 
 if TYPE_CHECKING:
@@ -57,6 +59,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{problem} (its vocabulary is {sorted(tokenizer.get_vocab())})")
     return tokenizer
+
+
+def tokenizer_of(recipe: RunConfig, model: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a recipe whose model is at `model` (folder or hub name).
+
+    Raises:
+        ValueError: see `load_tokenizer`.
+    """
+    path = resolve_model_path(recipe.tokenizer_path or model)
+    return load_tokenizer(path, trust_remote_code=recipe.trust_remote_code)
 
 
 def _own_code(folder: Path) -> str | None:

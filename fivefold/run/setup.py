@@ -27,7 +27,7 @@ from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.timers import SUFFIX, EventLog, PhaseTimers
 from fivefold.observe.trackers.background import Trackers, check_installed
 from fivefold.roles.checks import check_tokenizers, check_weight_files
-from fivefold.rollout.tokenizer import fix_date, load_tokenizer
+from fivefold.rollout.tokenizer import fix_date, tokenizer_of
 from fivefold.rules.recipe import check_recipe
 from fivefold.rules.unused import unused_keys
 from fivefold.rules.unusual import unusual_values
@@ -85,8 +85,7 @@ def lay_groundwork(recipe: Recipe, began: datetime | None = None) -> Groundwork:
     check_recipe(recipe, shape, others)
     roles = roles_of(recipe).values()
     check_weight_files(recipe, roles)
-    tokenizer_path = resolve_model_path(recipe.tokenizer_path or path)
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=recipe.trust_remote_code)
+    tokenizer = tokenizer_of(recipe, path)
     check_tokenizers(recipe, roles, shape, tokenizer)
     fix_date(tokenizer, began or datetime.now(UTC))
     return Groundwork(path, shape, placement, tokenizer, others)
