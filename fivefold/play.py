@@ -40,7 +40,6 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
 
     Raises:
         ValueError: the model, the data or the environment cannot be loaded.
-        EnvironmentFailed: the environment failed in an episode.
     """
     path = resolve_model_path(recipe.actor.path if model is None else model)
     tokenizer = tokenizer_of(recipe, path)
@@ -71,6 +70,8 @@ def described(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, episode: Episo
     """Return an episode as a text: how it ended, its rewards, and the turns of each of its sequences."""
     rewards = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items()) or "none yet"
     turns = f"{episode.n_turns} turn{'s' * (episode.n_turns != 1)}"
+    if episode.failure is not None:
+        return f"prompt {prompt.index + 1}: {episode.failure}"
     lines = [f"prompt {prompt.index + 1}: {episode.finish_reason} after {turns}; rewards: {rewards}"]
     n = len(episode.trajectories)
     for number, trajectory in enumerate(episode.trajectories, start=1):

@@ -21,9 +21,13 @@ import torch
 
 FinishReason = Literal["stop", "length"]
 """Why a completion ended."""
-StopReason = FinishReason | Literal["done", "turns", "context", "time"]
+StopReason = FinishReason | Literal["done", "turns", "context", "time", "failed"]
 """Why an episode ended. One of a single turn ends as its completion does; of several turns: the environment said so
-(`done`), it had as many turns as it may have (`turns`), no room for another one (`context`), or no time (`time`)."""
+(`done`), it had as many turns as it may have (`turns`), no room for another one (`context`), no time (`time`), or the
+environment raised an error (`failed`), and the episode leaves its group."""
+
+TRUNCATED: tuple[StopReason, ...] = ("length", "context")
+"""Why an episode ended that a limit on tokens cut off."""
 
 Cuts = tuple[tuple[int, ...], ...]
 """Tokens of each sequence of each row; a row's sequences lie end to end."""
@@ -41,25 +45,6 @@ ENVIRONMENT = "environment"
 """Name of an environment's reward that has no other name."""
 FULL_REWARD = 1.0
 """Least reward of a completion that counts as right."""
-
-
-def route_dtype(n_experts: int) -> torch.dtype:
-    """Return the dtype of routes of so many experts."""
-    return torch.int8 if n_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
-
-
-def padded_routes(parts: Sequence[npt.NDArray[Any]], n_tokens: int, dtype: torch.dtype) -> Routes:
-    """Return routes that lie end to end, with tokens at the end whose experts are not known, `n_tokens` in all.
-
-    Args:
-        parts: integers [tokens, MoE layers, top_k] each.
-        n_tokens: number of tokens.
-        dtype: the routes' own; see `route_dtype`.
-    """
-    known = np.concatenate(parts)
-    routes = torch.full((n_tokens, *known.shape[1:]), UNKNOWN_EXPERT, dtype=dtype).numpy()
-    routes[: len(known)] = known
-    return routes
 
 
 @dataclass(frozen=True)
@@ -199,6 +184,8 @@ class Episode:
     """Rewards by name that the environment gives; reward functions add theirs."""
     n_turns: int = 1
     """Number of completions."""
+    failure: str | None = None
+    """What failed, of one that ended as `failed`."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -208,6 +195,12 @@ class Episode:
     def single_turn(prompt: Prompt, completion: Completion) -> Episode:
         """Return the episode of a prompt and its one completion; see `Trajectory.single_turn` for its errors."""
         return Episode((Trajectory.single_turn(prompt, completion),), completion.finish_reason)
+
+    @staticmethod
+    def failed(prompt: Prompt, failure: str) -> Episode:
+        """Return an episode that ended by an error: its prompt alone, and nothing that is trained."""
+        nothing = Completion.of((), (), "stop", NOT_SAMPLED)
+        return Episode((Trajectory.single_turn(prompt, nothing),), "failed", n_turns=0, failure=failure)
 
     @property
     def n_tokens(self) -> int:
@@ -261,9 +254,14 @@ class Sample:
         return self.response_text if self.transcript is None else self.transcript
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its environment raised an error, which the transcript says; it has no rewards."""
+        return self.finish_reason == "failed"
+
+    @property
     def is_truncated(self) -> bool:
         """Whether a limit on its tokens ended it."""
-        return self.finish_reason in ("length", "context")
+        return self.finish_reason in TRUNCATED
 
     @property
     def score(self) -> float:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.families.shape import ModelShape
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch, route_dtype
+from fivefold.routes import route_dtype
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.environments.environment import Environment
-from fivefold.environments.retried import Retried
+from fivefold.environments.failing import Failing
 from fivefold.environments.single_turn import SingleTurn
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
     """
     if config is None:
         return SingleTurn()
-    environment = _build(config, tokenizer)
-    return Retried(environment, config.retries) if config.retries else environment
+    return Failing(_build(config, tokenizer), config.retries)
 
 
 def _build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:

@@ -86,8 +86,10 @@ class Transcript:
 def transcript_text(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> str:
     """Return what comes after an episode's prompt as a text, with the environment's answers in ⟦brackets⟧.
 
-    Sequences that do not continue the one before are separate paragraphs.
+    Sequences that do not continue the one before are separate paragraphs. Of an episode that failed: what failed.
     """
+    if episode.failure is not None:
+        return episode.failure
     return "\n\n".join(_marked(tokenizer, trajectory) for trajectory in episode.trajectories)
 
 

@@ -36,6 +36,16 @@ class Group:
     """Is called when the last completion has ended."""
 
     @property
+    def finished(self) -> list[Sample]:
+        """The samples with all rewards, without those that failed."""
+        return [sample for sample in self.rewarded or () if not sample.has_failed]
+
+    @property
+    def failures(self) -> list[str]:
+        """What failed, of each sample that did, as far as the group is answered."""
+        return [str(sample.transcript) for sample in self.samples if sample.has_failed]
+
+    @property
     def n_answered(self) -> int:
         """Number of completions that have ended."""
         return sum(len(answer.samples) for answer in self.answers)
@@ -54,6 +64,12 @@ class Group:
     def batch(self) -> RemoteBatch:
         """The sequences of the samples, in the same order."""
         return RemoteBatch.joined([answer.batch for answer in self.answers])
+
+    @property
+    def finished_batch(self) -> RemoteBatch:
+        """The sequences of `finished`, in the same order."""
+        places = [place for place, sample in enumerate(self.samples) if not sample.has_failed]
+        return self.batch if len(places) == len(self.requests) else self.batch.select(places)
 
     def add(self, answer: Answer) -> None:
         """Add a part of the group."""

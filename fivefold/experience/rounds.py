@@ -30,7 +30,7 @@ def with_signal(
     groups, found, n_rounds = list(first), list[Group](), 1
     new = list(first)
     while True:
-        found += [group for group in new if has_signal(group.rewarded or (), shaping, one_by_one=is_gdpo)]
+        found += [group for group in new if has_signal(group.finished, shaping, one_by_one=is_gdpo)]
         if len(found) >= wanted or n_rounds == recipe.actor.dynamic_sampling_max_rounds:
             break
         # A step may reach the next epoch, and must not have one prompt as two groups.
@@ -50,8 +50,10 @@ def has_signal(samples: Sequence[Sample], shaping: RewardShaping | None, *, one_
     """Return whether the completions of a prompt differ by more than rounding in one of their rewards, or in the sum.
 
     The sum is compared as `shaping` scales and clips it. Penalties on length are no signal, as in DAPO, which compares
-    answers and not lengths.
+    answers and not lengths. Fewer than two samples are no signal.
     """
+    if len(samples) < 2:
+        return False
     if one_by_one:
         rows = [
             [sample.weights.get(name, 1.0) * sample.rewards[name] for sample in samples] for name in samples[0].rewards

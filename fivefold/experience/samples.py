@@ -23,13 +23,17 @@ PERCENTILES = (10, 50, 90)
 def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, float]]:
     """Compute the rewards of each sample, by name, without those that a reward model gives.
 
+    A sample that failed has none.
+
     Raises:
         ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`. Or an
             environment gave other rewards than the recipe names.
     """
-    for sample in samples:
+    whole = [sample for sample in samples if not sample.has_failed]
+    for sample in whole:
         rewards.check_given(sample.prompt, sample.rewards)
-    return rewards.judge([sample.prompt for sample in samples], [sample.response_text for sample in samples])
+    values = iter(rewards.judge([sample.prompt for sample in whole], [sample.response_text for sample in whole]))
+    return [{} if sample.has_failed else next(values) for sample in samples]
 
 
 def model_scores(
@@ -37,6 +41,7 @@ def model_scores(
 ) -> dict[int, float]:
     """Return the reward model's scores of the samples of `batch` that it is for, by the index of the sample."""
     scored = rewards.scored_by_model([sample.prompt for sample in samples])
+    scored = [index for index in scored if not samples[index].has_failed]
     return dict(zip(scored, model.scores(batch.select(scored)).tolist(), strict=True)) if scored else {}
 
 
@@ -46,7 +51,7 @@ def rewarded(
     rewards: RewardSet,
     scores: Mapping[int, float],
 ) -> list[Sample]:
-    """Return samples with their rewards.
+    """Return samples with their rewards; those that failed stay as they are.
 
     Args:
         samples: samples without rewards.
@@ -58,7 +63,9 @@ def rewarded(
         ValueError: a score is not finite.
     """
     return [
-        sample.rewarded(
+        sample
+        if sample.has_failed
+        else sample.rewarded(
             rewards.complete(sample.prompt, sample.response_text, values, scores.get(index)),
             rewards.weights,
             rewards.scored_by(sample.prompt),
@@ -109,7 +116,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the turns of episodes and `episode/ended/<reason>`, the share of each reason why they ended.
 
-    Without an environment there are none.
+    Without an environment there are none. What failed is in `episode/failed`, which the stream knows.
     """
     reasons = [sample.finish_reason for sample in samples if sample.finish_reason not in ("stop", "length")]
     if not reasons:

@@ -67,6 +67,7 @@ class Stream:
         self._resend = resend
         self._reward_model = reward_model
         self._timeout_s = recipe.scheduler.timeout_s
+        self._environment = recipe.environment
         self.is_ahead = recipe.rollout.max_head_offpolicyness > 0
         """Whether groups are answered while others are trained."""
         deals = not rollout.is_server and not self.is_ahead
@@ -80,6 +81,8 @@ class Stream:
         """Jobs that the replicas do not have yet, and whether they go before those that wait."""
         self._answered: list[Group] = []
         """Groups that wait for their rewards."""
+        self._with_failures: list[Group] = []
+        """Groups with episodes that failed; `take_news` forgets them."""
         self._n_unrewarded = 0
         """Number of groups that are answered and have no rewards yet."""
         self._caller = SETUP
@@ -122,8 +125,11 @@ class Stream:
     def collect(self, groups: Sequence[Group]) -> list[Sample]:
         """Wait until groups have their rewards, which a synchronous run computes here; return all their samples.
 
+        Those whose environment failed are not among them.
+
         Raises:
-            RunFailed: no group was finished within `scheduler.timeout_s`.
+            RunFailed: no group was finished within `scheduler.timeout_s`, or more environments failed than
+                `environment.max_failed` allows.
             ValueError: a reward function failed.
             WorkerError: a worker failed.
         """
@@ -143,7 +149,7 @@ class Stream:
             self._complete(groups)
             with self.changed:
                 self.changed.wait_for(lambda: self._is_resting or self._failure is not None)
-        return [sample for group in groups for sample in group.rewarded or ()]
+        return [sample for group in groups for sample in group.finished]
 
     def weights_sent(self, version: int) -> None:
         """Take note that all replicas have weights of `version`."""
@@ -167,9 +173,18 @@ class Stream:
                 raise self._failure
 
     def take_news(self) -> str | None:
-        """Return which servers were started again since the last call."""
-        logs = [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]
-        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
+        """Return which servers were started again since the last call, and which episodes failed."""
+        news = []
+        if logs := [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]:
+            news.append(f"servers have died or hung, and were started again: see {', '.join(logs)}")
+        with self.changed:
+            failures = [failure for group in self._with_failures for failure in group.failures]
+            self._with_failures = []
+        if failures:
+            news.append(
+                f"{len(failures)} episode{'s' * (len(failures) > 1)} failed, and left the group: {failures[0].rstrip()}"
+            )
+        return "\n".join(news) or None
 
     @property
     def work(self) -> list[Work]:
@@ -233,7 +248,7 @@ class Stream:
             for group in groups:
                 group.on_answered()
             self.changed.notify_all()
-        self._rollout.learn_lengths([sample for group in groups for sample in group.samples])
+        self._rollout.learn_lengths([s for group in groups for s in group.samples if not s.has_failed])
 
     def _place_in_queue(self, job: Job) -> tuple[int, float]:
         """Return what sorts jobs that come together: jobs of the next step first, and among them the longest."""
@@ -243,6 +258,8 @@ class Stream:
     def _note_answered(self, groups: Sequence[Group]) -> None:
         self._answered += groups
         self._n_unrewarded += len(groups)
+        if self._environment is not None:
+            self._with_failures += [group for group in groups if group.failures]
         self.answered_at = time.perf_counter()
 
     def _next(self, groups: Sequence[Group]) -> list[Group] | None:
@@ -255,6 +272,8 @@ class Stream:
             while True:
                 if self._failure is not None:
                     raise self._failure
+                if self._environment is not None and self._with_failures:
+                    self._check_failures(groups, self._environment.max_failed)
                 if all(group.rewarded is not None or (not self.is_ahead and group.values) for group in groups):
                     return None
                 if self._answered and not self.is_ahead:
@@ -276,6 +295,20 @@ class Stream:
                         "scheduler.timeout_s"
                     )
                 self.changed.wait(left)
+
+    def _check_failures(self, groups: Sequence[Group], most: float) -> None:
+        """End the run if too many episodes of `groups` have failed.
+
+        Raises:
+            RunFailed: more than the share `most` of all.
+        """
+        failures = [failure for group in groups for failure in group.failures]
+        n_episodes = sum(len(group.requests) for group in groups)
+        if len(failures) > most * n_episodes:
+            raise RunFailed(
+                f"{len(failures)} of the {n_episodes} episodes of a step have failed, more than the share "
+                f"environment.max_failed={most:g} allows. The first error:\n{failures[0]}"
+            )
 
     def _renew(self) -> None:
         """Send weights to servers that were started again."""

@@ -29,7 +29,7 @@ from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
-from fivefold.types import Columns, FinishReason, Prompt, Sample, StopReason
+from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
@@ -75,8 +75,9 @@ class SavedGroup:
 
     @property
     def oldest(self) -> int:
-        """Oldest version of the weights that sampled its tokens."""
-        return min(sample["versions"][0] for sample in self.samples)
+        """Oldest version of the weights that sampled its tokens; `NOT_SAMPLED` if there are none."""
+        sampled = [sample["versions"][0] for sample in self.samples if sample["n_sampled"]]
+        return min(sampled, default=NOT_SAMPLED)
 
     def restored(self, prompt: Prompt) -> Answer:
         """Return the samples, whose tokens are put into the object store."""

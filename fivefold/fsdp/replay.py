@@ -18,7 +18,7 @@ from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.metrics import replay_metrics
 from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, recorded_routes, replayed
 from fivefold.families.shape import ModelShape
-from fivefold.types import route_dtype
+from fivefold.routes import route_dtype
 
 
 class Replay:

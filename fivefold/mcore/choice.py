@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.engine.routes import MicroBatchRoutes, replayed
-from fivefold.types import route_dtype
+from fivefold.routes import route_dtype
 
 BestExperts = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(scores [T, E], top_k, groups, groups of a token) -> scores and indices of the best experts, [T, top_k] both."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fivefold.types import UNKNOWN_EXPERT, Routes, padded_routes, route_dtype
+from fivefold.routes import padded_routes, route_dtype
+from fivefold.types import UNKNOWN_EXPERT, Routes
 
 
 class RouteRecorder:

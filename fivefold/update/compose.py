@@ -12,12 +12,13 @@ from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
+from fivefold.types import TRUNCATED
 from fivefold.update.critic import Critic
 from fivefold.update.expert_examples import ExpertExamples, Imitated
 from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyTarget
 from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
 from fivefold.update.reference import Reference
-from fivefold.update.samples import MaskTruncated, NumberedSequences, WeightedSamples
+from fivefold.update.samples import Masked, NumberedSequences, WeightedSamples
 from fivefold.update.step import Part
 from fivefold.update.teacher import Teacher, told
 from fivefold.update.token_advantages import PenaltyInReward, TokenBaselines, WhitenedAdvantages
@@ -52,8 +53,9 @@ def _marks(
 ) -> Iterator[Part]:
     """Yield what marks whole sequences, before anything is computed of their tokens."""
     actor = recipe.actor
-    if actor.mask_truncated:
-        yield MaskTruncated()
+    masked = {*(TRUNCATED if actor.mask_truncated else ()), *(recipe.environment.masked if recipe.environment else ())}
+    if masked:
+        yield Masked(masked)
     if experts is not None or actor.positive_nll_coeff > 0:
         yield Imitated(experts, actor.positive_nll_coeff)
     if (weights := SampleWeights.of(actor)) is not None:

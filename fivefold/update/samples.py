@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,17 +12,20 @@ from fivefold.algorithms.metrics import effective_share
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT, SampleWeights
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.types import Prompt
+from fivefold.types import Prompt, StopReason
 from fivefold.update.step import Part, Prepared
 
 
-class MaskTruncated(Part):
-    """Trains no token of completions that were cut off."""
+@dataclass(frozen=True)
+class Masked(Part):
+    """Trains no token of samples that ended for some reasons, such as those that were cut off."""
+
+    reasons: Set[StopReason]
 
     def prepare(self, step: Prepared) -> Prepared:
         """Take their tokens out of the mask."""
-        truncated = [index for index, sample in enumerate(step.samples) if sample.is_truncated]
-        return replace(step, batch=step.batch.untrained(truncated))
+        untrained = [index for index, sample in enumerate(step.samples) if sample.finish_reason in self.reasons]
+        return replace(step, batch=step.batch.untrained(untrained))
 
 
 @dataclass(frozen=True)

@@ -86,3 +86,31 @@ def test_a_game_that_fails_ends_the_run_with_its_line(tmp_path: Path, fivefold: 
     said = result.stdout + result.stderr
     assert "return self.board[move]" in said
     assert "AttributeError: 'Broken' object has no attribute 'board'" in said
+
+
+def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: Fivefold) -> None:
+    """Prompt 3 fails always, and one more episode in nine; two replicas train what is left in three mini-batches."""
+    (tmp_path / "flaky.py").write_text(
+        "from fivefold.environments.guess_digit import GuessDigit\n\n\n"
+        "class Flaky(GuessDigit):\n"
+        "    def reset(self, ground_truth, seed):\n"
+        "        super().reset(ground_truth)\n"
+        "        self.fails = ground_truth == '3' or seed % 9 == 0\n\n"
+        "    def step(self, move):\n"
+        "        if self.fails:\n"
+        "            raise ConnectionError('the board is away')\n"
+        "        return super().step(move)\n"
+    )
+    run = tmp_path / "guess-digit" / "flaky"
+    result = fivefold(
+        *TRAIN, *place(run), "environment.game=flaky.py:Flaky", "environment.max_failed=0.6", "total_train_steps=3",
+        "actor.backend=megatron:d2", "actor.ppo_n_minibatches=3",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "episodes failed, and left the group" in result.stdout
+    assert "the board is away" in result.stdout
+    rows = metrics(run)
+    assert all(0.05 < row["episode/failed"] < 0.6 for row in rows)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert "3" not in {sample["ground_truth"] for sample in samples}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
 
 from fivefold.config.schema.fields import Duration, NonNegative, OneLine, Positive, Section
 from fivefold.config.schema.rules import rule
@@ -29,12 +31,16 @@ class EnvironmentConfig(Section):
     """Most tokens of an episode, the prompt included; one that has no room for another turn stops with `context`.
     `gconfig.max_new_tokens` limits each turn."""
     timeout_s: Duration = 60.0
-    """Most seconds of one call of the game, which a longer one ends with the run; or of an agent's whole episode, which
-    then stops with `time` and reward 0."""
-
+    """Most seconds of one call of the game, whose episode a longer one fails; or of what an agent does in an episode
+    besides waiting for the model, which then stops with `time` and reward 0."""
+    masked: list[Literal["turns", "context", "time"]] = []
+    """Reasons to stop: no token of an episode that stopped for one of them is trained. Its reward still counts in the
+    baseline of its group."""
     retries: NonNegative = 0
-    """Times that an episode is played again whose environment has failed, as for a service that is away for a moment;
-    what fails once more ends the run."""
+    """Times that an episode is played again whose environment has failed, as for a service that is away for a while."""
+    max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest share of a step's episodes that may fail, retries included. They leave their groups: neither a baseline
+    nor the loss counts them. More end the run with the first error."""
 
     @rule
     def _one(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from fivefold.config.user_code import load_user_object
 from fivefold.environments.agents.server import SessionServer
 from fivefold.environments.agents.session import MODEL, Session
 from fivefold.environments.environment import Client, Task
+from fivefold.environments.own_time import OwnTime
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, row_arguments
 from fivefold.types import ENVIRONMENT, Episode, Prompt, StopReason
 
@@ -81,12 +82,13 @@ class Agent:
             EnvironmentFailed: the agent raised an error though no limit was reached, asked nothing, or returned
                 something else than rewards.
         """
+        own = OwnTime(self._config.timeout_s)
         session = Session(task, client, self._tokenizer, self._config)
-        base_url = self._server.open(session)
+        base_url = self._server.open(session, own)
         reason: StopReason = "done"
         arguments = row_arguments(self._agent, task.prompt, task.request.seed) | _address(self._agent, base_url)
         try:
-            rewards = self._rewards(task.prompt, await self._result(task.prompt, arguments))
+            rewards = self._rewards(task.prompt, await self._result(own, task.prompt, arguments))
         except EnvironmentFailed as failure:
             if failure.is_late:
                 reason = "time"
@@ -102,9 +104,10 @@ class Agent:
             session.tree.trajectories(), session.ended_by or reason, rewards, n_turns=len(session.tree.turns)
         )
 
-    async def _result(self, prompt: Prompt, arguments: Mapping[str, Any]) -> Any:
+    async def _result(self, own: OwnTime, prompt: Prompt, arguments: Mapping[str, Any]) -> Any:
         """Return what the agent returns; a coroutine runs in the agents' own loop."""
-        work = asyncio.run_coroutine_threadsafe(self._calls.call(prompt, self._agent, **arguments), self._loop)
+        call = self._calls.timed(own, prompt, self._agent, **arguments)
+        work = asyncio.run_coroutine_threadsafe(call, self._loop)
         return await asyncio.wrap_future(work)
 
     def _rewards(self, prompt: Prompt, value: Any) -> Mapping[str, float]:

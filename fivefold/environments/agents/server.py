@@ -21,6 +21,7 @@ from fivefold.environments.agents.chat import Chat, complete_ids, complete_text,
 from fivefold.environments.agents.messages import answer_messages, message_events
 from fivefold.environments.agents.responses import answer_response, response_events
 from fivefold.environments.agents.session import MODEL, Refused, Session
+from fivefold.environments.own_time import OwnTime
 from fivefold.json_text import parsed
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Open:
     session: Session
     chat: Chat
     loop: asyncio.AbstractEventLoop
+    own: OwnTime
+    """The agent's time, without the time that it waits for answers."""
 
 
 class SessionServer:
@@ -70,10 +73,10 @@ class SessionServer:
                 raise RuntimeError(f"the server of sessions does not listen within {START_S:g} s")
             time.sleep(0.005)
 
-    def open(self, session: Session) -> str:
+    def open(self, session: Session, own: OwnTime) -> str:
         """Let clients reach a session; return its base URL. Call this in the loop in which the session answers."""
         secret = secrets.token_urlsafe(24)
-        self._open[secret] = Open(session, Chat(session), asyncio.get_running_loop())
+        self._open[secret] = Open(session, Chat(session), asyncio.get_running_loop(), own)
         return f"http://{HOST}:{self._port}/s/{secret}/v1"
 
     def close(self, base_url: str) -> None:
@@ -135,8 +138,10 @@ class SessionServer:
     ) -> Response:
         """Answer a request in the session's loop; `streamed` writes the answer as events."""
         found, body = self._found(request), await _body(request)
-        work = asyncio.run_coroutine_threadsafe(_awaited(answer(found, body)), found.loop)
-        reply = await asyncio.wrap_future(work)
+        # The loop does not run while the replica sleeps or takes weights, so the wait begins here.
+        with found.own.waiting():
+            work = asyncio.run_coroutine_threadsafe(_awaited(answer(found, body)), found.loop)
+            reply = await asyncio.wrap_future(work)
         if body.get("stream"):
             from starlette.responses import Response
 

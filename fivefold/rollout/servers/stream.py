@@ -31,7 +31,8 @@ import torch
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.servers.dialect import Answer, AnswerEnd, Ask, AskedRoutes
 from fivefold.rollout.stopping import StopRule
-from fivefold.types import Completion, FinishReason, padded_routes, route_dtype
+from fivefold.routes import padded_routes, route_dtype
+from fivefold.types import Completion, FinishReason
 
 GRACE_S = 2.0
 """Seconds that answers may take to arrive after the server has aborted all of its requests."""

@@ -20,6 +20,8 @@ def test_minibatches_hold_whole_groups_and_each_sample_once() -> None:
     assert minibatches(groups, 1, seed="any") == [list(range(9))]
 
 
-def test_groups_that_do_not_divide_into_mini_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 groups cannot be split into 2 mini-batches"):
-        minibatches([0, 0, 1, 2], 2, seed="")
+@pytest.mark.parametrize(("n_groups", "n", "sizes"), [(3, 2, [1, 2]), (7, 3, [2, 2, 3]), (2, 4, [1, 1])])
+def test_a_group_that_is_missing_leaves_the_others_in_mini_batches(n_groups: int, n: int, sizes: list[int]) -> None:
+    split = minibatches([group for group in range(n_groups) for _ in range(2)], n, seed="")
+    assert sorted(len(indices) // 2 for indices in split) == sizes
+    assert sorted(index for indices in split for index in indices) == list(range(2 * n_groups))

@@ -17,10 +17,10 @@ from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.environments import game as game_module
 from fivefold.environments.environment import Environment, Task
+from fivefold.environments.failing import Failing
 from fivefold.environments.game import Game, load_game
 from fivefold.environments.guess_digit import GuessDigit
 from fivefold.environments.play import Player
-from fivefold.environments.retried import Retried
 from fivefold.environments.transcript import Transcript, transcript_text
 from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
@@ -289,12 +289,13 @@ def flaky(n_failures: int) -> type:
 def test_an_episode_whose_game_fails_is_played_again_and_has_only_its_last_attempt(
     n_failures: int, game: Callable[..., Game], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment = Retried(game(flaky(n_failures)), retries=2)
-    if n_failures == 3:
-        with pytest.raises(EnvironmentFailed, match="the board is away"):
-            play(environment, Replies(halving), task("2"))
-        return
+    environment = Failing(game(flaky(n_failures)), retries=2)
     [episode] = play(environment, Replies(halving), task("2"))
+    if n_failures == 3:
+        assert (episode.finish_reason, episode.n_turns, episode.rewards) == ("failed", 0, {})
+        assert "ConnectionError: the board is away" in transcript_text(TOKENIZER, episode)
+        assert not len(episode.sampled_tokens), "nothing of it is trained"
+        return
     assert transcript_text(TOKENIZER, episode) == "5⟦<1+2=⟧2"
     assert episode.rewards == {"environment": 1.0}
     assert capsys.readouterr().out.count("The episode is played again") == n_failures

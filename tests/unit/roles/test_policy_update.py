@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.types import Batch, Columns, Prompt, Sample
+from fivefold.types import Batch, Columns, Prompt, Sample, StopReason
 from fivefold.update import token_advantages
 from fivefold.update.compose import policy_update
 from fivefold.update.step import StepOutcome, UpdateState
@@ -78,17 +79,18 @@ class FollowingReference(FrozenModel):
 
 
 def updates(
-    actor: RecordingActor, *overrides: str, steps: int = 1, reference: FollowingReference | None = None
+    actor: RecordingActor,
+    *overrides: str,
+    steps: int = 1,
+    reference: FollowingReference | None = None,
+    reasons: Sequence[StopReason] = ("stop", "length", "stop", "stop"),
 ) -> StepOutcome:
     """Return the outcome of the last step."""
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
     models = Models(actor, frozen={"ref": reference or FollowingReference()} if recipe.actor.kl_ctl else {})
     update = policy_update(recipe, models, PhaseTimers(), vocab=128)
     prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
-    samples = [
-        Sample(prompts[i // 2], "", "length" if i == 1 else "stop", 4, 1 + i, (0, 0), {"r": float(i % 2)})
-        for i in range(4)
-    ]
+    samples = [Sample(prompts[i // 2], "", reasons[i], 4, 1 + i, (0, 0), {"r": float(i % 2)}) for i in range(4)]
     batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
     outcome = StepOutcome(UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()}))
     for step in range(1, steps + 1):
@@ -171,6 +173,16 @@ def test_completions_that_were_cut_off_are_not_trained_if_the_recipe_says_so() -
         assert actor.batches[0].trained_N.tolist() == [1, 0 if masks else 2, 3, 4]
         # The reward of the one that was cut off counts in its group.
         assert actor.batches[0].scalars["advantages"][0] < 0
+
+
+def test_episodes_that_stopped_for_a_masked_reason_are_not_trained() -> None:
+    for masked, trained in (("[]", [1, 2, 3, 4]), ("[time, turns]", [1, 2, 0, 0]), ("[turns]", [1, 2, 0, 4])):
+        actor = RecordingActor()
+        keys = ("environment.game=fivefold.environments.guess_digit:GuessDigit", f"environment.masked={masked}")
+        reward = ("reward.fn=environment", "reward.kwargs={}")
+        updates(actor, ONE_UPDATE, *keys, *reward, reasons=("done", "context", "turns", "time"))
+        assert actor.batches[0].trained_N.tolist() == trained
+        assert actor.batches[0].scalars["advantages"].all()
 
 
 def test_samples_are_weighted_by_their_shaped_rewards() -> None:

@@ -1,4 +1,4 @@
-"""Episodes that are played again when their environment has failed."""
+"""Episodes whose environment fails: they are played again, and leave their group if that does not help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fivefold.types import Episode
 
 
 @dataclass(frozen=True)
-class Retried:
-    """Plays each episode of an environment up to `retries` more times."""
+class Failing:
+    """Plays each episode of an environment up to `retries` more times (`Environment`)."""
 
     environment: Environment
     retries: int
@@ -19,12 +19,15 @@ class Retried:
     async def run(self, task: Task, client: Client) -> Episode:
         """Play one episode; nothing of an attempt that failed is trained on.
 
-        Raises:
-            EnvironmentFailed: the last attempt has failed too.
+        If the last attempt fails too, the episode is one that has `failed`.
         """
-        for attempt in range(1, self.retries + 1):
+        attempt = 0
+        while True:
             try:
                 return await self.environment.run(task, client)
             except EnvironmentFailed as failure:
+                if attempt == self.retries:
+                    print(f"{failure}\nThe episode has failed, and leaves its group", flush=True)
+                    return Episode.failed(task.prompt, str(failure))
+                attempt += 1
                 print(f"{failure}\nThe episode is played again ({attempt} of {self.retries} times)", flush=True)
-        return await self.environment.run(task, client)

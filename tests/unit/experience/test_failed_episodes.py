@@ -1,0 +1,108 @@
+"""Episodes whose environment failed leave their group, on the way to a step, and in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.engine.state.dcp_files import finish
+from fivefold.environments.environment import Client, Task
+from fivefold.environments.failing import Failing
+from fivefold.environments.play import Player
+from fivefold.environments.single_turn import SingleTurn
+from fivefold.environments.user_code import EnvironmentFailed
+from fivefold.experience.source import Experience
+from fivefold.experience.waiting import WaitingGroups, read_waiting
+from fivefold.observe.errors import RunFailed
+from fivefold.roles.remote_batch import read_columns
+from fivefold.types import Episode
+from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
+from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of
+
+GAME = ("environment.game=fivefold.environments.guess_digit:GuessDigit", "reward.fn=environment", "reward.kwargs={}")
+
+
+@dataclass
+class FailsFor:
+    """One turn, whose environment fails after it for some tasks."""
+
+    fails: Callable[[Task], bool]
+
+    async def run(self, task: Task, client: Client) -> Episode:
+        episode = await SingleTurn().run(task, client)
+        if self.fails(task):
+            raise EnvironmentFailed(f"prompt {task.prompt.index}: the board is away")
+        return episode
+
+
+def taken(fails: Callable[[Task], bool], *overrides: str, save_to: Path | None = None) -> tuple[Experience, Any]:
+    """Return the first step's experience, and what the stream has to say of it; save the groups that wait."""
+    workers = [LocalWorker(max_batch_size=6) for _ in range(2)]
+    for worker in workers:
+        worker._player = Player(worker.engine, Failing(FailsFor(fails), retries=1))
+        worker.spec = recipe_of(*GAME)  # type: ignore[assignment]  # of which the worker reads `environment`
+    group = LocalGroup(workers)
+    group.each("set_version", 0)
+    with common(recipe_of(*GAME, *overrides), group, full_marks, arithmetic(11)).source() as source:
+        source.weights_sent(0)
+        first = source.take(1)
+        if save_to is not None:
+            waiting = dict(source._numbered())
+            source.stream.collect(list(waiting.values()))
+            owner = WaitingGroups(lambda: waiting, dict)
+            owner.snapshot(save_to)
+            finish(save_to, owner.write_snapshot())
+            for saved in read_waiting(save_to).groups:
+                own = waiting[saved.place]
+                assert saved.fits(own)
+                assert saved.oldest == 0 or not own.finished
+                own.answers = [saved.restored(own.prompt)]
+                own.rewarded = [sample.rewarded({"f": 1.0}) for sample in own.samples if not sample.has_failed]
+                assert len(own.failures) == len(own.requests) - len(own.finished)
+                assert own.finished_batch.trained_N.tolist() == [sample.n_sampled for sample in own.finished]
+        return first, source.stream.take_news()
+
+
+def tokens_of(experience: Experience) -> list[tuple[int, list[int]]]:
+    batch = experience.batch
+    rows = [row["tokens"].tolist() for row in read_columns(batch, len(batch))]
+    return list(zip(experience.groups, rows, strict=True))
+
+
+@pytest.mark.usefixtures("local_objects")
+@pytest.mark.parametrize("age", [0, 1])
+def test_a_step_trains_the_episodes_that_have_not_failed(age: int, tmp_path: Path) -> None:
+    whole, news = taken(lambda task: False, f"rollout.max_head_offpolicyness={age}")
+    assert news is None
+    assert whole.metrics["episode/failed"] == 0.0
+    prompts = list(dict.fromkeys(whole.groups))
+    seeds: set[tuple[int, int]] = set()
+
+    def fails(task: Task) -> bool:
+        """All episodes of one prompt fail, and one episode of another."""
+        seeds.add((task.prompt.index, task.request.seed))
+        first = min((seed for index, seed in seeds if index == prompts[1]), default=0)
+        return task.prompt.index == prompts[0] or (task.prompt.index, task.request.seed) == (prompts[1], first)
+
+    options = (f"rollout.max_head_offpolicyness={age}", "environment.max_failed=0.5")
+    some, news = taken(fails, *options, save_to=tmp_path if age else None)
+    n_failed = BATCH * SAMPLES - len(some.samples)
+    assert set(some.groups) == set(prompts[1:])
+    assert SAMPLES + 1 <= n_failed <= 2 * SAMPLES
+    assert some.metrics["episode/failed"] == pytest.approx(n_failed / (BATCH * SAMPLES))
+    left = tokens_of(whole)
+    assert all(row in left for row in tokens_of(some)), "what has not failed is what it would be without failures"
+    assert [sample.n_sampled for sample in some.samples] == some.batch.trained_N.tolist()
+    assert all(sample.rewards == {"f": 1.0} for sample in some.samples)
+    assert f"{n_failed} episodes failed" in news
+    assert "the board is away" in news
+
+
+@pytest.mark.usefixtures("local_objects")
+def test_too_many_failures_end_the_run_with_the_first_error() -> None:
+    with pytest.raises(RunFailed, match=r"(?s)\d of the 8 episodes .*environment\.max_failed=0\.1 .*the board is away"):
+        taken(lambda task: True)
