@@ -131,6 +131,7 @@ def _responses(number: int, lengths: np.ndarray) -> Responses:
         rewards=[{}] * len(lengths),
         turns=[1] * len(lengths),
         transcripts=[None] * len(lengths),
+        moves=[()] * len(lengths),
         cuts=None,
         busy_s=1.0,
     )

@@ -171,6 +171,19 @@ def _after(n_prompt: int, filling: int, values: npt.NDArray[Any]) -> npt.NDArray
     return np.concatenate((np.full((n_prompt, *values.shape[1:]), filling, values.dtype), values))
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A completion of an episode of several turns, for credit by turn."""
+
+    start: int
+    """Place of its first token among the tokens of all sequences of the episode."""
+    n_tokens: int
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name that the environment gave for it; they are part of the episode's."""
+    state: str = ""
+    """Names the state in which it was made: moves of a group in the same state can be compared."""
+
+
 @dataclass(frozen=True, eq=False)
 class Episode:
     """What an environment makes of one task."""
@@ -184,6 +197,8 @@ class Episode:
     """Rewards by name that the environment gives; reward functions add theirs."""
     n_turns: int = 1
     """Number of completions."""
+    moves: Sequence[Move] = ()
+    """Its completions in the order in which they were made; empty: there is but one turn."""
     failure: str | None = None
     """What failed, of one that ended as `failed`."""
 
@@ -242,6 +257,8 @@ class Sample:
     """Number of completions of the episode."""
     transcript: str | None = None
     """Of several turns: all that comes after the prompt, with the environment's answers in ⟦brackets⟧."""
+    moves: Sequence[Move] = ()
+    """As in `Episode`."""
 
     @property
     def reward(self) -> float:
@@ -290,6 +307,7 @@ class Sample:
             accuracy_of or self.accuracy_of,
             self.n_turns,
             self.transcript,
+            self.moves,
         )
 
 

@@ -18,6 +18,7 @@ NEEDS = {
     "critic": "it needs a [critic](critic.md)",
     "teacher": "it needs a [teacher](distillation.md)",
     "expert_dataset": "it needs [an expert's data](#given-responses)",
+    "environment": "it needs [an environment](agents.md#credit)",
 }
 """What the page says about each section that an algorithm needs."""
 

@@ -234,6 +234,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         {"actor.advantage": "gae", "actor.sample_weights.reward": "power"},
         needs="critic",
     ),
+    "gigpo": Algorithm(
+        "GRPO for episodes of several turns, which also compares turns of a group that began in the same state.",
+        "Feng et al. 2025, arXiv 2505.10978",
+        {"actor.credit": "state", "actor.turn_discount": 0.95},
+        note="`state_weight=1` is the paper's omega; `reward_norm.std_level=none` is its variant without a deviation",
+        needs="environment",
+    ),
     "dppo": Algorithm(
         "Bound the change of the probability instead of the ratio.",
         "arXiv 2602.04879",

@@ -2,13 +2,13 @@
 
     reset(...)           optional text that goes to the end of the prompt
     step(move)           (observation, reward, done)
+    state()              optional: what the next move depends on, for credit by state
 
 As tokens, without a chat template:  prompt  opening | move | observation | move ...
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.environments.environment import Client, Task
+from fivefold.environments.given_rewards import named_rewards
 from fivefold.environments.transcript import Transcript
 from fivefold.environments.user_code import UserCalls, load_class, row_arguments
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import decoded
-from fivefold.types import ENVIRONMENT, Episode, Prompt, StopReason
+from fivefold.types import Episode, Move, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,17 +66,21 @@ class Game:
         transcript = Transcript(prompt.token_ids)
         transcript.given(self._encoded(self._opening(prompt, game.reset, opening)))
         rewards: Counter[str] = Counter()
+        moves: list[Move] = []
         reason: StopReason = "turns"
         for _ in range(self._config.max_turns):
             room = self._config.max_length - len(transcript)
             if room <= 0:
                 reason = "context"
                 break
+            state = str(await call(prompt, game.state)) if hasattr(game, "state") else transcript.state
             completion = await client.complete(transcript.token_ids, _within(room, task))
+            start = len(transcript)
             transcript.sampled(completion)
             [move] = decoded(self._tokenizer, [completion.token_ids])
             observation, reward, done = self._step(prompt, game.step, await call(prompt, game.step, move))
             rewards.update(reward)
+            moves.append(Move(start, len(completion.token_ids), reward, state))
             if done:
                 reason = "done"
                 break
@@ -85,7 +90,7 @@ class Game:
                 f"prompt {prompt.index + 1} and its opening have {len(transcript)} tokens, and an episode may have "
                 f"environment.max_length={self._config.max_length}: raise it, or lower the data set's max_length"
             )
-        return Episode((transcript.trajectory(),), reason, dict(rewards), transcript.n_turns)
+        return Episode((transcript.trajectory(),), reason, dict(rewards), transcript.n_turns, moves)
 
     def _encoded(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False) if text else []
@@ -103,14 +108,10 @@ class Game:
         if not isinstance(value, tuple) or len(value) not in (3, 5) or not isinstance(value[0], str):
             raise self._calls.other_form(prompt, step, value, _STEP)
         observation, reward, *ends = value
-        rewards = reward if isinstance(reward, Mapping) else {ENVIRONMENT: reward}
-        if not all(_is_finite(number) for number in rewards.values()):
+        rewards = named_rewards(reward)
+        if rewards is None:
             raise self._calls.other_form(prompt, step, value, "finite rewards: a number, or numbers by name")
-        return observation, {str(name): float(number) for name, number in rewards.items()}, any(ends[:2])
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+        return observation, rewards, any(ends[:2])
 
 
 def _within(room: int, task: Task) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ class Transcript:
         self._tokens: list[int] = [int(token) for token in token_ids]
         self._turns: list[tuple[int, Completion]] = []
         """Where each completion begins."""
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._n_digested = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -44,6 +47,14 @@ class Transcript:
     def n_turns(self) -> int:
         """Number of completions."""
         return len(self._turns)
+
+    @property
+    def state(self) -> str:
+        """A name of all tokens so far, which is the same for the same tokens."""
+        new = np.array(self._tokens[self._n_digested :], np.int32)
+        self._digest.update(new.tobytes())
+        self._n_digested = len(self._tokens)
+        return self._digest.hexdigest()
 
     def sampled(self, completion: Completion) -> None:
         """Append what the policy has sampled."""

@@ -29,7 +29,6 @@ from fivefold.experience.rounds import with_signal
 from fivefold.experience.samples import outcomes, staleness_metrics
 from fivefold.experience.stream import Stream
 from fivefold.experience.waiting import Saved, WaitingGroups
-from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import load_metrics
@@ -175,12 +174,9 @@ class Source:
             sampling = replace(self._sampling, greedy=True, seeded=False, logprob_share=0.0)
             key = (self._recipe.seed, "greedy", step)
             greedy = self._answered(groups_of([group.prompt for group in groups], 1, sampling, key, turn))
-            compared = {sample.prompt.index for sample in greedy}
-            groups = [group for group in groups if group.prompt.index in compared]
         if self._recipe.environment is not None:
             metrics["episode/failed"] = fmean(sample.has_failed for group in groups for sample in group.samples)
-        if not (groups := [group for group in groups if group.finished]):
-            raise RunFailed(f"step {step}: an episode of each group has failed: see logs/rollout-0.log")
+        groups = [group for group in groups if group.finished]
         samples = [sample for group in groups for sample in group.finished]
         return Experience(samples, RemoteBatch.joined([group.finished_batch for group in groups]), metrics, greedy)
 

@@ -29,7 +29,7 @@ from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
-from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Prompt, Sample, StopReason
+from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Move, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
@@ -81,7 +81,13 @@ class SavedGroup:
 
     def restored(self, prompt: Prompt) -> Answer:
         """Return the samples, whose tokens are put into the object store."""
-        samples = [Sample(prompt, **{**each, "versions": tuple(each["versions"])}) for each in self.samples]
+        samples = [
+            Sample(
+                prompt,
+                **{**each, "versions": tuple(each["versions"]), "moves": [Move(*move) for move in each["moves"]]},
+            )
+            for each in self.samples
+        ]
         return Answer(self.place, 0, samples, RemoteBatch.of(self.columns))
 
 
@@ -324,4 +330,5 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "rewards": dict(sample.rewards),
         "n_turns": sample.n_turns,
         "transcript": sample.transcript,
+        "moves": [(move.start, move.n_tokens, dict(move.rewards), move.state) for move in sample.moves],
     }

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import NOT_SAMPLED, Cuts, Episode, Prompt, Sample, StopReason, cuts_of
+from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason, cuts_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Responses:
     """Completions of each episode."""
     transcripts: list[str | None]
     """What logs show of each episode of several turns."""
+    moves: list[Sequence[Move]]
+    """The moves of each episode of several turns."""
     cuts: Cuts | None
     """Tokens of each sequence of each episode; None: each episode is one sequence."""
     busy_s: float
@@ -97,6 +99,7 @@ class Responses:
             rewards=[episode.rewards for episode in episodes],
             turns=[episode.n_turns for episode in episodes],
             transcripts=transcripts or [None] * len(episodes),
+            moves=[episode.moves for episode in episodes],
             cuts=cuts_of(episodes),
             busy_s=busy_s,
         )
@@ -124,9 +127,18 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
         own = slice(start, end)
         samples = [
             Sample(
-                job.prompt, text, reason, length, n, (oldest, newest), rewards, n_turns=n_turns, transcript=transcript
+                job.prompt,
+                text,
+                reason,
+                length,
+                n,
+                (oldest, newest),
+                rewards,
+                n_turns=n_turns,
+                transcript=transcript,
+                moves=moves,
             )
-            for text, reason, length, n, (oldest, newest), rewards, n_turns, transcript in zip(
+            for text, reason, length, n, (oldest, newest), rewards, n_turns, transcript, moves in zip(
                 report.texts[own],
                 report.finish_reasons[own],
                 lengths[own],
@@ -135,6 +147,7 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
                 report.rewards[own],
                 report.turns[own],
                 report.transcripts[own],
+                report.moves[own],
                 strict=True,
             )
         ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
+
+from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.gae import GAE
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
+from fivefold.algorithms.turn_gae import TurnGAE
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
@@ -22,6 +26,7 @@ from fivefold.update.samples import Masked, NumberedSequences, WeightedSamples
 from fivefold.update.step import Part
 from fivefold.update.teacher import Teacher, told
 from fivefold.update.token_advantages import PenaltyInReward, TokenBaselines, WhitenedAdvantages
+from fivefold.update.turn_credit import TurnAdvantages, TurnRewards
 
 
 def policy_update(
@@ -38,13 +43,13 @@ def policy_update(
     """
     loss = build_policy_loss(recipe.actor, recipe.gconfig)
     shaping = RewardShaping.of(recipe.actor, recipe.gconfig)
+    advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
     parts = (
         *_marks(recipe, loss, shaping, experts),
         *_columns(recipe, models, loss, timers, vocab),
-        *_advantages(recipe, models, timers),
+        *_advantages(recipe, models, advantage, shaping, timers),
         *_loss_parts(recipe, loss),
     )
-    advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
     return PolicyUpdate(recipe.actor, models.actor, recipe.seed, shaping, advantage, loss, parts)
 
 
@@ -80,18 +85,30 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
         yield Teacher(teacher, told(actor.distill, vocab, temperature), timers)
 
 
-def _advantages(recipe: TrainRecipe, models: Models, timers: PhaseTimers) -> Iterator[Part]:
+def _advantages(
+    recipe: TrainRecipe,
+    models: Models,
+    advantage: Callable[[Scores], torch.Tensor],
+    shaping: RewardShaping | None,
+    timers: PhaseTimers,
+) -> Iterator[Part]:
     """Yield what gives each token its advantage."""
     actor = recipe.actor
     estimator = actor.kl_estimator if _penalizes(recipe) else None
     if recipe.critic is not None:
         gae = GAE(actor.discount, actor.gae_lambda, recipe.critic.gae_lambda, actor.gae_length_alpha)
+        if actor.credit == "turn":
+            yield TurnRewards(shaping)
+            gae = TurnGAE(actor.turn_discount, gae.lam, gae.returns_lam, gae.length_alpha)
         critic = models.further["critic"]
         yield Critic(critic, recipe.critic, gae, actor.whitens, estimator, recipe.seed, timers)
         return
     if _has_token_baseline(recipe):
         zero_tail = actor.advantage_kwargs.get("zero_tail", True)
         yield TokenBaselines(models.actor, recipe.gconfig.temperature, zero_tail, timers)
+    elif actor.credit != "episode":
+        state_weight = actor.state_weight if actor.credit == "state" else None
+        yield TurnAdvantages(advantage, actor.compares_group, actor.turn_discount, state_weight, shaping)
     else:
         yield AdvantagesOfSamples()
     if estimator is not None:

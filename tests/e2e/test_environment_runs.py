@@ -114,3 +114,25 @@ def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: 
     assert all(0.05 < row["episode/failed"] < 0.6 for row in rows)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert "3" not in {sample["ground_truth"] for sample in samples}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("algorithm=gigpo", "rollout.max_head_offpolicyness=1"),
+        (
+            "algorithm=ppo", "critic.path=package:tiny-moe", "critic.dtype=float32", "critic.backend=megatron:d2",
+            "actor.backend=megatron:d2", "actor.credit=turn", "actor.turn_discount=0.9", "actor.gae_lambda=0.9",
+            "actor.kl_in=reward",
+        ),
+    ],
+    ids=["states, asynchronous", "critic"],
+)  # fmt: skip
+def test_turns_are_credited(keys: tuple[str, ...], tmp_path: Path, fivefold: Fivefold) -> None:
+    run = tmp_path / "guess-digit" / "credit"
+    for total in (2, 3):
+        result = fivefold(*TRAIN, *place(run), *keys, f"total_train_steps={total}")
+        assert result.returncode == 0, result.stderr + result.stdout
+    rows = metrics(run)
+    assert len(rows) == 3
+    assert all(row["grad_norm"] > 0 and row["advantage/std"] > 0 for row in rows)

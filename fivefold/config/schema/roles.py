@@ -135,12 +135,29 @@ class ActorConfig(TrainedModelConfig):
     """How rewards become advantages (docs/algorithms.md)."""
     advantage_kwargs: dict[str, Any] = {}
     """Options of the advantage without a separate key, by name."""
-    discount: Annotated[Fraction, read_by("advantage", ADVANTAGES, "discount")] = 1.0
+    credit: Annotated[
+        Literal["episode", "turn", "state"],
+        reads_if(given("environment", fix="name what plays episodes of several turns, for example environment.game")),
+        reads_if(differs("advantage", "optimal_token_baseline"), why="is for advantages of whole completions"),
+        needs("state", differs("advantage", "gae"), "compares moves without a critic"),
+    ] = "episode"
+    """What the tokens of one turn of an episode get (docs/agents.md): the advantage of the `episode`; of what is earned
+    from the `turn` on; or the episode's and that of the turn among turns of the group in the same `state` (GiGPO)."""
+    turn_discount: Annotated[Fraction, reads_if(equals("credit", "turn", "state"))] = 1.0
+    """Credit by turn or state discounts the reward of each next turn by this factor."""
+    state_weight: Annotated[NonNegativeFloat, reads_if(equals("credit", "state"))] = 1.0
+    """Weight of the comparison among turns in the same state, next to the episode's advantage."""
+    discount: Annotated[
+        Fraction,
+        read_by("advantage", ADVANTAGES, "discount"),
+        reads_if(differs("credit", "turn", fix="set actor.turn_discount")),
+    ] = 1.0
     """`advantage: gae` discounts the reward of each next token by this factor (gamma)."""
     gae_lambda: Annotated[
         Fraction, read_by("advantage", ADVANTAGES, "gae_lambda"), reads_if(absent("gae_length_alpha"))
     ] = 1.0
-    """`advantage: gae` weights estimates over longer spans by this factor a token: 1 is Monte Carlo, 0 is one step."""
+    """`advantage: gae` weights estimates over longer spans by this factor a token, or with `credit: turn` a turn: 1 is
+    Monte Carlo, 0 is one step."""
     gae_length_alpha: Annotated[PositiveFloat | None, read_by("advantage", ADVANTAGES, "gae_length_alpha")] = None
     """`advantage: gae` weights by 1 - 1 / (`gae_length_alpha` l) for a completion of l tokens, in place of `gae_lambda`
     (VAPO); null: by `gae_lambda`."""
@@ -251,6 +268,13 @@ class ActorConfig(TrainedModelConfig):
     def has_reference(self) -> bool:
         """Whether a KL divergence from the reference is measured."""
         return self.kl_ctl > 0
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the advantage compares the completions of a group; a user's own counts as one that does not."""
+        if self.advantage == "grpo":
+            return "group" in (self.reward_norm.mean_level, self.reward_norm.std_level)
+        return self.advantage in ADVANTAGES and ADVANTAGES[self.advantage].compares
 
     @property
     def replays(self) -> bool:

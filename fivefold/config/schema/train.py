@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fivefold.config.algorithms import AlgorithmName
-from fivefold.config.methods import ADVANTAGES
 from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.fields import PositiveFloat, Sequences
@@ -76,15 +75,15 @@ class TrainRecipe(RunConfig):
 
     @rule
     def _group(self) -> Iterator[str]:
-        norm, advantage = self.actor.reward_norm, self.actor.advantage
+        advantage, compares = self.actor.advantage, self.actor.compares_group
         if self.gconfig.n_samples > 1:
             return
-        if advantage == "grpo" and "group" in (norm.mean_level, norm.std_level):
+        if advantage == "grpo" and compares:
             yield (
                 "gconfig.n_samples is 1, but actor.reward_norm compares the completions of a group, which leaves no "
                 "signal: raise gconfig.n_samples, or set actor.reward_norm.mean_level and std_level to batch or none"
             )
-        elif advantage in ADVANTAGES and ADVANTAGES[advantage].compares:
+        elif compares:
             yield (
                 f"gconfig.n_samples is 1, but actor.advantage={advantage} compares the completions of a group, which "
                 "leaves no signal: raise gconfig.n_samples, or choose another advantage such as reinforce_pp"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from fivefold.config.user_code import load_user_object
 from fivefold.environments.agents.server import SessionServer
 from fivefold.environments.agents.session import MODEL, Session
 from fivefold.environments.environment import Client, Task
+from fivefold.environments.given_rewards import in_the_end, named_rewards
 from fivefold.environments.own_time import OwnTime
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, row_arguments
 from fivefold.types import ENVIRONMENT, Episode, Prompt, StopReason
@@ -88,21 +88,19 @@ class Agent:
         reason: StopReason = "done"
         arguments = row_arguments(self._agent, task.prompt, task.request.seed) | _address(self._agent, base_url)
         try:
-            rewards = self._rewards(task.prompt, await self._result(own, task.prompt, arguments))
+            rewards = self._rewards(task.prompt, await self._result(own, task.prompt, arguments), session)
         except EnvironmentFailed as failure:
             if failure.is_late:
                 reason = "time"
             elif session.ended_by is None:
                 raise
-            rewards = {ENVIRONMENT: 0.0}
+            rewards = [{ENVIRONMENT: 0.0}]
         finally:
             self._server.close(base_url)
             session.close()
         if not session.tree.turns:
             raise self._calls.failed(task.prompt, self._agent, "asked the model for nothing that was answered")
-        return Episode(
-            session.tree.trajectories(), session.ended_by or reason, rewards, n_turns=len(session.tree.turns)
-        )
+        return session.tree.episode(session.ended_by or reason, in_the_end(rewards, len(session.tree.turns)))
 
     async def _result(self, own: OwnTime, prompt: Prompt, arguments: Mapping[str, Any]) -> Any:
         """Return what the agent returns; a coroutine runs in the agents' own loop."""
@@ -110,8 +108,11 @@ class Agent:
         work = asyncio.run_coroutine_threadsafe(call, self._loop)
         return await asyncio.wrap_future(work)
 
-    def _rewards(self, prompt: Prompt, value: Any) -> Mapping[str, float]:
-        rewards = value if isinstance(value, Mapping) else {ENVIRONMENT: value}
-        if not rewards or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in rewards.values()):
-            raise self._calls.other_form(prompt, self._agent, value, "a finite reward, or finite rewards by name")
-        return {str(name): float(reward) for name, reward in rewards.items()}
+    def _rewards(self, prompt: Prompt, value: Any, session: Session) -> list[Mapping[str, float]]:
+        """Return what the agent returned as the rewards of its last turns."""
+        n, given = len(session.tree.turns), value if isinstance(value, list) else [value]
+        found = [named_rewards(each) for each in given]
+        if not all(found) or (isinstance(value, list) and len(value) != n):
+            wanted = f"a finite reward, finite rewards by name, or a list of these for each of its {n} turns"
+            raise self._calls.other_form(prompt, self._agent, value, wanted)
+        return [each for each in found if each]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,10 @@ from fivefold.environments.agents.chat import Chat
 from fivefold.environments.agents.python_tool import check_python, python
 from fivefold.environments.agents.session import Refused, Session
 from fivefold.environments.environment import Client, Task
+from fivefold.environments.given_rewards import in_the_end, named_rewards
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, load_class, row_arguments
 from fivefold.json_text import parsed
-from fivefold.types import ENVIRONMENT, Episode, Prompt
+from fivefold.types import Episode, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,9 +121,8 @@ class Tools:
                 raise ValueError(f"{KEY}, in an episode of prompt {prompt.index + 1}: {refusal}") from refusal
         finally:
             session.close()
-        rewards = {} if game is None else self._rewards(prompt, game.reward, await call(prompt, game.reward))
-        turns = session.tree.turns
-        return Episode(session.tree.trajectories(), session.ended_by or "done", rewards, n_turns=len(turns))
+        rewards = [] if game is None else [self._rewards(prompt, game.reward, await call(prompt, game.reward))]
+        return session.tree.episode(session.ended_by or "done", in_the_end(rewards, len(session.tree.turns)))
 
     async def _converse(
         self, prompt: Prompt, chat: Chat, messages: list[Any], functions: Mapping[str, Callable[..., Any]]
@@ -165,10 +164,10 @@ class Tools:
         return [*before, {**last, "content": f"{last['content']}{opening}"}]
 
     def _rewards(self, prompt: Prompt, reward: Callable[..., Any], value: Any) -> Mapping[str, float]:
-        rewards = value if isinstance(value, Mapping) else {ENVIRONMENT: value}
-        if not rewards or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in rewards.values()):
+        rewards = named_rewards(value)
+        if not rewards:
             raise self._calls.other_form(prompt, reward, value, "a finite reward, or finite rewards by name")
-        return {str(name): float(number) for name, number in rewards.items()}
+        return rewards
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,12 +9,13 @@ Texts are compared, tokens are kept: what was sampled is never encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fivefold.environments.transcript import Transcript
-from fivefold.types import Completion, Trajectory
+from fivefold.types import Completion, Episode, Move, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,24 +120,37 @@ class Tree:
         self.turns.append(turn)
         return turn
 
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """Return a sequence for each leaf. A turn that several leaves continue is trained in the first of them."""
+    def episode(self, reason: StopReason, rewards: Sequence[Mapping[str, float]]) -> Episode:
+        """Return the episode: a sequence for each leaf. A turn that several continue is trained in the first of them.
+
+        Args:
+            reason: why it ended.
+            rewards: the rewards of each turn by name, in the order of `turns`.
+        """
         inner = {id(turn.before) for turn in self.turns}
-        trained: set[int] = set()
-        made = []
+        places: dict[int, tuple[int, str]] = {}
+        """Where each turn is trained, and in which state."""
+        made: list[Trajectory] = []
         for leaf in (turn for turn in self.turns if id(turn) not in inner):
             path = leaf.path
-            transcript = Transcript(path[0].given)
+            transcript, begin = Transcript(path[0].given), sum(len(each.tokens_T) for each in made)
             for turn in path:
                 if turn is not path[0]:
                     transcript.given(turn.given)
-                if id(turn) in trained:
+                if id(turn) in places:
                     transcript.given(turn.completion.token_ids.tolist())
                 else:
+                    places[id(turn)] = (begin + len(transcript), transcript.state)
                     transcript.sampled(turn.completion)
-                    trained.add(id(turn))
             made.append(transcript.trajectory())
-        return tuple(made)
+        moves = []
+        for turn, own in zip(self.turns, rewards, strict=True):
+            start, state = places[id(turn)]
+            moves.append(Move(start, len(turn.completion.token_ids), own, state))
+        total: Counter[str] = Counter()
+        for own in rewards:
+            total.update(own)
+        return Episode(tuple(made), reason, dict(total), len(self.turns), moves)
 
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else ()

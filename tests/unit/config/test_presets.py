@@ -14,6 +14,8 @@ from fivefold.config.methods import ADVANTAGES, LOSSES
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 
+SECTIONS = {"environment": ["environment.game=g:G", "reward.fn=environment"]}
+"""Sections without the key `path`."""
 TEXT = "experiment_name: e\nactor: {path: m}\ntrain_dataset: {path: d}\n"
 
 
@@ -39,7 +41,7 @@ def test_every_name_has_its_keys_and_every_key_exists() -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_an_algorithm_sets_its_keys_unless_the_recipe_writes_them(name: str, recipe: Path, tmp_path: Path) -> None:
     algorithm = ALGORITHMS[name]
-    section = [] if algorithm.needs is None else [f"{algorithm.needs}.path=m"]
+    section = [] if algorithm.needs is None else SECTIONS.get(algorithm.needs, [f"{algorithm.needs}.path=m"])
     loaded = load_recipe(recipe, [f"algorithm={name}", *section], TrainRecipe)
     values = loaded.model_dump()
     for key, wanted in algorithm.keys.items():

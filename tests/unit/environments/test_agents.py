@@ -435,6 +435,30 @@ def test_the_time_in_which_an_agent_waits_for_the_model_does_not_count(run: Call
     assert (episode.finish_reason, episode.rewards, episode.n_turns) == ("done", {"environment": 1.0}, 3)
 
 
+def test_an_agent_may_return_a_reward_for_each_turn(run: Callable[..., list[Episode]]) -> None:
+    def agent(base_url: str) -> list[float | dict[str, float]]:
+        chat = [user("x")]
+        chat += [ask(base_url, chat), user("again")]
+        ask(base_url, chat)
+        ask(base_url, [user("another")])
+        return [0.5, {"environment": 0.25, "style": 2.0}, 1.0]
+
+    [episode] = run(agent, Policy(lambda text: "ab"))
+    assert episode.rewards == {"environment": 1.75, "style": 2.0}
+    assert [dict(move.rewards) for move in episode.moves] == [
+        {"environment": 0.5}, {"environment": 0.25, "style": 2.0}, {"environment": 1.0}
+    ]  # fmt: skip
+    tokens, mask = (
+        np.concatenate([getattr(each, name) for each in episode.trajectories]) for name in ("tokens_T", "mask_T")
+    )
+    assert len(episode.trajectories) == 2
+    assert all(mask[move.start : move.start + move.n_tokens].all() for move in episode.moves)
+    assert all(tokens[move.start + move.n_tokens - 1] == END for move in episode.moves)
+    assert sum(move.n_tokens for move in episode.moves) == mask.sum()
+    with pytest.raises(EnvironmentFailed, match="a list of these for each of its 1 turns"):
+        run(lambda base_url: (ask(base_url, [user("x")]), [1.0, 2.0])[1], Policy(lambda text: "ab"))
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [(None, "returned None: it must return a finite reward"), ({}, "it must return"), (float("inf"), "it must return")],

@@ -271,6 +271,32 @@ def test_answers_in_any_order_give_the_same_requests_in_the_same_order(game: Cal
     assert len(seen[0]) == 2 * 1 + 10 * 3
 
 
+def test_moves_have_their_place_their_reward_and_their_state(game: Callable[..., Game]) -> None:
+    class Board(GuessDigit):
+        def step(self, move: str) -> tuple[str, dict[str, float], bool]:
+            observation, won, done = super().step(move)
+            return observation, {"won": won, "moves": -0.1}, done
+
+    [first] = play(game(Board), Replies(halving), task("2"))
+    [again] = play(game(Board), Replies(halving), task("1"))
+    for episode in (first, again):
+        [trajectory] = episode.trajectories
+        assert all(trajectory.mask_T[move.start : move.start + move.n_tokens].all() for move in episode.moves)
+        assert sum(move.n_tokens for move in episode.moves) == trajectory.mask_T.sum()
+    assert [move.rewards for move in first.moves] == [{"won": 0.0, "moves": -0.1}, {"won": 1.0, "moves": -0.1}]
+    assert first.rewards == {"won": 1.0, "moves": -0.2}
+    # Both begin with the same prompt and a 5, to which the game gives the same answer.
+    assert [a.state == b.state for a, b in zip(first.moves, again.moves, strict=False)] == [True, True]
+    assert len({move.state for move in again.moves}) == len(again.moves) == 3
+
+    class Named(Board):
+        def state(self) -> int:
+            return 1
+
+    [named] = play(game(Named), Replies(halving), task("1"))
+    assert [move.state for move in named.moves] == ["1", "1", "1"]
+
+
 def flaky(n_failures: int) -> type:
     """Return a game that fails in so many of its first moves."""
     left = [n_failures]

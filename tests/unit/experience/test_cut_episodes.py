@@ -13,7 +13,7 @@ from fivefold.environments.play import Player
 from fivefold.experience.waiting import WaitingGroups, read_waiting
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.types import Episode, Prompt, Trajectory
+from fivefold.types import Episode, Move, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
 from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of
 
@@ -31,7 +31,8 @@ class AsksAgain:
             tokens = (*task.prompt.token_ids, *first.token_ids.tolist(), SPACER)
             second = await client.complete(tokens)
             turns.append(Trajectory.single_turn(Prompt(task.prompt.index, "", tokens, None), second))
-        return Episode(tuple(turns), "stop", {"turns": float(len(turns))})
+        moves = [Move(2, 1, {"turns": 1.0}, "first")]
+        return Episode(tuple(turns), "stop", {"turns": float(len(turns))}, moves=moves)
 
 
 @pytest.mark.usefixtures("local_objects")
@@ -75,6 +76,7 @@ def test_groups_steps_and_checkpoints_count_episodes(age: int, tmp_path: Path) -
         answer = saved.restored(group_.prompt)
         assert answer.batch.cuts == group_.batch.cuts
         assert [sample.rewards for sample in answer.samples] == [sample.rewards for sample in group_.samples]
+        assert [list(sample.moves) for sample in answer.samples] == [list(sample.moves) for sample in group_.samples]
 
 
 def test_joined_batches_keep_the_cuts_of_the_rows_that_have_several_sequences() -> None:
