@@ -142,7 +142,7 @@ class ActorConfig(TrainedModelConfig):
         needs("state", differs("advantage", "gae"), "compares moves without a critic"),
     ] = "episode"
     """What the tokens of one turn of an episode get (docs/agents.md): the advantage of the `episode`; of what is earned
-    from the `turn` on; or the episode's and that of the turn among turns of the group in the same `state` (GiGPO)."""
+    from the `turn` on; or the episode's plus how the turn compares in the same `state` of the group (GiGPO)."""
     turn_discount: Annotated[Fraction, reads_if(equals("credit", "turn", "state"))] = 1.0
     """Credit by turn or state discounts the reward of each next turn by this factor."""
     state_weight: Annotated[NonNegativeFloat, reads_if(equals("credit", "state"))] = 1.0
