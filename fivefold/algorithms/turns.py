@@ -1,6 +1,6 @@
 """Credit by turn: advantages of the single moves of episodes that have several turns.
 
-With rewards r_t of the moves of an episode, the last of which has all that was earned in the end:
+With rewards r_t of the moves of an episode, whose last one has all that was earned in the end:
 
     G_t = r_t + gamma G_{t+1}                               what is still earned from move t on
 

@@ -18,5 +18,5 @@ def named_rewards(value: Any) -> dict[str, float] | None:
 
 
 def in_the_end(rewards: Sequence[Mapping[str, float]], n_turns: int) -> list[Mapping[str, float]]:
-    """Return the rewards of each of `n_turns` turns, of which the last ones have `rewards`."""
+    """Return the rewards of each of `n_turns` turns: `rewards` are what the last ones have, the others have none."""
     return [{}] * (n_turns - len(rewards)) + list(rewards)

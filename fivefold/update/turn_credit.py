@@ -70,7 +70,7 @@ class TurnRewards(Part):
 
 
 def move_rewards(samples: Sequence[Sample], shaping: RewardShaping | None) -> list[list[float]]:
-    """Return the reward of each move of each sample; those of a sample add up to its shaped reward.
+    """Return the reward of each move of each sample; together a sample has its shaped reward.
 
     The last move has what was not given for another one, such as the rewards of functions and penalties on length.
     """
