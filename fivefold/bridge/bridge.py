@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
-from fivefold.bridge.decoder import mappings
+from fivefold.bridge.decoder import expected_tensors, mappings
 from fivefold.bridge.export import Export, over_stages
 from fivefold.bridge.finite import is_finite, not_finite_error
 from fivefold.bridge.groups import ShardGroups
@@ -37,21 +38,23 @@ class Bridge:
 
     Args:
         shape: the model.
+        seed: seed of new adapters.
         bucket_bytes: most bytes of full tensors that an export holds at one time, unless one parameter is larger.
 
     Raises:
         ValueError: a family that is not known.
     """
 
-    def __init__(self, shape: ModelShape, *, bucket_bytes: int = GATHER_BYTES) -> None:
+    def __init__(self, shape: ModelShape, *, seed: int = 0, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape
+        self._seed = seed
         self._bucket_bytes = bucket_bytes
         self.mappings: dict[str, WeightMapping] = {mapping.parameter: mapping for mapping in mappings(shape)}
         """The mapping of each parameter of the whole model, by its name, in the model's order."""
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors."""
-        return {name: full for mapping in self.mappings.values() for name, full in mapping.hf_shapes().items()}
+        return expected_tensors(self._shape)
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor], source: TensorReader, groups: ShardGroups) -> None:
@@ -67,6 +70,8 @@ class Bridge:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_model(self.mappings, over_stages(shapes, groups), groups)
         source = checked_source(self._shape, source)
+        if self._shape.adapters is not None:
+            source = WithAdapters(source, self._shape, self._seed)
         suspects: dict[str, torch.dtype] = {}
         with counting(LOADING, sum(parameter.nbytes for parameter in parameters.values())) as count:
             for name, parameter in parameters.items():
@@ -92,7 +97,8 @@ class Bridge:
         The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
         parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
         is exported. All ranks iterate in lock-step, to the end, and get the same names in the same order. Without
-        sharding the tensors are views of `parameters`: copy what has to outlive their next change.
+        sharding the tensors are views of `parameters`: copy what has to outlive their next change. Adapters are not
+        exported: `parameters` have the weights with adapters merged.
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
@@ -103,7 +109,8 @@ class Bridge:
         Raises:
             WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
         """
-        return Export(self.mappings, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
+        own = {name: mapping for name, mapping in self.mappings.items() if not mapping.is_adapter}
+        return Export(own, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
 
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:

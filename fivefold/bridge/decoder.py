@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 
 from fivefold.bridge.mapping import TiedOutput, WeightMapping, mapping_of
+from fivefold.families.adapters import MATRICES, adapter_name, layer_of
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, tensors
+from fivefold.families.tensors import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, WeightTensor, tensors
 
 VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
 """Names of a value head's tensors in the folders of TRL's models."""
@@ -49,7 +50,12 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
     Raises:
         ValueError: as `mappings` does.
     """
-    return {name: full for mapping in mappings(shape) for name, full in mapping.hf_shapes().items()}
+    return {
+        name: full
+        for mapping in mappings(shape)
+        if not mapping.is_adapter
+        for name, full in mapping.hf_shapes().items()
+    }
 
 
 def float32_tensors(shape: ModelShape) -> frozenset[str]:
@@ -88,6 +94,7 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
             found = [by_name[f"model.layers.{layer}.{name}"] for name in names]
             n_units = shape.n_kv_heads if ".linear_qkv." in parameter else None
             yield mapping_of(f"decoder.layers.{layer}.{parameter}", *found, n_units=n_units)
+            yield from _adapters(f"decoder.layers.{layer}.{parameter}", found, by_name)
     yield mapping_of("decoder.final_layernorm.weight", by_name["model.norm.weight"])
     if shape.value_head:
         yield mapping_of("output_layer.weight", by_name[VALUE_WEIGHT])
@@ -97,6 +104,17 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
         yield TiedOutput("output_layer.weight", (by_name[EMBEDDING],))
     else:
         yield mapping_of("output_layer.weight", by_name[OUTPUT])
+
+
+def _adapters(parameter: str, found: list[WeightTensor], by_name: dict[str, WeightTensor]) -> Iterator[WeightMapping]:
+    """Yield the mappings of the adapters of the weights in a parameter, each a parameter of its own."""
+    module = parameter.rpartition(".")[0]
+    for weight in found:
+        layer = layer_of(weight.name)
+        names = [(matrix, adapter_name(weight.name, matrix)) for matrix in MATRICES]
+        for matrix, name in names if layer is not None else ():
+            if name in by_name:
+                yield mapping_of(f"{module}.adapters.{layer}.{matrix}", by_name[name])
 
 
 def _layer(shape: ModelShape, family: Family, *, is_moe: bool) -> _Rows:

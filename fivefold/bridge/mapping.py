@@ -34,7 +34,12 @@ def padded_vocab(vocab: int, tp_size: int) -> int:
 def mapping_of(parameter: str, *tensors: WeightTensor, n_units: int | None = None) -> WeightMapping:
     """Return the mapping of a parameter that holds `tensors`, cut alike; `n_units` as in `Column`."""
     if tensors[0].n_experts is not None:
-        return (ExpertColumn if tensors[0].cut == "rows" else ExpertRow)(parameter, tensors)
+        match tensors[0].cut:
+            case "rows":
+                return ExpertColumn(parameter, tensors)
+            case "columns":
+                return ExpertRow(parameter, tensors)
+        return ExpertWhole(parameter, tensors)
     match tensors[0].cut:
         case "whole":
             return Replicated(parameter, tensors)
@@ -55,6 +60,11 @@ class WeightMapping(ABC):
     parameter: str
     """Name of the parameter: Megatron-Core's, with global layer numbers; on FSDP, the name in transformers."""
     tensors: tuple[WeightTensor, ...]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the parameter is part of an adapter, which only the training engine has."""
+        return self.tensors[0].adapts is not None
 
     @property
     def keeps_float32(self) -> bool:
@@ -314,3 +324,25 @@ class ExpertRow(_Experts):
         etp_size = self.tensors[0].shape[1] // shards.shape[3]
         for names, weights in self._by_rank(shards, etp_size, first):
             yield Stack(names, weights.permute(1, 2, 0, 3).flatten(2))
+
+
+class ExpertWhole(_Experts):
+    """A matrix of an adapter of all experts, [experts, out, in], which expert-tensor parallelism does not cut."""
+
+    def local_shape(self, groups: ShardGroups) -> Shape:
+        return (len(self._own(groups)), *self.tensors[0].shape)
+
+    def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        [tensor] = self.tensors
+        start = 0
+        for expert in self._own(groups):
+            piece = _rows(tensor.name.format(expert=expert), tensor.shape, 0, tensor.shape[0], start)
+            yield piece
+            start = piece.end
+
+    def stored_pieces(self, groups: ShardGroups) -> Iterator[Piece]:
+        if groups.etp_rank == 0:
+            yield from self.pieces(groups)
+
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        raise NotImplementedError(f"{self.parameter}: adapters are exported as part of their weights")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fivefold.config.schema.role import Head
+from fivefold.families.adapters import AdapterShape
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class ModelShape:
     """Whether the output layer has one row, whose product is the value of a state, instead of logits."""
     value_bias: bool = True
     """Whether a value head has a bias: a critic's has one, a reward model's none."""
+    adapters: AdapterShape | None = None
+    """Low-rank adapters on its linear layers; None: it has none."""
     name: str = field(default="", compare=False)
     """What tables and pictures call the model; empty where it has no name."""
 

@@ -7,11 +7,12 @@ names ──Trained──> the tensors that a run trains
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
+from fivefold.families.adapters import AdapterShape, adapter_name
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import LatentAttention, ModelShape
@@ -43,6 +44,8 @@ class WeightTensor:
     """Experts that have such a tensor; None for a tensor that belongs to no expert."""
     keeps_float32: bool = False
     """Whether it is float32 whatever the dtype of the model: offsets of routers, which no gradient changes."""
+    adapts: str | None = None
+    """Name of the weight whose adapter it is part of; None: it is part of the model itself."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,28 +64,51 @@ class WeightTensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """Which tensors of a model are trained: those that match none of the patterns.
+    """Which tensors of a model are trained: those that match a pattern of `only`, and none of `frozen`.
 
     Frozen tensors have no gradient buffer, no optimizer state and no part in checkpoints.
     """
 
     frozen: tuple[str, ...] = ()
     """Patterns of Hugging Face names, with `*`, `?` and `[...]` as in the shell."""
+    only: tuple[str, ...] = ("*",)
+    """Patterns of the names that may be trained."""
 
     def __contains__(self, name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        return _matches(name, self.only) and not _matches(name, self.frozen)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 ALL, NONE = Trained(), Trained(("*",))
+ADAPTERS = Trained(only=(adapter_name("*", "A"), adapter_name("*", "B"), VALUE_WEIGHT, VALUE_BIAS))
+"""The adapters, and a value head, which begins at 0."""
 
 
 def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
-    """Return the tensors of a model, in its order.
+    """Return the tensors of a model, in its order; each weight that has an adapter comes before it.
 
     Raises:
         ValueError: a family that is not known, or one that names no experts where the shape has them.
     """
-    return tuple(_tensors(shape, find_family(shape.family)))
+    own = _tensors(shape, find_family(shape.family))
+    if shape.adapters is None:
+        return tuple(own)
+    return tuple(each for tensor in own for each in (tensor, *_adapter(tensor, shape.adapters)))
+
+
+def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTensor]:
+    """Yield the matrices of a weight's adapter: A sees the weight's inputs, and B makes its outputs."""
+    rank = adapters.rank_of(tensor.name, of_expert=tensor.n_experts is not None)
+    if rank is not None:
+        rows, columns = tensor.shape
+        of_a: Cut = "columns" if tensor.cut == "columns" else "whole"
+        of_b: Cut = "rows" if tensor.cut == "rows" else "whole"
+        part = replace(tensor, adapts=tensor.name)
+        yield replace(part, name=adapter_name(tensor.name, "A"), shape=(rank, columns), cut=of_a)
+        yield replace(part, name=adapter_name(tensor.name, "B"), shape=(rows, rank), cut=of_b)
 
 
 def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:

@@ -5,7 +5,7 @@ checks ─> process groups ─> chunks of layers ─> named parameters ─> grad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +29,14 @@ from fivefold.config.schema.megatron import Kernels, MegatronConfig
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
+from fivefold.families.adapters import AdapterShape
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import NONE, Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
+from fivefold.mcore.adapters import ModelAdapters, install_adapters
 from fivefold.mcore.buffers import free_weights
 from fivefold.mcore.model import Decoder, named_tensors
 from fivefold.mcore.optimizer import Optimizer
@@ -78,6 +80,8 @@ class BuiltModel:
     state: TrainingState | None
     effective: dict[str, Any]
     """Values of all fields of Megatron-Core's configuration, by class."""
+    adapters: ModelAdapters | None
+    """The low-rank adapters of the layers; None: there are none."""
 
 
 def build(
@@ -90,6 +94,7 @@ def build(
     value_head: bool,
     value_bias: bool,
     replays: bool,
+    adapters: AdapterShape | None,
 ) -> BuiltModel:
     """Build the model of `config.path` with its weights; the arguments are as in `MegatronEngine`.
 
@@ -103,13 +108,15 @@ def build(
     stored = shape = load_shape(folder)
     if value_head:
         shape = stored.as_critic() if value_bias else stored.as_reward_model()
+    shape = replace(shape, adapters=adapters)
     _check(config)
     groups = initialize_parallel(layout, seed, timeout_s)
     shards = shard_groups(groups)
     megatron = settings.transformer_config(config, layout, shape)
-    bridge = _bridge(config, shape, folder, megatron)
+    bridge = _bridge(config, shape, folder, megatron, seed)
     provider = spec_provider(config.megatron.kernels)
     decoders = build_chunks(megatron, layout, shape, provider, replays=replays)
+    installed = install_adapters(decoders, bridge.mappings, shape.adapters, shards) if shape.adapters else None
     parameters = _name_parameters(decoders, bridge, layout, shards, NONE if training is None else training.trained)
     chunks: list[Any] = list(decoders)
     effective = {"TransformerConfig": settings.effective_values(megatron)}
@@ -145,6 +152,7 @@ def build(
         optimizer,
         state,
         effective,
+        installed,
     )
 
 
@@ -175,7 +183,7 @@ def _name_parameters(
     return Parameters(held, mappings, learning, shards)
 
 
-def _bridge(config: EngineConfig, shape: ModelShape, folder: Path, megatron: TransformerConfig) -> Bridge:
+def _bridge(config: EngineConfig, shape: ModelShape, folder: Path, megatron: TransformerConfig, seed: int) -> Bridge:
     """Return what turns Hugging Face's weights into Megatron-Core's: `actor.megatron.bridge_type`.
 
     Raises:
@@ -191,7 +199,7 @@ def _bridge(config: EngineConfig, shape: ModelShape, folder: Path, megatron: Tra
             from fivefold.mcore.megatron_bridge import MegatronBridge
 
             return MegatronBridge(shape, folder, megatron)
-    return Bridge(shape)
+    return Bridge(shape, seed=seed)
 
 
 def _check(config: EngineConfig) -> None:

@@ -6,8 +6,9 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
-from fivefold.families.tensors import ALL, Trained
+from fivefold.families.adapters import AdapterShape
+from fivefold.families.tensors import ADAPTERS, ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
+from fivefold.mcore.adapters import MergedWeights
 from fivefold.mcore.buffers import ChunkBuffers
 from fivefold.mcore.build import Training, build
 from fivefold.mcore.layers import PackedSequences
@@ -77,6 +80,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         value_bias: bool = True,
         trained: Trained = ALL,
         replays: bool = False,
+        adapters: AdapterShape | None = None,
     ) -> None:
         """Build the model of `config.path`.
 
@@ -92,14 +96,24 @@ class MegatronEngine(EngineBase[Optimizer]):
             trained: the tensors that the optimizer changes.
             replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
                 choices are recorded.
+            adapters: low-rank adapters, which are trained in place of the model's weights; None: it has none.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
         layout = with_stages(layout, config.megatron)
+        trained = trained if adapters is None else ADAPTERS
         training = None if optimizer is None else Training(optimizer, total_steps, trained)
         built = build(
-            config, layout, seed, training, timeout_s, value_head=value_head, value_bias=value_bias, replays=replays
+            config,
+            layout,
+            seed,
+            training,
+            timeout_s,
+            value_head=value_head,
+            value_bias=value_bias,
+            replays=replays,
+            adapters=adapters,
         )
         self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
         self.groups, self._shards = built.groups, built.shards
@@ -109,6 +123,11 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._routers = routers_of(built.decoders)
         self._replay = Replay(self._routers, self.shape) if replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
+        self._adapters = built.adapters
+        self._weights: Mapping[str, torch.Tensor] = built.parameters.tensors
+        """The weights as others see them: with the adapters merged."""
+        if built.adapters is not None:
+            self._weights = MergedWeights(built.parameters, built.adapters)
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
@@ -209,7 +228,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         if readers not in self._exports:
-            self._exports[readers] = self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
+            self._exports[readers] = self._bridge.export(self._weights, self._shards, readers=readers)
         return iter(self._exports[readers])
 
     def ema_weights(self, decay: float) -> EMAWeights:
@@ -221,7 +240,20 @@ class MegatronEngine(EngineBase[Optimizer]):
         return {parameter.name: parameter.values_N for parameter in self.parameters}
 
     def _blocks(self) -> Iterator[Block]:
-        return shared_blocks(self.parameters, self._shards)
+        if self._adapters is None:
+            return shared_blocks(self.parameters, self._shards)
+        own = (each for each in self.parameters if not each.mapping.is_adapter)
+        merged = (replace(each, tensor=self._weights[each.name]) for each in own)
+        return shared_blocks(merged, self._shards)
+
+    def _adapter_blocks(self) -> Iterator[Block]:
+        own = [parameter for parameter in self.parameters if parameter.mapping.is_adapter]
+        return shared_blocks(own, self._shards)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
+        assert self._adapters is not None, "this model has no adapters"
+        return self._adapters.off()
 
     def load(self, folder: Path) -> None:
         """Load the training state; see `SavingVerbs.load`."""

@@ -120,12 +120,15 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_unused: Any) -> None:
         super().__init__(config=config)
-        width = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
+        self.etp_group: dist.ProcessGroup = pg_collection.expt_tp
+        width = divide(config.moe_ffn_hidden_size, self.etp_group.size())
         self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, partition_dim=1)
         self.recomputes_activation = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, partition_dim=2)
+        self.additions: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]] = {}
+        """What adds to the products with a weight, by its name: (product, rows, groups) -> their sum (adapters.py)."""
 
     def _parameter(self, *shape: int, partition_dim: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=torch.cuda.current_device()))
@@ -149,19 +152,24 @@ class GroupedExperts(MegatronModule):
         """
         tokens = permuted_local_hidden_states
         groups = self._groups(tokens, tokens_per_expert)
-        gate_up = self._multiply(tokens, self.weight1, groups)
+        gate_up = self._product(tokens, "weight1", groups)
         if not (self.recomputes_activation and torch.is_grad_enabled()):
-            return self._multiply(swiglu(gate_up, permuted_probs), self.weight2, groups), None
+            return self._product(swiglu(gate_up, permuted_probs), "weight2", groups), None
         activation = CheckpointWithoutOutput()
-        output = self._multiply(activation.checkpoint(swiglu, gate_up, permuted_probs), self.weight2, groups)
+        output = self._product(activation.checkpoint(swiglu, gate_up, permuted_probs), "weight2", groups)
         activation.discard_output_and_register_recompute(output)
         return output, None
 
     def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> Any:
-        """Return where each expert's rows are, as `_multiply` takes it."""
+        """Return where each expert's rows are, as `multiply` takes it."""
         return tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
 
-    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: Any) -> torch.Tensor:
+    def _product(self, rows: torch.Tensor, kind: str, groups: Any) -> torch.Tensor:
+        """Return rows [N, I] times one of the two weights, with what adapters add."""
+        product = self.multiply(rows, getattr(self, kind), groups)
+        return self.additions[kind](product, rows, groups) if kind in self.additions else product
+
+    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: Any) -> torch.Tensor:
         """Return rows [N, I] times the transposes of weight [experts, O, I], each row times its expert's: [N, O]."""
         product: torch.Tensor = GroupedLinear.apply(rows, weight, groups)
         return product

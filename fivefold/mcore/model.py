@@ -72,14 +72,15 @@ def named_tensors(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            yield _global_name(chunk, name), parameter
+            yield global_name(chunk, name), parameter
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(".expert_bias"):
-                yield _global_name(chunk, name), buffer
+                yield global_name(chunk, name), buffer
 
 
-def _global_name(chunk: Decoder, name: str) -> str:
+def global_name(chunk: Decoder, name: str) -> str:
+    """Return the name of a module or a parameter of a chunk, with its layer's index in the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage))

@@ -60,7 +60,7 @@ class TEExperts(GroupedExperts):
     def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> list[int]:
         return tokens_per_expert.tolist()
 
-    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: list[int]) -> torch.Tensor:
+    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: list[int]) -> torch.Tensor:
         product: torch.Tensor = TEGroupedLinear.apply(rows, weight, groups)
         return product
 

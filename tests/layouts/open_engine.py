@@ -16,6 +16,7 @@ from fivefold.engine.base import EngineBase
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import Share
 from fivefold.engine.values import Values
+from fivefold.families.adapters import AdapterShape
 from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parser import parse_backend
 from fivefold.types import Batch
@@ -95,6 +96,7 @@ class EngineCase(ABC, Generic[AnEngine]):
         value_bias: bool = True,
         trained: Trained = ALL,
         replays: bool = False,
+        adapters: AdapterShape | None = None,
     ) -> AnEngine:
         config = {
             "path": str(folder),
@@ -112,5 +114,6 @@ class EngineCase(ABC, Generic[AnEngine]):
             "value_bias": value_bias,
             "trained": trained,
             "replays": replays,
+            **({"adapters": adapters} if adapters else {}),
         }
         return self._build(config, options)

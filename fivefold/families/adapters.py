@@ -1,0 +1,58 @@
+"""Low-rank adapters (LoRA: Hu et al. 2022, arXiv 2106.09685) on the linear layers of a model.
+
+    y = W x + scale * B (A x)          W [out, in] is frozen, A [rank, in] and B [out, rank] are trained
+
+Every expert has its own A and B. A linear layer of the experts may have a smaller rank than the others, because several
+experts see each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import sqrt
+from typing import Literal
+
+Matrix = Literal["A", "B"]
+MATRICES: tuple[Matrix, ...] = ("A", "B")
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapters of a model."""
+
+    rank: int
+    """Rank outside of routed experts."""
+    expert_rank: int | None
+    """Rank of each routed expert's; None: routed experts have none."""
+    alpha: float
+    rank_stabilized: bool = False
+    """Whether the scale is alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("*",)
+    """Patterns of the names of layers that have adapters, such as `q_proj`."""
+
+    def rank_of(self, name: str, *, of_expert: bool) -> int | None:
+        """Return the rank of the adapter of the weight `name`; None: it has none."""
+        layer = layer_of(name)
+        if layer is None or not any(fnmatchcase(layer, target) for target in self.targets):
+            return None
+        return self.expert_rank if of_expert else self.rank
+
+    def scale(self, rank: int) -> float:
+        """Return the factor of B A."""
+        return self.alpha / (sqrt(rank) if self.rank_stabilized else rank)
+
+
+def layer_of(name: str) -> str | None:
+    """Return the name of the linear layer that a weight belongs to, such as `q_proj`; None: it can have no adapter.
+
+    Routers and the gate of a shared expert have none: they are small, and decide where tokens go.
+    """
+    *path, layer, kind = name.split(".")
+    is_linear = "layers" in path and kind == "weight" and not layer.endswith(("gate", "norm", "layernorm"))
+    return layer if is_linear else None
+
+
+def adapter_name(weight: str, matrix: Matrix) -> str:
+    """Return the name of a matrix of the adapter of a weight, as PEFT writes it."""
+    return f"{weight.removesuffix('.weight')}.lora_{matrix}.weight"

@@ -1,0 +1,306 @@
+"""Low-rank adapters next to Megatron-Core's linear layers and to the experts.
+
+    x ──W (frozen)─────────────┐
+    └──A──> [T, rank] ──B──*scale──+──> y
+
+    layer is cut by     A                       B                       between them
+    rows (outputs)      whole                   rows                    gather of the tokens, or a sum of gradients
+    columns (inputs)    columns                 whole                   sum over ranks, scattered over tokens
+    not at all          whole                   whole                   nothing
+
+A layer that holds several weights of a Hugging Face model, such as q, k and v, has an adapter for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from fivefold.bridge.groups import ShardGroups
+from fivefold.bridge.mapping import Column, ExpertWhole, WeightMapping
+from fivefold.bridge.parameters import Parameter, Parameters
+from fivefold.families.adapters import MATRICES, AdapterShape, layer_of
+from fivefold.families.tensors import Cut
+from fivefold.mcore.layers import GroupedExperts
+from fivefold.mcore.model import Decoder, global_name
+
+ALIGNED = 8
+"""Grouped products of bfloat16 read 16 bytes at a time."""
+_ADAPTER = re.compile(r"(?P<module>.+)\.adapters\.(?P<layer>\w+)\.(?P<matrix>[AB])")
+
+
+class Adapter(nn.Module):
+    """The adapter of one weight, as far as this rank holds it."""
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
+        super().__init__()
+        self.A, self.B, self.scale = a, b, scale
+
+    def delta(self) -> Tensor:
+        """Return what it adds to this rank's part of the weight, float32 [(experts,) out, in]."""
+        return self.scale * (self.B.detach().float() @ self.A.detach().float())
+
+
+class Adapters:
+    """The adapters of the weights in one parameter of a layer."""
+
+    def __init__(self, cut: Cut, widths: Mapping[str, int], n_units: int, adapters: Mapping[str, Adapter]) -> None:
+        """Take the adapters.
+
+        Args:
+            cut: how tensor parallelism cuts the weights.
+            widths: outputs on this rank of each weight in the parameter, by the name of its layer, in their order.
+            n_units: equal parts of each weight's outputs, which lie side by side (`bridge.mapping.Column`).
+            adapters: the adapters by the same names.
+        """
+        self._cut, self._widths, self._n_units = cut, widths, n_units
+        self._adapters = {name: adapters[name] for name in widths if name in adapters}
+        self.is_on = True
+
+    def delta(self) -> Tensor:
+        """Return what they add to this rank's parameter, float32 [(experts,) out, in]."""
+        parts = {name: adapter.delta() for name, adapter in self._adapters.items()}
+        return self._arranged(parts, next(iter(parts.values())).ndim - 2)
+
+    def _arranged(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
+        """Return outputs of the weights, along `dim`, as the parameter has them; 0 of a weight without an adapter."""
+        if len(self._widths) == 1:
+            return next(iter(parts.values()))
+        like, found = next(iter(parts.values())), []
+        for name, width in self._widths.items():
+            own = parts[name] if name in parts else like.new_zeros(*like.shape[:dim], width, *like.shape[dim + 1 :])
+            found.append(own.unflatten(dim, (self._n_units, -1)))
+        return torch.cat(found, dim=dim + 1).flatten(dim, dim + 1)
+
+
+class LinearAdapters(Adapters):
+    """Adapters of a linear layer of Megatron-Core, to whose output they add."""
+
+    def attach(self, linear: Any) -> None:
+        """Add to the output of a layer from now on."""
+        self._over_tokens = is_over_tokens(linear)
+        self._copies = not getattr(linear, "disable_grad_reduce", False)
+        linear.register_forward_hook(self._add)
+
+    def _add(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if not self.is_on:
+            return output
+        added = self._of(inputs[0])
+        return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
+
+    def _of(self, x: Tensor) -> Tensor:
+        """Return what is added to the output for an input [T, 1, in]."""
+        low = self._between(F.linear(x, torch.cat([adapter.A for adapter in self._adapters.values()])))
+        lows = low.split([len(adapter.A) for adapter in self._adapters.values()], dim=-1)
+        parts = {
+            name: F.linear(own, adapter.B) * adapter.scale
+            for (name, adapter), own in zip(self._adapters.items(), lows, strict=True)
+        }
+        return self._arranged(parts, x.ndim - 1)
+
+    def _between(self, low: Tensor) -> Tensor:
+        """Exchange [T, 1, ranks] between the ranks of tensor parallelism."""
+        moved = low
+        if self._cut == "rows":
+            if self._over_tokens:
+                moved = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+            elif self._copies:
+                moved = copy_to_tensor_model_parallel_region(low)
+        elif self._cut == "columns":
+            if self._over_tokens:
+                moved = reduce_scatter_to_sequence_parallel_region(low)
+            else:
+                moved = reduce_from_tensor_model_parallel_region(low)
+        return moved
+
+
+class ExpertAdapters(Adapters):
+    """Adapters of one parameter of all experts of a layer."""
+
+    def attach(self, experts: GroupedExperts, kind: str) -> None:
+        """Add to the products with the experts' weight `kind` from now on."""
+        self._experts = experts
+        experts.additions[kind] = self.added
+
+    def added(self, output: Tensor, rows: Tensor, groups: Any) -> Tensor:
+        """Return the products [N, out] of rows [N, in], sorted by expert, with what the adapters add."""
+        if not self.is_on:
+            return output
+        multiply, adapters = self._experts.multiply, list(self._adapters.items())
+        # The matrix that is whole on ranks with different parts of an expert gets a part of its gradient on each.
+        of_a, of_b = (self._summed, _same) if self._cut == "rows" else (_same, self._summed)
+        low = multiply(rows, torch.cat([_padded(of_a(adapter.A), 1) for _, adapter in adapters], dim=1), groups)
+        parts = {
+            name: multiply(own.contiguous(), _padded(of_b(adapter.B), 2), groups) * adapter.scale
+            for (name, adapter), own in zip(adapters, low.chunk(len(adapters), dim=-1), strict=True)
+        }
+        return output + self._arranged(parts, 1)
+
+    def _summed(self, matrix: Tensor) -> Tensor:
+        group = self._experts.etp_group
+        return matrix if group.size() == 1 else _SummedGradient.apply(matrix, group)
+
+
+def _same(matrix: Tensor) -> Tensor:
+    return matrix
+
+
+def _padded(matrix: Tensor, dim: int) -> Tensor:
+    """Return [E, ...] with zeros up to a multiple of `ALIGNED` along the dimension of the rank."""
+    missing = -matrix.shape[dim] % ALIGNED
+    return F.pad(matrix, (0, missing) if dim == 2 else (0, 0, 0, missing)) if missing else matrix
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Returns its input; its gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+@dataclass(frozen=True)
+class ModelAdapters:
+    """All adapters of the chunks on this rank."""
+
+    by_weight: Mapping[str, Adapters]
+    """The adapters of a Megatron parameter, by its name."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute the model without its adapters inside the block."""
+        self._switch(is_on=False)
+        try:
+            yield
+        finally:
+            self._switch(is_on=True)
+
+    def _switch(self, *, is_on: bool) -> None:
+        for adapters in self.by_weight.values():
+            adapters.is_on = is_on
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight with what its adapters add, in its own dtype; one without adapters as it is."""
+        if name not in self.by_weight:
+            return weight
+        return (weight.detach().float() + self.by_weight[name].delta()).to(weight.dtype)
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of a model by name, without adapters: each has its own merged when it is asked for."""
+
+    def __init__(self, parameters: Parameters[Parameter], adapters: ModelAdapters) -> None:
+        self._tensors = {each.name: each.tensor for each in parameters if not each.mapping.is_adapter}
+        self._adapters = adapters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._adapters.merged(name, self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def is_over_tokens(linear: Any) -> bool:
+    """Return whether a layer's tokens are divided over the ranks of tensor parallelism (sequence parallelism)."""
+    return bool(getattr(linear, "sequence_parallel", False) or getattr(linear.weight, "sequence_parallel", False))
+
+
+def install_adapters(
+    chunks: Iterable[Decoder], mappings: Mapping[str, WeightMapping], shape: AdapterShape, groups: ShardGroups
+) -> ModelAdapters:
+    """Add the adapters of `mappings` to the chunks' layers; the bridge fills them.
+
+    Args:
+        chunks: this rank's decoders.
+        mappings: the mappings of the whole model, by parameter.
+        shape: the adapters.
+        groups: this rank's place.
+    """
+    parts: dict[str, dict[str, WeightMapping]] = {}
+    for name, mapping in mappings.items():
+        if mapping.is_adapter and (match := _ADAPTER.fullmatch(name)):
+            parts.setdefault(f"{match['module']}.{match['layer']}", {})[match["matrix"]] = mapping
+    found: dict[str, Adapters] = {}
+    for chunk in chunks:
+        for local, _ in list(chunk.named_parameters()):
+            path, _, kind = local.rpartition(".")
+            mapping = mappings[global_name(chunk, local)]
+            found |= _install(chunk.get_submodule(path), kind, mapping, parts, shape, groups)
+    return ModelAdapters(found)
+
+
+def _install(
+    module: Any,
+    kind: str,
+    weight: WeightMapping,
+    parts: Mapping[str, Mapping[str, WeightMapping]],
+    shape: AdapterShape,
+    groups: ShardGroups,
+) -> dict[str, Adapters]:
+    """Add the adapters of one parameter of a layer. Returns them by its name; nothing if there are none."""
+    path, widths, adapters = weight.parameter.rpartition(".")[0], dict[str, int](), dict[str, Adapter]()
+    n_ranks = groups.etp_size if weight.domain == "expert" else groups.tp_size
+    like = getattr(module, kind)
+    for tensor in weight.tensors:
+        layer, rows = str(layer_of(tensor.name)), tensor.shape[0]
+        widths[layer] = rows // n_ranks if tensor.cut == "rows" else rows
+        if own := parts.get(f"{path}.{layer}"):
+            a, b = (_parameter(own[matrix], like, module, groups) for matrix in MATRICES)
+            adapters[layer] = Adapter(a, b, shape.scale(own["A"].tensors[0].shape[0]))
+    if not adapters:
+        return {}
+    if not hasattr(module, "adapters"):
+        module.adapters = nn.ModuleDict()
+    module.adapters.update(adapters)
+    made: Adapters
+    if isinstance(module, GroupedExperts):
+        made = experts = ExpertAdapters(weight.tensors[0].cut, widths, 1, adapters)
+        experts.attach(module, kind)
+    else:
+        n_units = weight.n_units // groups.tp_size if isinstance(weight, Column) and weight.n_units else 1
+        made = linear = LinearAdapters(weight.tensors[0].cut, widths, n_units, adapters)
+        linear.attach(module)
+    return {weight.parameter: made}
+
+
+def _parameter(mapping: WeightMapping, like: Tensor, module: Any, groups: ShardGroups) -> nn.Parameter:
+    """Return a matrix, whose gradient Megatron-Core reduces, and counts once in the norm, by its attributes."""
+    matrix = nn.Parameter(torch.empty(mapping.local_shape(groups), dtype=like.dtype, device=like.device))
+    attributes = vars(matrix)
+    if mapping.domain == "expert":
+        set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=1, stride=1)
+        attributes["allreduce"] = False
+        # The norm counts it on the first of the ranks that have it whole.
+        attributes["shared"] = isinstance(mapping, ExpertWhole) and groups.etp_rank > 0
+    elif mapping.domain == "tensor":
+        set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=0, stride=1)
+    else:
+        # Each rank has seen a part of the tokens, or has a part of the outputs.
+        attributes["sequence_parallel"] = is_over_tokens(module) or getattr(module, "disable_grad_reduce", False)
+    return matrix

@@ -1,0 +1,191 @@
+"""Low-rank adapters train as plain autograd trains W + scale B A in Hugging Face's model, on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import AnyCase
+from compare import assert_close, difference
+from hf_reference import Step, Tensors, load_model, predict
+from megatron_cases import Case, OpenEngine, whole
+from ragged import uneven_batch
+from safetensors.torch import load_file
+from test_checkpoint import assert_equal, commit, read_with_torch
+from worker_pool import Workers
+
+from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.bridge.adapters import WithAdapters
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.families.adapters import AdapterShape, adapter_name
+from fivefold.families.read import load_shape
+from fivefold.families.tensors import tensors
+
+ALL_LAYERS = AdapterShape(rank=3, expert_rank=2, alpha=6.0)
+OPTIMIZER = OptimizerConfig(lr=5e-3, eps=1e-3, weight_decay=0.1, gradient_clipping=1.0)
+N_STEPS = 4
+FULL = MegatronConfig(recompute="full")
+
+
+@dataclass(frozen=True)
+class Result:
+    steps: list[Step]
+    weights: Tensors
+    """The merged weights."""
+    without: torch.Tensor
+    """Log-probs without the adapters after the steps."""
+    n_buffered: int
+    """Elements of this rank's gradient buffers."""
+
+
+def merged(base: Tensors, adapters: Tensors, shape: AdapterShape) -> Tensors:
+    found = dict(base)
+    for name in base:
+        if (a := adapters.get(adapter_name(name, "A"))) is not None:
+            found[name] = base[name] + shape.scale(len(a)) * adapters[adapter_name(name, "B")] @ a
+    return found
+
+
+def as_in_memory(model: Any, files: Tensors) -> Tensors:
+    """Return the tensors of files as the parameters of a model, which keeps experts in stacks."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name in files:
+            found[name] = files[name]
+            continue
+        prefix, kind = name.rsplit(".", 1)
+        experts = range(len(parameter))
+        if kind == "gate_up_proj":
+            pairs = [[files[f"{prefix}.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in experts]
+            found[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        else:
+            found[name] = torch.stack([files[f"{prefix}.{e}.{kind}.weight"] for e in experts])
+    return found
+
+
+def hf_train(folder: Path, shape: AdapterShape) -> tuple[list[Step], Tensors, Tensors]:
+    """In a worker: return the steps, the adapters, and the merged weights after them."""
+    model, base, batch = load_model(folder), load_file(folder / "model.safetensors"), uneven_batch()
+    drawn = WithAdapters(HFWeights(folder), replace(load_shape(folder), adapters=shape), seed=1)
+    adapters = {name: drawn.read(name).requires_grad_() for name in drawn.names - base.keys()}
+    optimizer = torch.optim.AdamW(
+        adapters.values(),
+        lr=OPTIMIZER.lr,
+        weight_decay=0.1,
+        eps=OPTIMIZER.eps,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+    )
+    steps = []
+    for _ in range(N_STEPS):
+        optimizer.zero_grad()
+        own = as_in_memory(model, merged(base, adapters, shape))
+        total = 0.0
+        for index in range(len(batch)):
+            row = batch.select([index])
+            predicted = torch.func.functional_call(
+                Predicts(model), {f"model.{name}": value for name, value in own.items()}, (row.tokens_T,)
+            )
+            cost = -(predicted * row.mask_T).sum() / batch.mask_T.sum()
+            cost.backward(retain_graph=True)
+            total += float(cost)
+        norm = torch.nn.utils.clip_grad_norm_(adapters.values(), OPTIMIZER.gradient_clipping)
+        optimizer.step()
+        steps.append(Step(total, float(norm)))
+    after = {name: each.detach() for name, each in adapters.items()}
+    return steps, after, merged(base, after, shape)
+
+
+class Predicts(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_L: torch.Tensor) -> torch.Tensor:
+        return predict(self.model, tokens_L, 1.0)[0]
+
+
+def train(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Result:
+    """In a worker: make steps, and save after all of them."""
+    engine, steps = case.engine(folder, OPTIMIZER, adapters=shape), []
+    for _ in range(N_STEPS):
+        metrics = engine.forward_backward_of(uneven_batch(), SFTLoss())
+        steps.append(Step(metrics["loss"], engine.optim_step().grad_norm))
+    commit(engine.snapshot(state), state)
+    with engine.without_adapters():
+        without, _ = engine.logprobs_of(uneven_batch(), temperature=1.0)
+    assert isinstance(engine, OpenEngine)
+    n_buffered = sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
+    engine.save_hf(state.parent / "saved")
+    return Result(steps, whole(engine.export_weights()), without, n_buffered)
+
+
+def resume(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Tensors:
+    """In a worker: load the state after all steps, offload and bring back."""
+    engine = case.engine(folder, OPTIMIZER, adapters=shape)
+    engine.load(state)
+    assert engine.offload() == engine.onload() > 0
+    return whole(engine.export_weights())
+
+
+def base_logprobs(case: AnyCase, folder: Path) -> torch.Tensor:
+    return case.engine(folder).logprobs_of(uneven_batch(), temperature=1.0)[0]
+
+
+CASES = [
+    ("qwen3_moe", Case("megatron:d1")),
+    ("qwen3_moe", Case("megatron:d2")),
+    ("qwen3_moe", Case("megatron:t2")),
+    ("qwen3_moe", Case("megatron:p2", FULL)),
+    ("qwen3_moe", Case("megatron:c2", MegatronConfig(recompute="selective"))),
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
+    ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)")),
+    ("qwen2", Case("megatron:t2")),
+    ("qwen2_moe", Case("megatron:t2e2")),
+    ("deepseek_v2", Case("megatron:t2")),
+    ("deepseek_v2", Case("megatron:t2c2")),
+    ("deepseek_v2", Case("megatron:d1")),
+]
+
+
+@pytest.mark.parametrize(("model", "case"), CASES, ids=[f"{model} {case.layout}" for model, case in CASES])
+def test_adapters_train_as_in_plain_autograd(
+    workers: Workers, models: Path, tmp_path: Path, model: str, case: AnyCase
+) -> None:
+    folder = models / model
+    ((steps, adapters, wanted),) = workers(1).run(hf_train, folder, ALL_LAYERS)
+    results = workers(case.world_size).run(train, case, folder, ALL_LAYERS, tmp_path / "state")
+    before = load_file(folder / "model.safetensors")
+    for ours, theirs in zip(results[0].steps, steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
+    weights = results[0].weights
+    assert weights.keys() == before.keys()
+    assert_close(difference(weights, before), difference(wanted, before), 5e-3)
+    [state, *moments] = read_with_torch(tmp_path / "state").values()
+    assert state.keys() == adapters.keys() == moments[0].keys()
+    assert_close(state, adapters, 5e-3)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert_equal(saved, weights)
+    resumed = workers(case.world_size).run(resume, case, folder, ALL_LAYERS, tmp_path / "state")
+    assert_equal(resumed[0], weights)
+    plain = workers(case.world_size).run(base_logprobs, case, folder)
+    assert torch.equal(results[0].without, plain[0]), "without adapters it is the model that it began with"
+    whole_model = sum(tensor.numel() for tensor in before.values())
+    assert 0 < results[0].n_buffered < whole_model, "the frozen weights have no gradient buffer"
+
+
+def test_the_adapters_of_a_model_are_the_layers_that_are_named(models: Path) -> None:
+    shape = load_shape(models / "qwen3_moe")
+    for adapters, layers in (
+        (replace(ALL_LAYERS, expert_rank=None), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (replace(ALL_LAYERS, targets=("[qv]_proj",)), {"q_proj", "v_proj"}),
+        (replace(ALL_LAYERS, targets=("down_proj",)), {"down_proj"}),
+    ):
+        found = [tensor for tensor in tensors(replace(shape, adapters=adapters)) if tensor.adapts]
+        assert {tensor.name.split(".")[-3] for tensor in found} == layers
+        assert len(found) == 2 * len(layers) * shape.n_layers
