@@ -32,9 +32,7 @@ ADAMW = "the optimizer is AdamW"
 # Agents
 
 ONE_COMPLETION = "each prompt gets one completion"
-WRITE_GAME = (
-    "write it as a class with reset and step, and name that in environment.game=file.py:Class (docs/agents.md)"
-)
+WRITE_GAME = "write it as a class with reset and step, and name that in environment.game=file.py:Class (docs/agents.md)"
 WRITE_TOOLS = (
     "write the tools as functions with types and docstrings, and list them in "
     "environment.tools=[file.py:function] (docs/agents.md)"
@@ -53,6 +51,7 @@ EPISODES_COUNT = "steps, batches and groups count episodes, however many turns t
 TOKENS_KEPT = "sampled tokens are kept and trained, and never encoded again"
 ONE_SEQUENCE = "a request that continues the one before continues its sequence, and another one begins a sequence"
 CALLS_READ = "calls are read in the form of Qwen's and Hermes' templates"
+THOUGHTS_LEFT = "an answer's text has its thoughts: let the agent cut them off where it needs the rest alone"
 IN_REPLICAS = "episodes are played in the processes of the rollout's replicas"
 
 # Rewards

@@ -93,15 +93,17 @@ def _lengths(draft: Draft) -> None:
 
 def _turns(draft: Draft) -> None:
     """Convert the most turns: the environments' own ones, or the variable that they are usually set by."""
-    own = [f"{OWN_ENVS}{tag}.max_steps" for tag in played(draft)]
-    written = [key for key in own if draft.writes(key)] or [TURNS]
-    limits = {key: value for key in (*written, TURNS) if isinstance(value := draft.get(key), int) and value > 0}
+    keys = (TURNS, *(f"{OWN_ENVS}{tag}.max_steps" for tag in played(draft)))
+    limits = {key: value for key in keys if isinstance(value := draft.get(key), int) and value > 0}
     if not limits:
         return
-    most = draft.recipe[MAX_TURNS] = max(limits[key] for key in limits if key in written)
+    own = {key: limit for key, limit in limits.items() if key != TURNS}
+    most = draft.recipe[MAX_TURNS] = max((own or limits).values())
     for key, limit in limits.items():
         if limit == most:
             draft.mapped(key, MAX_TURNS, most)
+        if key == TURNS:
+            draft.implied(key, f"only {OWN_ENVS}* reads this")
         draft.unsupported(key, f"all games have {MAX_TURNS}={most}: let step end the shorter ones")
 
 
@@ -166,4 +168,3 @@ def _of_steps(draft: Draft, source: str) -> None:
     if draft.get(ESTIMATOR) in BY_TURN:
         draft.unsupported(source, reasons.SAME_TURNS)
     draft.implied(source, f"only {' and '.join(BY_TURN[:2])} read this")
-

@@ -206,7 +206,9 @@ def _after_each(frequency: str, epochs: str) -> Rule:
     return rule
 
 
-TABLES: Mapping[str, Table] = read_tables("verl", {**globals(), **vars(distillation), **vars(agents)}, {"megatron": megatron.TABLES})
+TABLES: Mapping[str, Table] = read_tables(
+    "verl", {**globals(), **vars(distillation), **vars(agents)}, {"megatron": megatron.TABLES}
+)
 
 RULES = (
     TABLES["data"].under("data.")
