@@ -80,6 +80,8 @@ def complete(draft: Draft) -> None:
     one = player(draft)
     if one is None:
         return
+    if not any(entry.note == TO_WRITE[one] for entry in draft.entries):
+        draft.notes.append(f"environment.{one}: no key of the source names what plays the episodes: {TO_WRITE[one]}")
     for key, reason in SINGLE.items():
         draft.demote(key, reason)
     if one == "tools":

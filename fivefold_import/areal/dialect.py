@@ -24,7 +24,7 @@ from fivefold_import.layouts import engine_of
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
-from fivefold_import.values import flag, number, positive, whole
+from fivefold_import.values import flag, number, whole
 
 GSM8K = "openai/gsm8k"
 COLUMNS = "AReaL chooses columns by the data set's name"

@@ -47,7 +47,7 @@ def convert_agents(draft: Draft) -> None:
         draft.mapped(held_out, "evaluator.n_samples", draft.read(held_out, positive))
     draft.notes.append(
         "ROLL's environments make their tasks themselves; here each group starts from a row of train_dataset, and an "
-        "evaluation from the rows of valid_dataset: write files of prompts, whose values reset may take "
+        "evaluation from the rows of valid_dataset: write files of prompts, whose values your code may take "
         "(docs/agents.md)"
     )
 

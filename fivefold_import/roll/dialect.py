@@ -40,7 +40,7 @@ from fivefold_import.settings import (
 )
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PICTURES, PREFERENCES, REINFORCEMENT, SFT, Sign
-from fivefold_import.values import KL_ESTIMATOR, flag, number, positive, whole
+from fivefold_import.values import KL_ESTIMATOR, flag, number, whole
 
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"

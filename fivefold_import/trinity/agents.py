@@ -1,4 +1,4 @@
-"""Trinity-RFT's workflows: those of one completion, and those that play episodes of several turns."""
+"""Trinity-RFT's workflows: some have one completion, others play episodes of several turns."""
 
 from __future__ import annotations
 
