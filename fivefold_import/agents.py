@@ -11,8 +11,7 @@ from typing import Literal
 
 from fivefold.config.source import MISSING
 from fivefold_import import reasons
-from fivefold_import.draft import Draft, Rule
-from fivefold_import.values import positive
+from fivefold_import.draft import Draft
 
 Player = Literal["game", "tools", "agent"]
 """What plays an episode: a key of `environment`."""
@@ -76,20 +75,27 @@ def limit_length(draft: Draft, length: int | None, why: str) -> None:
 
 
 def complete(draft: Draft) -> None:
-    """Let the environment give the rewards, unless functions judge its texts; drop what is for single completions."""
+    """Let a game or an agent give the rewards, and note what to write if no key of the source has said it."""
     one = player(draft)
     if one is None:
         return
     if not any(entry.note == TO_WRITE[one] for entry in draft.entries):
         draft.notes.append(f"environment.{one}: no key of the source names what plays the episodes: {TO_WRITE[one]}")
-    for key, reason in SINGLE.items():
-        draft.demote(key, reason)
+    _drop_single(draft)
     if one == "tools":
         return
     for key in [key for key in draft.recipe if key.startswith("reward.")]:
         draft.demote(key, f"the reward is what environment.{one} gives: call your reward there (docs/agents.md)")
     draft.recipe["reward.fn"] = "environment"
     draft.notes.append(f"reward.fn=environment: environment.{one} gives the reward of an episode")
+
+
+def _drop_single(draft: Draft) -> None:
+    """Remove what is for single completions, and what recipes with an environment refuse."""
+    for key, reason in SINGLE.items():
+        draft.demote(key, reason)
+    if draft.recipe.get("actor.advantage") == "remax":
+        draft.demote("actor.advantage", "remax compares with a greedy completion: GRPO compares episodes in its place")
 
 
 # Rules, for the tables
@@ -104,17 +110,8 @@ def by_hand(draft: Draft, source: str) -> None:
         draft.unsupported(source, TO_WRITE[one])
 
 
-def most_turns(draft: Draft, source: str) -> None:
-    """Convert a key that alone limits the turns of an episode."""
-    draft.sets(source, MAX_TURNS, positive(draft.get(source)))
-
-
-def discounted_turns() -> Rule:
+def discount_of_turns(draft: Draft, source: str) -> None:
     """Make a discount of the reward over turns implied if it is 1."""
-
-    def rule(draft: Draft, source: str) -> None:
-        if draft.get(source) == 1:
-            draft.implied(source, reasons.SAME_TURNS)
-        draft.unsupported(source, reasons.SAME_TURNS)
-
-    return rule
+    if draft.get(source) == 1:
+        draft.implied(source, reasons.SAME_TURNS)
+    draft.unsupported(source, reasons.SAME_TURNS)

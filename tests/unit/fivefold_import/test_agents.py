@@ -202,6 +202,18 @@ def test_a_penalty_for_single_completions_is_taken_off_in_the_reward() -> None:
     assert conversion[f"{overlong}enable"].outcome == "unsupported"
 
 
+def test_an_advantage_for_single_completions_is_replaced() -> None:
+    conversion = convert_words("verl", "algorithm.adv_estimator=remax", f"{VERL}n=4", f"{VERL}multi_turn.enable=True")
+    assert "actor.advantage" not in conversion.recipe
+    assert "GRPO" in conversion["algorithm.adv_estimator"].note
+
+
+def test_siirls_tools_are_verls() -> None:
+    conversion = convert_words("siirl", f"{VERL}multi_turn.tool_config_path=t.yaml", f"{VERL}multi_turn.max_turns=3")
+    assert conversion.recipe["environment.tools"] == MISSING
+    assert conversion.recipe["environment.max_turns"] == 3
+
+
 # AReaL
 
 
