@@ -16,6 +16,7 @@ from fivefold.data.prompts import load_prompts
 from fivefold.environments.build import build_environment, check_environment
 from fivefold.environments.environment import Task
 from fivefold.environments.play import Player
+from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.evaluate import check_lengths
 from fivefold.families.read import load_shape
 from fivefold.rollout.protocol import SamplingParams, group_requests
@@ -40,6 +41,7 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
 
     Raises:
         ValueError: the model, the data or the environment cannot be loaded.
+        EnvironmentFailed: the environment failed in an episode.
     """
     path = resolve_model_path(recipe.actor.path if model is None else model)
     tokenizer = tokenizer_of(recipe, path)
@@ -63,6 +65,8 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
         player.begin(number, [Task(prompt, request, replace(sampling, seeded=True))])
     while player.n_running:
         for number, [episode] in player.advance(SLICE_S):
+            if episode.failure is not None:
+                raise EnvironmentFailed(episode.failure)
             yield described(tokenizer, prompts[number], episode)
 
 
@@ -70,8 +74,6 @@ def described(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, episode: Episo
     """Return an episode as a text: how it ended, its rewards, and the turns of each of its sequences."""
     rewards = ", ".join(f"{name} {value:g}" for name, value in episode.rewards.items()) or "none yet"
     turns = f"{episode.n_turns} turn{'s' * (episode.n_turns != 1)}"
-    if episode.failure is not None:
-        return f"prompt {prompt.index + 1}: {episode.failure}"
     lines = [f"prompt {prompt.index + 1}: {episode.finish_reason} after {turns}; rewards: {rewards}"]
     n = len(episode.trajectories)
     for number, trajectory in enumerate(episode.trajectories, start=1):

@@ -27,8 +27,32 @@ KEEPS_ALL = "no sample is dropped: a prompt begins only if it will be young enou
 FIXED_BATCH = "each step samples train_dataset.batch_size prompts"
 NO_CRITIC = "the run has no critic, because its advantages need none"
 NO_STAGES = "a run has one stage"
-NO_AGENTS = "agents, tools and environments are not converted: docs/agents.md says what to write by hand"
 ADAMW = "the optimizer is AdamW"
+
+# Agents
+
+ONE_COMPLETION = "each prompt gets one completion"
+WRITE_GAME = "write it as a class with reset and step, and name that in environment.game=file.py:Class (docs/agents.md)"
+WRITE_TOOLS = (
+    "write the tools as functions with types and docstrings, and list them in "
+    "environment.tools=[file.py:function] (docs/agents.md)"
+)
+WRITE_AGENT = (
+    "write it as a function that asks the model at base_url and returns the reward, and name that in "
+    "environment.agent=file.py:function (docs/agents.md)"
+)
+NO_AGENTS = (
+    "this option of agents has no counterpart: docs/agents.md says what the classes and functions of `environment` do"
+)
+OWN_VALUES = "your own class or function has this value: a row gives it others in the column extra_info"
+OWN_TEXTS = "write this text into the prompts of the rows, or into what your own class or function answers"
+SAME_TURNS = "all turns of an episode have the same advantage: there is no credit by turn"
+EPISODES_COUNT = "steps, batches and groups count episodes, however many turns they have"
+TOKENS_KEPT = "sampled tokens are kept and trained, and never encoded again"
+ONE_SEQUENCE = "a request that continues the one before continues its sequence, and another one begins a sequence"
+CALLS_READ = "calls are read in the form of Qwen's and Hermes' templates"
+THOUGHTS_LEFT = "an answer's text has its thoughts: let the agent cut them off where it needs the rest alone"
+IN_REPLICAS = "episodes are played in the processes of the rollout's replicas"
 
 # Rewards
 

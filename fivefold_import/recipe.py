@@ -7,6 +7,7 @@ files, a.b=c ──read──> flat keys ──dialect──> recipe values, rol
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,11 @@ from fivefold.config.roles import ROLES
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.secrets import names_secret
+from fivefold.config.source import MISSING
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES
 from fivefold.layout.placement import place
+from fivefold_import import agents
 from fivefold_import.checks import problems_of_recipe
 from fivefold_import.critic import complete
 from fivefold_import.draft import Draft, Outcome
@@ -36,8 +39,12 @@ from fivefold_import.shell.commands import OVERRIDE
 from fivefold_import.source import Document
 from fivefold_import.values import run_name
 
-MISSING = "???"
-"""Stands in the recipe for a value that the user has to give."""
+STAND_INS: Mapping[str, Any] = {
+    "environment.game": "to-be-given:Class",
+    "environment.tools": ["to-be-given:function"],
+    "environment.agent": "to-be-given:function",
+}
+"""What stands for a value that the user has to give while the recipe is checked; `to-be-given` for other keys."""
 NEEDED = ("actor.path", "train_dataset.path")
 YIELDING = (
     "rollout.max_concurrent_rollouts",
@@ -208,10 +215,15 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         recipe["scheduler.type"] = "ray"
         draft.notes.append("scheduler.type=ray: a run on several nodes joins a Ray cluster (docs/cluster.md)")
     complete(draft)
+    agents.complete(draft)
     needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) and draft.schema is TrainRecipe else []))
     missing = [key for key in needed if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
-    return missing
+    return [key for key, value in recipe.items() if value == MISSING]
+
+
+def _stand_in(key: str) -> Any:
+    return STAND_INS.get(key, "to-be-given")
 
 
 def _drop_what_has_no_effect(draft: Draft) -> None:
@@ -254,7 +266,7 @@ def _check(draft: Draft, to_give: Sequence[str]) -> dict[str, Any]:
     """Return the recipe, nested; values that the schema refuses are removed, and their keys become unsupported."""
     while True:
         _drop_what_has_no_effect(draft)
-        recipe = _nested({key: "to-be-given" if key in to_give else value for key, value in draft.recipe.items()})
+        recipe = _nested({key: _stand_in(key) if key in to_give else value for key, value in draft.recipe.items()})
         try:
             checked = draft.schema.model_validate(recipe)
         except ValidationError as error:
@@ -365,4 +377,4 @@ def _write(output: Path, recipe: Mapping[str, Any], report: Report) -> None:
         raise ValueError(
             f"-o {output}: the recipe cannot be written there ({error.strerror}); name a file in a folder of yours"
         ) from error
-    load_recipe(output, [f"{key}=to-be-given" for key in report.to_give], report.schema)
+    load_recipe(output, [f"{key}={json.dumps(_stand_in(key))}" for key in report.to_give], report.schema)

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.yaml_reader import read_yaml
-from fivefold_import import algorithms, checkpoints, corrections, critic, reasons, rules, settings, values
+from fivefold_import import agents, algorithms, checkpoints, corrections, critic, reasons, rules, settings, values
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.values import Convert, one_of
 
 FOLDER = Path(__file__).parent
-SHARED = {**vars(rules), **vars(settings), **vars(checkpoints), **vars(corrections), **vars(algorithms)}
+SHARED = {**vars(rules), **vars(settings), **vars(checkpoints), **vars(corrections), **vars(algorithms), **vars(agents)}
 """The rules that all frameworks' tables can name."""
 
 

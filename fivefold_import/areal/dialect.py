@@ -12,6 +12,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold_import import megatron, reasons
+from fivefold_import.areal.agents import convert_agents, group_size
 from fivefold_import.areal.layout import TRAINERS, backends, trainers_backend
 from fivefold_import.areal.rules import CRITICS, GIVEN, RULES, TABLES
 from fivefold_import.corrections import decoupled
@@ -23,7 +24,7 @@ from fivefold_import.layouts import engine_of
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
-from fivefold_import.values import flag, number, positive, whole
+from fivefold_import.values import flag, number, whole
 
 GSM8K = "openai/gsm8k"
 COLUMNS = "AReaL chooses columns by the data set's name"
@@ -43,6 +44,7 @@ def convert(draft: Draft) -> None:
     if draft.keys("critic.*"):
         _critic(draft)
     trainers = backends(draft)
+    convert_agents(draft)
     _advantages(draft)
     _kl(draft)
     _unused(draft, trainers)
@@ -142,7 +144,7 @@ def _advantages(draft: Draft) -> None:
     section, other = (rewards, own) if is_white or draft.keys(rewards + "*") else (own, rewards)
     if draft.keys(section + "*"):
         draft.assume(TABLES["normalisation"].under(section).defaults)
-    n_samples = draft.read("gconfig.n_samples", positive)
+    n_samples = group_size(draft)
     for name, target in (("mean_level", MEAN_LEVEL), ("std_level", STD_LEVEL)):
         level = draft.get(section + name)
         draft.recipe.setdefault(target, level if level in ("group", "batch") else "none")
@@ -325,7 +327,7 @@ def _evaluation(draft: Draft) -> None:
 
 def _unwritten_evaluation(draft: Draft) -> None:
     """Take the sampling of held-out prompts where the source does not say it: a group each, as AReaL's programs do."""
-    n_samples = draft.read("gconfig.n_samples", positive)
+    n_samples = group_size(draft)
     draft.recipe |= {"evaluator.greedy": False, "evaluator.temperature": 0.6, "evaluator.n_samples": n_samples}
     draft.notes.append(
         f"evaluator.temperature=0.6 and evaluator.n_samples={n_samples}: AReaL's example programs set the temperature, "

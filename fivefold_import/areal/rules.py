@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fivefold_import import megatron, reasons
+from fivefold_import.areal import agents
 from fivefold_import.critic import of_critic
 from fivefold_import.draft import Draft
 from fivefold_import.tables import read_tables
@@ -61,7 +62,7 @@ def _bridge(draft: Draft, key: str) -> None:
     draft.implied(key, reasons.OWN_BRIDGE)
 
 
-TABLES = read_tables("areal", globals(), {"megatron": megatron.TABLES})
+TABLES = read_tables("areal", {**globals(), **vars(agents)}, {"megatron": megatron.TABLES})
 RULES = TABLES["top"] | TABLES["critic"].wrapped(of_critic).under("critic.")
 GIVEN = RULES | TABLES["given"]
 """The rules of sources that train on given answers: fine-tuning, DPO and reward models."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fivefold_import import corrections, megatron, reasons
+from fivefold_import.agents import MAX_LENGTH
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
-from fivefold_import.roll import given
+from fivefold_import.roll import agents, given
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
 from fivefold_import.roll.rules import (
@@ -39,7 +40,7 @@ from fivefold_import.settings import (
 )
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PICTURES, PREFERENCES, REINFORCEMENT, SFT, Sign
-from fivefold_import.values import KL_ESTIMATOR, flag, number, positive, whole
+from fivefold_import.values import KL_ESTIMATOR, flag, number, whole
 
 PER_DEVICE = TRAIN + "training_args.per_device_train_batch_size"
 ACCUMULATION = TRAIN + "training_args.gradient_accumulation_steps"
@@ -98,7 +99,10 @@ def convert(draft: Draft) -> None:
     if has_teacher(draft):
         lay_out_frozen(draft, "teacher", TEACHER)
     router(draft)
-    _lengths(draft)
+    if agents.is_agentic(draft):
+        agents.convert_agents(draft)
+    else:
+        _lengths(draft)
     _advantages(draft)
     _kl(draft)
     _clipping(draft)
@@ -157,6 +161,8 @@ def _held_out_length(draft: Draft, of_training: int) -> None:
 
 def _sequence_length(draft: Draft) -> int | None:
     """Return the tokens of the longest prompt and response together; None if the source does not say."""
+    if MAX_LENGTH in draft.recipe:
+        return int(draft.recipe[MAX_LENGTH])
     lengths = draft.get("prompt_length"), draft.recipe.get("gconfig.max_new_tokens")
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
 
@@ -208,7 +214,7 @@ def count_updates(draft: Draft) -> None:
 
 def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> None:
     """Convert the accumulation to the updates in a step; it is unsupported if they do not divide its sequences."""
-    prompts, group = draft.read("rollout_batch_size", positive), draft.read("num_return_sequences_in_group", positive)
+    prompts, group = agents.step_of(draft)
     update, responses = per_device * steps * replicas, prompts * group
     if update < 1 or responses % update or prompts % (responses // update):
         text = (
@@ -230,9 +236,13 @@ def _advantages(draft: Draft) -> None:
         for key in ADVANTAGE_KEYS:
             draft.implied(key, NO_REWARD)
         return
-    estimator, n_samples = str(draft.get("adv_estimator")), draft.read("num_return_sequences_in_group", positive)
+    estimator, (_, n_samples) = str(draft.get("adv_estimator")), agents.step_of(draft)
     if estimator in ("gae", "ppo"):
         _gae(draft)
+        return
+    if agents.is_agentic(draft):
+        agents.normalise(draft)
+        _whitening(draft)
         return
     if estimator != "reinforce":
         advantages(draft, "adv_estimator", estimator, divides_by_std=True, n_samples=n_samples)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fivefold_import import megatron, reasons
+from fivefold_import.agents import has_turns
 from fivefold_import.algorithms import choose_loss
 from fivefold_import.critic import of_critic
 from fivefold_import.draft import Draft
+from fivefold_import.roll import agents
 from fivefold_import.settings import COEFF
 from fivefold_import.tables import read_tables
 from fivefold_import.values import flag, number, whole
@@ -64,10 +66,12 @@ def _ipo(draft: Draft, source: str) -> None:
     draft.implied(source, "the loss is DPO's")
 
 
-TABLES = read_tables("roll", globals(), {"megatron": megatron.TABLES})
+TABLES = read_tables("roll", {**globals(), **vars(agents)}, {"megatron": megatron.TABLES})
 TOP = TABLES["top"] | TABLES["distillation"].only_if(has_teacher, "distillation is switched off")
 RULES = (
     TOP
+    | TABLES["agents"].only_if(has_turns, reasons.ONE_COMPLETION)
+    | TABLES["environments"].wrapped(agents.of_played).under(agents.OWN_ENVS + "*.")
     | TABLES["critic"].wrapped(of_critic).under(CRITIC)
     | TABLES["reference"].bare().under(REF)
     | TABLES["actor_infer"].bare().under(INFER)

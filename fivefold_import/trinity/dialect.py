@@ -30,6 +30,7 @@ from fivefold_import.settings import (
 from fivefold_import.source import INTERPOLATION, Document
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.trinity import given
+from fivefold_import.trinity.agents import convert_agents
 from fivefold_import.trinity.rules import (
     ADVANTAGE_FN,
     ENGINE,
@@ -56,12 +57,12 @@ from fivefold_import.verl.rules import ACTOR, OF_CRITICS
 
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
-CLIPPED = ("ppo", "grpo", "dapo", "rloo", "reinforceplusplus", "remax")
+CLIPPED = ("ppo", "grpo", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "remax")
 """Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
-GROUP_SIZES = {"ppo": 1, "dapo": 16, "mix": 8, "mix_chord": 8}
+GROUP_SIZES = {"ppo": 1, "multi_step_grpo": 8, "dapo": 16, "mix": 8, "mix_chord": 8}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
 ESTIMATORS = {
-    **dict.fromkeys(("dapo", "gspo", "sapo", "cispo", "mix", "mix_chord"), "grpo"),
+    **dict.fromkeys(("multi_step_grpo", "dapo", "gspo", "sapo", "cispo", "mix", "mix_chord"), "grpo"),
     "topr": "reinforce",
     "sppo": "opmd",
 }
@@ -131,6 +132,7 @@ def convert(draft: Draft) -> None:
     _kl(draft, algorithm)
     _clipping(draft)
     _lay_out(draft)
+    convert_agents(draft)
     _batches(draft, n_samples)
     _tasks(draft)
     finish(draft, RULES.rules)
@@ -156,7 +158,7 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
     elif algorithm not in CLIPPED and not draft.writes("algorithm.policy_loss_fn"):
         choose_loss(draft, "algorithm.algorithm_type", algorithm)
     key = "algorithm.advantage_fn"
-    estimator = str(draft.get(key, ESTIMATORS.get(algorithm, algorithm)))
+    estimator = str(draft.get(key, ESTIMATORS.get(algorithm, algorithm))).replace("step_wise_grpo", "grpo")
     written = key if draft.writes(key) else "algorithm.algorithm_type"
     if estimator in ("gae", "ppo"):
         draft.assume({TREE + key: value for key, value in OF_CRITICS.items()})
@@ -168,7 +170,7 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
         advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
     _scale_of_opmd(draft, algorithm, estimator)
     _unwritten_options(draft, algorithm)
-    if algorithm in ("grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
+    if algorithm in ("grpo", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
         draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
 

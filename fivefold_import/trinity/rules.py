@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold_import import reasons
+from fivefold_import.agents import has_turns
 from fivefold_import.checkpoints import save_weights
 from fivefold_import.critic import of_critic
 from fivefold_import.draft import Draft
 from fivefold_import.settings import ONE_TEACHER, TEACHER_PATH
 from fivefold_import.tables import read_tables
+from fivefold_import.trinity import agents
 from fivefold_import.values import number, text, whole
 from fivefold_import.verl import rules as verl
 
 TREE = "trainer.trainer_config."
 """The section that holds verl's key tree."""
 ENGINE = "explorer.rollout_model."
-TASKS = "buffer.explorer_input.taskset."
+TASKS = agents.TASKS
 TYPE, LOSS_FN, ADVANTAGE_FN = "algorithm.algorithm_type", "algorithm.policy_loss_fn", "algorithm.advantage_fn"
 LOSS_ARGS = "algorithm.policy_loss_fn_args."
 ON_POLICY = "on_policy_distill"
@@ -120,9 +122,10 @@ def _saved_weights(draft: Draft, source: str) -> None:
     draft.unsupported(source, reasons.LAST_WEIGHTS)
 
 
-TABLES = read_tables("trinity", globals(), {"verl": verl.TABLES})
+TABLES = read_tables("trinity", {**globals(), **vars(agents)}, {"verl": verl.TABLES})
 RULES = (
     TABLES["top"]
+    | TABLES["agents"].only_if(has_turns, reasons.ONE_COMPLETION).under(ENGINE)
     | TABLES["rec"].only_if(lambda draft, _: _is_loss(draft, "rec"), "only the loss rec reads this").under(LOSS_ARGS)
     | TABLES["adaptive"]
     .only_if(_is_adaptive, "only an adaptive weight reads this")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fivefold_import import megatron, reasons
+from fivefold_import.agents import has_turns
 from fivefold_import.algorithms import loss_by_name
 from fivefold_import.critic import has_critic, of_critic
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.rules import to
 from fivefold_import.tables import Table, read_tables
 from fivefold_import.values import LOSS_AGGREGATION, flag, number, one_of, text, whole
-from fivefold_import.verl import distillation
+from fivefold_import.verl import agents, distillation
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -205,7 +206,9 @@ def _after_each(frequency: str, epochs: str) -> Rule:
     return rule
 
 
-TABLES: Mapping[str, Table] = read_tables("verl", {**globals(), **vars(distillation)}, {"megatron": megatron.TABLES})
+TABLES: Mapping[str, Table] = read_tables(
+    "verl", {**globals(), **vars(distillation), **vars(agents)}, {"megatron": megatron.TABLES}
+)
 
 RULES = (
     TABLES["data"].under("data.")
@@ -213,6 +216,7 @@ RULES = (
     | (TABLES["actor"] | TABLES["losses"]).under(ACTOR)
     | TABLES["reference"].under(REF)
     | TABLES["rollout"].under(ROLLOUT)
+    | TABLES["agents"].only_if(has_turns, reasons.ONE_COMPLETION).under(ROLLOUT)
     | TABLES["critic"].wrapped(of_critic).under(CRITIC)
     | TABLES["algorithm"].under("algorithm.")
     | TABLES["reward"]

@@ -21,6 +21,7 @@ from fivefold_import.settings import (
     warmup,
 )
 from fivefold_import.values import KL_ESTIMATOR, LOSS_AGGREGATION, Unfit, flag, number, positive, whole
+from fivefold_import.verl.agents import convert_agents
 from fivefold_import.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
 from fivefold_import.verl.rules import ACTOR, AGGREGATION, CRITIC, MODEL, OF_CRITICS, OVERRIDE, REF, ROLLOUT
 
@@ -54,6 +55,7 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     passes_without_gradients(draft, at, sequence_length(draft, at))
     clipping(draft, at, unwritten=0.2)
     _evaluation(draft, at)
+    convert_agents(draft, sequence_length(draft, at))
 
 
 # Batches

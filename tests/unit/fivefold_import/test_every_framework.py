@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -23,7 +24,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
 from fivefold_import.framework import Framework
-from fivefold_import.recipe import import_recipe
+from fivefold_import.recipe import STAND_INS, import_recipe
 from fivefold_import.source import read_document
 
 
@@ -57,7 +58,8 @@ def test_the_recipe_loads_and_is_laid_out_on_its_cluster(tmp_path: Path) -> None
         schema = import_recipe(framework, [FIXTURES / fixture], [], output, environment=ENVIRONMENT).schema
         written = dict(leaves(yaml.safe_load(output.read_text(encoding="utf-8"))))
         to_give = [key for key, value in written.items() if value == "???"]
-        placement = place(load_recipe(output, [f"{key}=given" for key in to_give], schema))
+        given = [f"{key}={json.dumps(STAND_INS.get(key, 'given'))}" for key in to_give]
+        placement = place(load_recipe(output, given, schema))
         roles = {"actor", "rollout"} if schema is TrainRecipe else {"actor"}
         assert roles <= {placed.role for placed in placement.roles}, fixture
         trainers = {placed.layout.backend for placed in placement.roles if placed.role != "rollout"}
