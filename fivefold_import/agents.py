@@ -111,7 +111,10 @@ def by_hand(draft: Draft, source: str) -> None:
 
 
 def discount_of_turns(draft: Draft, source: str) -> None:
-    """Make a discount of the reward over turns implied if it is 1."""
-    if draft.get(source) == 1:
+    """Convert the discount of the reward over turns; at 1 all turns have the episode's reward."""
+    discount = draft.get(source)
+    if discount == 1 or not has_turns(draft):
         draft.implied(source, reasons.SAME_TURNS)
-    draft.unsupported(source, reasons.SAME_TURNS)
+    else:
+        draft.recipe["actor.credit"] = "turn"
+        draft.mapped(source, "actor.turn_discount", discount, "with actor.credit=turn")

@@ -46,7 +46,8 @@ NO_AGENTS = (
 )
 OWN_VALUES = "your own class or function has this value: a row gives it others in the column extra_info"
 OWN_TEXTS = "write this text into the prompts of the rows, or into what your own class or function answers"
-SAME_TURNS = "all turns of an episode have the same advantage: there is no credit by turn"
+SAME_TURNS = "all turns of an episode have its advantage"
+OWN_TURNS = "turns have different advantages by actor.credit, and not in this way"
 EPISODES_COUNT = "steps, batches and groups count episodes, however many turns they have"
 TOKENS_KEPT = "sampled tokens are kept and trained, and never encoded again"
 ONE_SEQUENCE = "a request that continues the one before continues its sequence, and another one begins a sequence"

@@ -15,7 +15,7 @@ from fivefold.families.tensors import Shape, tensors
 
 
 class WithAdapters:
-    """The tensors of a model, and those of its adapters.
+    """The tensors of a model, and its adapters.
 
     A is uniform in +-1 / sqrt(inputs), as PEFT draws it, from a generator that is seeded by the seed and its name. The
     numbers are the same on every layout.

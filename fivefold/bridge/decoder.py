@@ -107,7 +107,7 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
 
 
 def _adapters(parameter: str, found: list[WeightTensor], by_name: dict[str, WeightTensor]) -> Iterator[WeightMapping]:
-    """Yield the mappings of the adapters of the weights in a parameter, each a parameter of its own."""
+    """Yield the mappings of the adapters of the weights in a parameter, each a separate parameter."""
     module = parameter.rpartition(".")[0]
     for weight in found:
         layer = layer_of(weight.name)

@@ -18,8 +18,8 @@ LEVELS = {"traj_group_id": "group", "batch": "batch"}
 """Values of `grouping`, with the recipe's level."""
 METHODS = {"mean_std": (True, True), "mean": (True, False), "identity": (False, False)}
 """Values of `method`: whether the mean is taken off, and whether the standard deviation divides."""
-BY_TURN = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Estimators whose advantages differ from turn to turn."""
+CREDIT = {"gigpo": "state", "step_reinforce": "turn"}
+"""Estimators whose advantages differ from turn to turn, with the value of `actor.credit`."""
 
 
 def is_agentic(draft: Draft) -> bool:
@@ -129,8 +129,10 @@ def normalise(draft: Draft) -> None:
     elif draft.get(GROUPING) in LEVELS:
         draft.mapped(GROUPING, MEAN_LEVEL, level)
     draft.unsupported(GROUPING, "rewards are normalised over the group, the batch, or not at all")
-    if estimator in BY_TURN:
-        draft.unsupported(ESTIMATOR, f"{reasons.SAME_TURNS}; the rewards of whole episodes are compared instead")
+    if estimator in CREDIT:
+        draft.mapped(ESTIMATOR, "actor.credit", CREDIT[estimator])
+    if estimator == "agentic_reinforce":
+        draft.unsupported(ESTIMATOR, f"{reasons.OWN_TURNS}: the rewards of whole episodes are compared instead")
     draft.implied(ESTIMATOR, "the advantages are the normalised rewards of episodes")
 
 
@@ -164,7 +166,16 @@ def _tags(draft: Draft, source: str) -> None:
 
 
 def _of_steps(draft: Draft, source: str) -> None:
-    """Say what becomes of the weights of turns."""
-    if draft.get(ESTIMATOR) in BY_TURN:
-        draft.unsupported(source, reasons.SAME_TURNS)
-    draft.implied(source, f"only {' and '.join(BY_TURN[:2])} read this")
+    """Convert the discount and the weight of turns, which the estimators by turn read."""
+    estimator, value = draft.get(ESTIMATOR), draft.get(source)
+    if estimator not in CREDIT:
+        draft.implied(source, f"only {' and '.join(CREDIT)} read this")
+    if source == "step_reward_gamma":
+        draft.mapped(source, "actor.turn_discount", value)
+    if estimator != "gigpo":
+        draft.implied(source, "only gigpo reads this")
+    if source == "step_reward_weight":
+        draft.mapped(source, "actor.state_weight", value)
+    if value == 1:
+        draft.implied(source, "the episode's advantage has this weight")
+    draft.unsupported(source, "the episode's advantage has the weight 1: divide actor.state_weight by this number")

@@ -27,7 +27,7 @@ FIXTURES_OF_AGENTS: list[tuple[Framework, str, str, dict[str, str], dict[str, An
             "environment.max_turns": 4,
             "environment.max_length": 4096 + 3000,
             "gconfig.max_new_tokens": 3000,
-            "reward.fn": "examples/search/exact_match.py:compute_score",
+            "reward.fn": "/data/search/exact_match.py:compute_score",
         },
     ),
     (
@@ -229,7 +229,9 @@ def test_areals_multi_turn_workflow_counts_episodes_by_its_own_key() -> None:
     assert conversion.recipe["environment.max_turns"] == 3
     assert conversion.recipe["gconfig.n_samples"] == 8
     assert conversion["gconfig.n_samples"].outcome == "implied"
-    assert conversion["turn_discount"].note == reasons.SAME_TURNS
+    assert conversion.recipe["actor.credit"] == "turn"
+    assert conversion.recipe["actor.turn_discount"] == 0.9
+    assert of_areal(f"workflow={workflow}", "turn_discount=1.0")["turn_discount"].note == reasons.SAME_TURNS
 
 
 def test_areals_section_openai_shows_an_agent_whose_class_is_named_in_python() -> None:
@@ -245,11 +247,18 @@ def test_areals_section_openai_shows_an_agent_whose_class_is_named_in_python() -
 
 def test_rolls_steps_that_stand_alone_are_an_agents_requests(tmp_path: Path) -> None:
     manager = "env_manager_cls=roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
-    conversion = of_roll(tmp_path, manager, "adv_estimator=gigpo", "step_reward_weight=0.5")
+    weights = ("step_reward_weight=0.5", "episode_reward_weight=1.0")
+    conversion = of_roll(tmp_path, manager, "adv_estimator=gigpo", *weights)
     assert conversion.recipe["environment.agent"] == MISSING
-    for key in ("adv_estimator", "step_reward_weight", "step_reward_gamma"):
-        assert reasons.SAME_TURNS in conversion[key].note
-        assert conversion[key].outcome == "unsupported"
+    assert conversion.recipe["actor.credit"] == "state"
+    assert conversion.recipe["actor.turn_discount"] == 0.95
+    assert conversion.recipe["actor.state_weight"] == 0.5
+    assert conversion["episode_reward_weight"].outcome == "implied"
+    other = of_roll(tmp_path, manager, "adv_estimator=step_reinforce", *weights)
+    assert other.recipe["actor.credit"] == "turn"
+    assert other["step_reward_weight"].outcome == other["episode_reward_weight"].outcome == "implied"
+    other = of_roll(tmp_path, manager, "adv_estimator=gigpo", "episode_reward_weight=0.5")
+    assert other["episode_reward_weight"].outcome == "unsupported"
 
 
 @pytest.mark.parametrize(
