@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
-from fivefold.bridge.hf_writer import HFFolder
 from fivefold.bridge.mapping import Domain
 from fivefold.bridge.parameters import Parameter
 from fivefold.bridge.pieces import Piece
@@ -42,7 +41,20 @@ Block = tuple[Piece, Tensor]
 """A rectangle of a Hugging Face tensor and its content, [sizes] in the planned dtype, on any device."""
 
 
-def save_blocks(new: HFFolder, own: Iterable[Block]) -> None:
+class NewFolder(Protocol):
+    """A folder of weight files that is written next to its final place (`HFFolder`)."""
+
+    plan: ShardPlan
+    target: Path
+
+    def begin(self) -> Path:
+        """Return a new folder with weight files that have headers and no data yet."""
+
+    def finish(self, partial: Path) -> None:
+        """Add the other files, and put the folder in its place."""
+
+
+def save_blocks(new: NewFolder, own: Iterable[Block]) -> None:
     """Write a model folder from the blocks of all ranks. The bytes are the same for every layout.
 
     All ranks of the default process group call this together.

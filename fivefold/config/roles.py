@@ -96,6 +96,15 @@ def roles_of(recipe: Recipe) -> dict[str, Role]:
     return {name: Role(ROLES[name], section) for name, section in sections.items() if section is not None}
 
 
+def is_base_of_host(recipe: Recipe, role: Role) -> bool:
+    """Return whether a frozen role that lives with the actor is the actor without its adapters: no second model."""
+    section = role.section
+    if recipe.actor.lora is None or role.spec.host != "actor" or not isinstance(section, FrozenReferenceConfig):
+        return False
+    has_own_form = section.dtype not in (None, recipe.actor.dtype) or section.mb_spec is not None
+    return section.path is None and section.backend is None and not has_own_form
+
+
 def trained_models(recipe: Recipe) -> dict[str, TrainedModelConfig]:
     """Return the sections of the roles that train, by role."""
     return {name: role.trained for name, role in roles_of(recipe).items() if role.trained is not None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -74,6 +75,10 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
             )
         columns = what.columns(self._score(share, what), share.batch.mask_T)
         return {**columns, ROUTES: self._recorded(share)} if what.records_routes else columns
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
+        raise NotImplementedError
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""

@@ -7,6 +7,7 @@ global and the same on every rank, except that a score returns the columns of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -79,6 +80,16 @@ class TrainingEngine(Protocol):
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Do what `export_weights` does, with the experts of a layer in a few stacks."""
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute the model without its adapters inside the block; the engine must have been built with some."""
+
+    def save_adapters(self, folder: Path) -> None:
+        """Write the adapters as a folder that PEFT loads, from all ranks, which must all see it.
+
+        Raises:
+            OSError: as `save_hf`.
+        """
 
     def save_hf(self, folder: str | Path, tokenizer_source: str | Path | None = None) -> None:
         """Write the model as a Hugging Face folder that transformers loads, from all ranks, which must all see it.

@@ -10,6 +10,7 @@ import torch
 
 from fivefold.bridge.hf_saver import Block, save_blocks
 from fivefold.bridge.hf_writer import HFFolder, classified, tensor_specs
+from fivefold.bridge.peft_folder import AdapterFolder
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
@@ -33,6 +34,10 @@ class SavingVerbs(ABC):
     @abstractmethod
     def _blocks(self) -> Iterator[Block]:
         """Yield the weights of all ranks in the blocks that this rank writes."""
+
+    def _adapter_blocks(self) -> Iterator[Block]:
+        """Yield the adapters of all ranks likewise."""
+        raise NotImplementedError
 
     @abstractmethod
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
@@ -65,6 +70,12 @@ class SavingVerbs(ABC):
         plan = plan_shards(tensor_specs(self.shape, getattr(torch, self.config.dtype)), max_shard_bytes)
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape))
         save_blocks(new, self._blocks())
+
+    def save_adapters(self, folder: Path) -> None:
+        """Write the adapters as a folder that PEFT loads; see `TrainingEngine.save_adapters`."""
+        self._require("params")
+        new = AdapterFolder(folder, self.shape, getattr(torch, self.config.dtype), self.config.path)
+        save_blocks(new, ((new.piece(piece), content) for piece, content in self._adapter_blocks()))
 
     def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
         """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
 
@@ -169,6 +170,20 @@ class ModelShape:
     def n_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.moe_layers)
+
+    def with_lora(self, config: LoraConfig | None) -> ModelShape:
+        """Return the shape of this model with the adapters of a recipe; None: it has none."""
+        if config is None:
+            return replace(self, adapters=None)
+        expert_rank = config.rank_of_experts or max(1, config.rank // max(1, self.top_k))
+        adapters = AdapterShape(
+            rank=config.rank,
+            expert_rank=expert_rank if config.experts == "each" else None,
+            alpha=config.alpha,
+            rank_stabilized=config.use_rslora,
+            targets=tuple(config.targets),
+        )
+        return replace(self, adapters=adapters)
 
     def with_head(self, head: Head) -> ModelShape:
         """Return the shape of this model with another last layer; a head in weight files is taken to have no bias."""

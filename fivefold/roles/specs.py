@@ -8,7 +8,7 @@ from dataclasses import replace
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.value_head import with_stored_head
 from fivefold.config.paths import resolve_model_path
-from fivefold.config.roles import Role, roles_of
+from fivefold.config.roles import Role, is_base_of_host, roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import FrozenReferenceConfig
@@ -85,6 +85,7 @@ def _spec(recipe: Recipe, role: Role, placement: Placement, *, updates: int, cop
         ema_decay=role.section.follows,
         value_head=shape.value_head,
         value_bias=shape.value_bias,
+        adapters=None if trained is None else shape.with_lora(trained.lora).adapters,
         replays=role.section.replays,
         copies_state=copies,
     )
@@ -92,6 +93,8 @@ def _spec(recipe: Recipe, role: Role, placement: Placement, *, updates: int, cop
 
 def _with_guest(host: TrainerSpec, recipe: Recipe, guest: Role, placement: Placement) -> TrainerSpec:
     """Return the spec of processes that hold a frozen model too."""
+    if is_base_of_host(recipe, guest):
+        return replace(host, reference_is_base=True)
     return replace(
         host,
         reference=_engine(recipe, guest),

@@ -24,6 +24,7 @@ from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
+from fivefold.families.adapters import AdapterShape
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
@@ -58,8 +59,12 @@ class TrainerSpec:
     """Hyper-parameters; None: the model is not trained."""
     total_steps: int = 1
     """Optimizer steps of the run."""
+    adapters: AdapterShape | None = None
+    """Low-rank adapters, which are trained in place of the model's weights; None: it has none."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
+    reference_is_base: bool = False
+    """Whether the model without its adapters is the reference, so that there is no second one."""
     offloads_reference: bool = False
     """Whether the second model's weights are on the devices only while it works."""
     ema_decay: float | None = None
@@ -117,6 +122,7 @@ class TrainerWorker:
             value_head=spec.value_head,
             value_bias=spec.value_bias,
             replays=spec.replays,
+            **({} if spec.adapters is None else {"adapters": spec.adapters}),
         )
         self._reference: TrainingEngine | None = None
         if spec.reference is not None:
@@ -174,6 +180,10 @@ class TrainerWorker:
         Raises:
             ValueError: `model` is the reference, which these processes do not hold.
         """
+        if model == "reference" and self.spec.reference_is_base:
+            with self.engine.without_adapters():
+                yield self.engine
+            return
         engine = self.engine if model == "own" else self._reference
         if engine is None:
             raise ValueError("these processes hold no reference model: their TrainerSpec has none")
@@ -209,8 +219,10 @@ class TrainerWorker:
         return [tensor for rank, tensor in enumerate(gathered) if tensor is not None and rank in self._first_ranks]
 
     def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder, and its adapters as one of PEFT in it."""
         self.engine.save_hf(folder, self.spec.tokenizer)
+        if self.spec.adapters is not None:
+            self.engine.save_adapters(folder / "adapter")
 
     def offload(self, what: Collection[Offloadable]) -> int:
         """Move state of this rank off its device, and the reference's weights with the model's own.

@@ -15,6 +15,7 @@ from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import place
 from fivefold.rewards.static_check import reward_problems
+from fivefold.rules.adapters import adapter_problems
 from fivefold.rules.engines import engine_problems
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import (
@@ -64,6 +65,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from graph_problems(recipe, shape)
     yield from sampling_problems(recipe, shape)
     yield from replay_problems(recipe, shape)
+    yield from adapter_problems(recipe, shape, others)
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

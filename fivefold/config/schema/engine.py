@@ -20,6 +20,7 @@ from fivefold.config.schema.fields import (
     Sequences,
 )
 from fivefold.config.schema.fsdp import FSDPConfig
+from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.config.schema.role import Offloadable, RoleConfig
 from fivefold.config.schema.rules import absent, equals, needs, reads_if, rule
@@ -133,6 +134,8 @@ class TrainedModelConfig(EngineConfig):
 
     mb_spec: TrainedMicroBatchConfig = TrainedMicroBatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """Low-rank adapters that are trained in place of the weights; null: all weights are trained."""
 
     @property
     def has_reference(self) -> bool:

@@ -1,0 +1,32 @@
+"""Low-rank adapters that are trained in place of a model's weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fivefold.config.schema.fields import OneLine, PositiveFloat, Section
+from fivefold.config.schema.rules import equals, reads_if
+
+Rank = Annotated[int, Field(ge=1, le=4096)]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) on the model's linear layers, which are trained in place of its weights (docs/lora.md).
+
+    The layers' own weights are frozen: they have no gradients, no optimizer state and no part in checkpoints.
+    """
+
+    rank: Rank = 32
+    """Rank of the adapters outside of routed experts."""
+    alpha: PositiveFloat = 32.0
+    """The product of an adapter's matrices is multiplied by this number over its rank."""
+    targets: Annotated[list[OneLine], Field(min_length=1)] = ["*"]
+    """Layers that have adapters, by name or pattern, such as `[q_proj, v_proj]`; routers never have one."""
+    experts: Literal["each", "none"] = "each"
+    """Whether `each` routed expert has separate adapters, or `none`."""
+    rank_of_experts: Annotated[Rank | None, reads_if(equals("experts", "each"))] = None
+    """Rank of the adapters of each routed expert; null: `rank` divided by the experts that a token visits."""
+    use_rslora: bool = False
+    """Divide `alpha` by the square root of the rank instead."""
