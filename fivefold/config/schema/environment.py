@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from fivefold.config.paths import user_path
 from fivefold.config.schema.fields import Duration, NonNegative, OneLine, Positive, Section
 from fivefold.config.schema.rules import rule
+
+McpEntry = dict[str, OneLine]
+"""An MCP server: `mcp` is its command or its URL, `cwd` the folder in which the command starts."""
+
+
+def is_url(server: str) -> bool:
+    """Return whether an MCP server is reached by HTTP, and not started by a command."""
+    return server.startswith(("http://", "https://"))
 
 
 class EnvironmentConfig(Section):
@@ -18,10 +28,10 @@ class EnvironmentConfig(Section):
     game: OneLine | None = None
     """Class of a game, as `module:Class` or `file.py:Class`, with the methods `reset` and `step`: each completion is a
     move."""
-    tools: OneLine | list[OneLine] | None = None
+    tools: OneLine | list[OneLine | McpEntry] | None = None
     """What the model may call in a chat: a class, as `module:Class` or `file.py:Class`, whose public methods are tools,
     with `reset` and `reward`; or a list of functions, whose episodes `reward` judges. In the list, `python` runs
-    programs of the model in a sandbox."""
+    programs of the model in a sandbox, and `{mcp: command}` or `{mcp: http://...}` is an MCP server with its tools."""
     agent: OneLine | None = None
     """Function of an agent, as `module:function` or `file.py:function`: it asks the model at an OpenAI-compatible
     `base_url`, and returns the reward."""
@@ -50,7 +60,9 @@ class EnvironmentConfig(Section):
             yield "tools=[] has no tool: name functions, or leave the section out"
         names = self.tools if isinstance(self.tools, list) else [*self._given.values()]
         for name in names:
-            if isinstance(name, str) and not all(name.rpartition(":")) and name != "python":
+            if isinstance(name, dict):
+                yield from _problems(name)
+            elif isinstance(name, str) and not all(name.rpartition(":")) and name != "python":
                 yield f"{name!r} must have the form module:name or file.py:name"
         if self.tools == "python":
             yield "tools=python is one of a list of functions: write tools=[python]"
@@ -78,7 +90,25 @@ class EnvironmentConfig(Section):
         return self.model_copy(update={key: found})
 
 
-def _located(name: str, folder: Path) -> str:
+def _problems(entry: McpEntry) -> Iterator[str]:
+    server = entry.get("mcp")
+    if server is None or not entry.keys() <= {"mcp", "cwd"}:
+        yield f"{entry} is no MCP server: write {{mcp: COMMAND}}, {{mcp: COMMAND, cwd: FOLDER}} or {{mcp: URL}}"
+        return
+    if is_url(server) and "cwd" in entry:
+        yield f"{entry} has cwd, and a server that is reached by a URL runs elsewhere: drop it"
+    try:
+        shlex.split(server)
+    except ValueError as error:
+        yield f"mcp={server!r} is no command, which is split as a shell does: {error}"
+
+
+def _located(name: str | McpEntry, folder: Path) -> str | McpEntry:
+    if isinstance(name, dict):
+        if is_url(name["mcp"]):
+            return name
+        # Any argument of a command may be a path, so the command itself starts there.
+        return {**name, "cwd": str((folder / user_path(name.get("cwd", "."))).resolve())}
     path, _, what = name.rpartition(":")
     if path.endswith(".py") or "/" in path:
         return f"{(folder / Path(path).expanduser()).resolve()}:{what}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.config.schema.environment import EnvironmentConfig, McpEntry
 from fivefold.config.user_code import load_user_object
 from fivefold.environments.agents.chat import Chat
 from fivefold.environments.agents.python_tool import check_python, python
@@ -32,28 +32,51 @@ _OWN = ("reset", "reward")
 """Methods of a class that are no tools."""
 
 
-def load_tools(tools: str | Sequence[str]) -> type[Any] | list[Callable[..., Any]]:
-    """Import the recipe's tools: a class, or functions.
+def load_tools(tools: str | Sequence[str | McpEntry]) -> type[Any] | list[Callable[..., Any]]:
+    """Import the recipe's tools: a class, or functions. MCP servers start, and end with the last of their tools.
 
     Raises:
-        ValueError: something cannot be imported, is no tool, or has no docstring and types from which a schema follows.
+        ValueError: something cannot be imported, is no tool, or has no docstring and types from which a schema follows;
+            a server does not start; or two tools have one name.
     """
     if isinstance(tools, str):
         found = load_class(KEY, tools, {"reset": (), "reward": ()})
         schemas_of(tools, _methods(found))
         return found
-    if "python" in tools:
+    functions: dict[str, Callable[..., Any]] = {}
+    for entry in tools:
+        for function in _load_entry(entry):
+            name = function.__name__
+            if name in functions:
+                raise ValueError(
+                    f"{KEY}={_shown(tools)!r} has two tools {name!r}, and a call names one: drop one of them"
+                )
+            functions[name] = function
+    schemas_of(_shown(tools), [*functions.values()])
+    return [*functions.values()]
+
+
+def _load_entry(entry: str | McpEntry) -> list[Callable[..., Any]]:
+    """Return the tools of an entry in the recipe's list."""
+    if isinstance(entry, dict):
+        from fivefold.environments.agents.mcp_tools import McpServer
+
+        return McpServer(entry).tools()
+    if entry == "python":
         check_python()
-    functions = [python if name == "python" else load_user_object(KEY, name) for name in tools]
-    for name, function in zip(tools, functions, strict=True):
-        if not inspect.isroutine(function):
-            raise ValueError(f"{KEY}={name!r} is a {type(function).__name__}: name a function, or one class alone")
-    schemas_of(", ".join(tools), functions)
-    return functions
+        return [python]
+    function = load_user_object(KEY, entry)
+    if not inspect.isroutine(function):
+        raise ValueError(f"{KEY}={entry!r} is a {type(function).__name__}: name a function, or one class alone")
+    return [function]
+
+
+def _shown(tools: Sequence[str | McpEntry]) -> str:
+    return ", ".join(entry["mcp"] if isinstance(entry, dict) else entry for entry in tools)
 
 
 def schemas_of(name: str, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools, from their types and docstrings.
+    """Return the JSON schemas of tools, from their types and docstrings; the tools of MCP servers bring theirs.
 
     Raises:
         ValueError: there is no tool, or a type or a description is missing.
@@ -63,7 +86,7 @@ def schemas_of(name: str, functions: Sequence[Callable[..., Any]]) -> list[dict[
     schemas = []
     for function in functions:
         try:
-            schema = get_json_schema(function)
+            schema = getattr(function, "tool_schema", None) or get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ValueError(
                 f"{KEY}={name!r}: {error}. The model learns of a tool by its types and by its docstring, whose Args "

@@ -49,7 +49,7 @@ def environment(**fields: Any) -> Any:
 
 def test_the_game_is_the_one_of_the_recipe(snippet: Callable[[int, str], None]) -> None:
     snippet(0, "my_game.py")
-    [section] = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    section, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
     overrides = [f"environment={section['environment']}", f"reward={section['reward']}"]
     recipe = load_recipe(RECIPE, overrides, TrainRecipe)
     assert recipe.environment is not None
@@ -92,3 +92,11 @@ def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable
     episode = episode_of(agent, Policy(lambda text: says.pop(0)), "4", "2+2?")
     assert (episode.rewards, episode.n_turns) == ({"environment": 1.0}, 2)
     assert "Are you sure?" in texts(episode)[0]
+
+
+def test_mcp_servers_stand_in_the_list() -> None:
+    _, section = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    calc, time, remote = environment(**section["environment"]).tools
+    assert calc == f"{Path.cwd()}/calc.py:calculate"
+    assert time == {"mcp": "uvx mcp-server-time", "cwd": str(Path.cwd())}
+    assert remote == {"mcp": "http://127.0.0.1:8000/mcp"}
