@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.bridge import folder_swap
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import TensorSpec, plan_shards
-from fivefold.families.adapters import layer_of
+from fivefold.families.adapters import AdapterShape, layer_of
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
 
@@ -39,6 +39,13 @@ class AdapterFolder:
         """
         self.target = folder.resolve()
         self._config = peft_config(shape, base)
+        adapters, usual = _adapters(shape), usual_rank(shape)
+        self._factors = {
+            name: adapters.scale(tensor.shape[1]) / adapters.scale(usual)
+            for tensor in tensors(shape)
+            if tensor.name.endswith("lora_B.weight") and tensor.shape[1] != usual
+            for name in tensor.names
+        }
         specs = {
             PREFIX + name: TensorSpec(dtype, tensor.shape)
             for tensor in tensors(shape)
@@ -47,9 +54,15 @@ class AdapterFolder:
         }
         self.plan = plan_shards(specs, sum(spec.n_bytes for spec in specs.values()))
 
-    def piece(self, piece: Piece) -> Piece:
-        """Return a piece under the name that its tensor has in the file."""
-        return replace(piece, name=PREFIX + piece.name)
+    def block(self, piece: Piece, content: Tensor) -> tuple[Piece, Tensor]:
+        """Return a piece of an adapter as it is in the file: with the name that it has there.
+
+        B of a layer with another rank than the usual one has the difference of their scales in it: engines that serve
+        models have one scale for all.
+        """
+        if (factor := self._factors.get(piece.name)) is not None:
+            content = content * factor
+        return replace(piece, name=PREFIX + piece.name), content
 
     def begin(self) -> Path:
         """Return a new folder next to the target, with a weight file that has no data yet.
@@ -78,29 +91,37 @@ class AdapterFolder:
 
 def peft_config(shape: ModelShape, base: str) -> dict[str, Any]:
     """Return PEFT's configuration of a model's adapters."""
-    adapters = shape.adapters
-    assert adapters is not None
-    own = [tensor for tensor in tensors(shape) if tensor.adapts and tensor.name.endswith("lora_A.weight")]
-    ranks = dict(_ranks([(str(tensor.adapts), tensor.shape[0]) for tensor in own], adapters.rank))
+    adapters, own = _adapters(shape), [tensor for tensor in tensors(shape) if tensor.adapts]
+    ranks = {str(tensor.adapts): tensor.shape[0] for tensor in own if tensor.name.endswith("lora_A.weight")}
+    other = {_pattern(name): rank for name, rank in ranks.items() if rank != usual_rank(shape)}
+    scale = adapters.scale(usual_rank(shape))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapters.rank,
+        "r": usual_rank(shape),
         "lora_alpha": adapters.alpha,
         "use_rslora": adapters.rank_stabilized,
-        "target_modules": sorted({str(layer_of(str(tensor.adapts))) for tensor in own}),
-        "rank_pattern": ranks,
-        "alpha_pattern": {},
+        "target_modules": sorted({str(layer_of(name)) for name in ranks}),
+        "rank_pattern": other,
+        "alpha_pattern": {name: scale * adapters.alpha / adapters.scale(rank) for name, rank in other.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
 
 
-def _ranks(weights: list[tuple[str, int]], usual: int) -> Iterator[tuple[str, int]]:
-    """Yield a pattern of the layers of each kind of expert whose rank is not the usual one, and the rank."""
-    for name, rank in weights:
-        if rank != usual:
-            within = re.sub(r"^.*layers\.\d+\.", "", name.removesuffix(".weight"))
-            yield re.escape(within).replace(r"\{expert\}", r"\d+"), rank
+def usual_rank(shape: ModelShape) -> int:
+    """Return the rank that the config names: the experts', if they have adapters, because PEFT fuses theirs."""
+    adapters = _adapters(shape)
+    return adapters.expert_rank if shape.is_moe and adapters.expert_rank is not None else adapters.rank
+
+
+def _adapters(shape: ModelShape) -> AdapterShape:
+    assert shape.adapters is not None, "the model has no adapters"
+    return shape.adapters
+
+
+def _pattern(weight: str) -> str:
+    """Return the pattern of a weight's layer, in all layers of the decoder."""
+    return re.escape(re.sub(r"^.*layers\.\d+\.", "", weight.removesuffix(".weight")))

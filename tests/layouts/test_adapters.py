@@ -121,6 +121,7 @@ def train(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Resu
     assert isinstance(engine, OpenEngine)
     n_buffered = sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
     engine.save_hf(state.parent / "saved")
+    engine.save_adapters(state.parent / "saved" / "adapter")
     return Result(steps, whole(engine.export_weights()), without, n_buffered)
 
 
@@ -171,12 +172,56 @@ def test_adapters_train_as_in_plain_autograd(
     assert_close(state, adapters, 5e-3)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert_equal(saved, weights)
+    in_file = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
+    in_file = {name.removeprefix("base_model.model."): each for name, each in in_file.items()}
+    one_scale = ALL_LAYERS.scale(2 if any(".experts." in name for name in in_file) else 3)
+    by_file = {
+        name: weight + one_scale * in_file[adapter_name(name, "B")] @ in_file[adapter_name(name, "A")]
+        for name, weight in before.items()
+        if adapter_name(name, "A") in in_file
+    }
+    assert len(by_file) == len(in_file) // 2
+    assert_close(by_file, {name: weights[name] for name in by_file}, 1e-5)
     resumed = workers(case.world_size).run(resume, case, folder, ALL_LAYERS, tmp_path / "state")
     assert_equal(resumed[0], weights)
     plain = workers(case.world_size).run(base_logprobs, case, folder)
     assert torch.equal(results[0].without, plain[0]), "without adapters it is the model that it began with"
     whole_model = sum(tensor.numel() for tensor in before.values())
     assert 0 < results[0].n_buffered < whole_model, "the frozen weights have no gradient buffer"
+
+
+def peft_logprobs(folder: Path, saved: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """In a worker: return the log-probs of the base with the adapters by PEFT, and of the merged model."""
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(load_model(folder), saved / "adapter")
+    batch = uneven_batch()
+    with torch.no_grad():
+        found = [
+            torch.cat([predict(model, tokens_L, 1.0)[0] for tokens_L in batch.split(batch.tokens_T)])
+            for model in (adapted, load_model(saved))
+        ]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters"),
+    [
+        ("qwen2", replace(ALL_LAYERS, targets=("q_proj", "o_proj", "up_proj"))),
+        ("qwen3", replace(ALL_LAYERS, rank_stabilized=True)),
+        ("qwen3_moe_mixed", replace(ALL_LAYERS, targets=("[qkvo]_proj",))),
+        ("qwen3_moe", replace(ALL_LAYERS, expert_rank=3)),
+        ("qwen3_moe", ALL_LAYERS),
+    ],
+)
+def test_peft_loads_the_adapters(
+    workers: Workers, models: Path, tmp_path: Path, model: str, adapters: AdapterShape
+) -> None:
+    pytest.importorskip("peft")
+    workers(1).run(train, Case("megatron:d1"), models / model, adapters, tmp_path / "state")
+    ((with_peft, merged_),) = workers(1).run(peft_logprobs, models / model, tmp_path / "saved")
+    assert_close({"": with_peft}, {"": merged_}, 1e-5)
+    assert not torch.equal(merged_, workers(1).run(base_logprobs, Case("megatron:d1"), models / model)[0])
 
 
 def test_the_adapters_of_a_model_are_the_layers_that_are_named(models: Path) -> None:
