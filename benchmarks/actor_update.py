@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --model Qwen3-8B --layers 12 --backend megatron:t2
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --backend fsdp:d2
     torchrun --nproc-per-node 1 benchmarks/actor_update.py --set megatron.recompute=selective
+    torchrun --nproc-per-node 1 benchmarks/actor_update.py --layers 48 --recompute full --lora 32
     torchrun --nproc-per-node 2 benchmarks/actor_update.py --recipe recipe.yaml      the actor of a recipe, as it is
 
 Each run prints one line of JSON: tokens/s, model TFLOP/s per GPU (recomputation not counted), peak memory, the losses,
@@ -29,6 +30,7 @@ from random_model import write_config
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides
 from fivefold.engine.contract import TrainingEngine
@@ -54,7 +56,11 @@ def main() -> None:
         config, optimizer = described(args, folder)
         shape = load_shape(Path(config.path))
         layout = parse_backend(config.backend)
-        engine = build_engine(config, layout, seed=1, optimizer=optimizer, total_steps=args.steps)
+        options: dict[str, Any] = {"seed": 1, "optimizer": optimizer, "total_steps": args.steps}
+        if args.lora:
+            shape = shape.with_lora(LoraConfig(rank=args.lora))
+            options["adapters"] = shape.adapters
+        engine = build_engine(config, layout, **options)
     batch = make_batch(args, shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, rank_grid(layout)[dist.get_rank()].dp)
     losses, seconds = [], []
@@ -70,6 +76,7 @@ def main() -> None:
     weights = checksum(engine.export_weights())
     if dist.get_rank() == 0:
         row = described_run(args, config, dist.get_world_size()) | {
+            **({"lora": shape.adapted} if args.lora else {}),
             **speed(shape, batch, seconds),
             "peak_memory_gb": max(peaks),
             "peak_memory_gb_by_rank": peaks,
@@ -92,6 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lora", type=int, help="rank of adapters that are trained in place of the weights")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other keys of the engine's section")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--recipe", help="recipe of which to take the actor, in place of all options of the engine")

@@ -61,6 +61,7 @@ class TrainSetup(RunSetup[Prompt]):
             "devices": devices,
             "weight sync": self.route.transport.title,
             "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
+            **({} if recipe.actor.lora is None else {"lora": self.ground.shape.with_lora(recipe.actor.lora).adapted}),
             **({} if recipe.environment is None else {"environment": recipe.environment.name}),
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.examples.usage}),

@@ -185,6 +185,16 @@ class ModelShape:
         )
         return replace(self, adapters=adapters)
 
+    @property
+    def adapted(self) -> str:
+        """What the adapters are, as a text: `rank 32, 4 of each expert, on q_proj, v_proj`."""
+        adapters = self.adapters
+        if adapters is None:
+            return "no adapters"
+        experts = f", {adapters.expert_rank} of each expert" if self.is_moe and adapters.expert_rank else ""
+        layers = "" if adapters.targets == ("*",) else f", on {', '.join(adapters.targets)}"
+        return f"rank {adapters.rank}{experts}{layers}"
+
     def with_head(self, head: Head) -> ModelShape:
         """Return the shape of this model with another last layer; a head in weight files is taken to have no bias."""
         shapes = {"value": self.as_critic, "score": self.as_reward_model, "stored": self.as_reward_model}

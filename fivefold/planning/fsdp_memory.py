@@ -25,7 +25,7 @@ from fivefold.planning.memory import (
     token_bytes,
     update_bytes,
 )
-from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.stages import Stage, rank_parameters, stages, trained_rank_parameters
 from fivefold.planning.workload import Workload
 
 _FLOAT = 4
@@ -43,7 +43,7 @@ def fsdp_memory(
     [stage] = stages(layout, shape)
     parameters = rank_parameters(layout, shape, stage).total
     ranks, element = layout.dp * layout.cp, work.element_bytes
-    sharded = parameters / ranks
+    sharded = trained_rank_parameters(layout, shape, stage).total / ranks
     activations, temporaries = _activations(layout, shape, stage, work)
     layer = max(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
     root = parameters - sum(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
@@ -60,7 +60,7 @@ def fsdp_memory(
     communicators = sum(size > 1 for size in (layout.tp, layout.cp, ranks))
     return RankMemory(
         stage=0,
-        weights=int(sharded * (_FLOAT if is_trained else element)),
+        weights=int(sharded * (_FLOAT if is_trained else element) + (parameters / ranks - sharded) * element),
         reference=int(frozen / ranks * element),
         gradients=int(sharded * _FLOAT),
         optimizer=0 if work.state.on_host else moments,

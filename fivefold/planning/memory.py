@@ -17,7 +17,7 @@ from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
-from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.stages import Stage, rank_parameters, stages, trained_rank_parameters
 from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
@@ -124,8 +124,8 @@ def _stage_memory(
     stage: Stage,
     costs: dict[bool, LayerCosts],
 ) -> RankMemory:
-    parameters = rank_parameters(layout, shape, stage)
-    weights = parameters.total * work.element_bytes
+    weights = rank_parameters(layout, shape, stage).total * work.element_bytes
+    parameters = trained_rank_parameters(layout, shape, stage)
     state_bytes = work.state.of(work.element_bytes)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
     kept, temporaries = _kept_and_temporary(shape, stage, work, costs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import COMMANDS, RecipeError
-from fivefold.config.roles import ROLES, Role, model_paths, roles_of
+from fivefold.config.roles import ROLES, Role, is_base_of_host, model_paths, roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -63,7 +63,7 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
         if isinstance(role.section, FrozenReferenceConfig)
         else _model(recipe, role, others.get(name, shape), changes)
         for name, role in roles.items()
-        if not role.spec.generates
+        if not role.spec.generates and not is_base_of_host(recipe, role)
     }
     return Inputs(
         gpu=find_gpu(gpu),
@@ -122,7 +122,7 @@ def _model(recipe: Recipe, role: Role, shape: ModelShape, changes: Changes) -> M
         given = expert.batch_size // section.ppo_n_minibatches
         work = replace(work, given_sequences=given, given_length=expert.max_length)
     return ModelInputs(
-        shape.with_head(section.head),
+        shape.with_head(section.head).with_lora(role.trained.lora if role.trained else None),
         changes.applied(work),
         trains=role.trained is not None,
         leaves=section.leaves_devices,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, tensors
+from fivefold.families.tensors import ADAPTERS, EMBEDDING, tensors
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
@@ -85,9 +85,19 @@ def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
     )
 
 
-def rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
-    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
-    counts = _counts(shape, layout.tp, layout.ep, layout.etp)
+def trained_rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
+    """Return the parameters of one rank of `stage` that are trained: all, or the adapters that the model has."""
+    return rank_parameters(layout, shape, stage, trained=shape.adapters is not None)
+
+
+def rank_parameters(
+    layout: ParallelLayout, shape: ModelShape, stage: Stage, *, trained: bool = False
+) -> RankParameters:
+    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp.
+
+    `trained`: those that are trained where a model has adapters.
+    """
+    counts = _counts(shape, layout.tp, layout.ep, layout.etp, trained)
     layers = [counts.layers[layer] for chunk in stage.chunks for layer in chunk]
     # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
     has_table = stage.has_embedding or (stage.has_head and shape.tied_embeddings)
@@ -108,9 +118,11 @@ class _Counts:
 
 
 @lru_cache(maxsize=256)
-def _counts(shape: ModelShape, tp: int, ep: int, etp: int) -> _Counts:
+def _counts(shape: ModelShape, tp: int, ep: int, etp: int, trained: bool) -> _Counts:
     dense, experts, embedding, head = [0] * shape.n_layers, [0] * shape.n_layers, 0, 0
     for tensor in tensors(shape):
+        if trained and tensor.name not in ADAPTERS:
+            continue
         if tensor.layer is None:
             embedding += (tensor.name == EMBEDDING) * tensor.elements(tp)
             head += (tensor.name != EMBEDDING) * tensor.elements(tp)

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
+from fivefold.families.flops import BACKWARD_AND_FORWARD, FROZEN_WEIGHTS, ForwardFlops, PartFlops, with_backward
 from fivefold.families.recomputation import keys_of_latents, keys_of_others
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import layer_costs
-from fivefold.planning.stages import Stage, rank_parameters, stages
+from fivefold.planning.stages import Stage, stages, trained_rank_parameters
 from fivefold.planning.traffic import Dimension, Traffic, repeated_halves, step_traffic
 from fivefold.planning.workload import Workload
 
@@ -130,10 +130,10 @@ def step_time(
     if layout.backend == "fsdp":
         # While a layer computes, the next layer's weights are gathered and the last one's gradients reduced.
         hidden = min(data_parallel, slowest.layers * count)
-    parameters = rank_parameters(layout, shape, stage)
+    parameters = trained_rank_parameters(layout, shape, stage)
     sharded = parameters.dense / (layout.dp * layout.cp) + parameters.experts / layout.edp
     forward = ForwardFlops.of(shape).on_equal(work.trained_sequences, work.sequence_length)
-    flops = forward.scaled(BACKWARD_AND_FORWARD)
+    flops = with_backward(shape, forward)
     parts = {
         "layers": slowest.layers * count,
         "head": slowest.head * count,
@@ -237,9 +237,10 @@ def _layer_seconds(
     scores = attention / forward_efficiency
     saved, mlp_saved = _saved(layout, shape, work, stage)
     moved = PASSES_OVER_SAVED * saved * fill
-    moved += ACCUMULATION_BYTES * rank_parameters(layout, shape, stage).experts
+    moved += ACCUMULATION_BYTES * trained_rank_parameters(layout, shape, stage).experts
     element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
-    computing = 3 * matmuls + scores + 2 * attention / backward_efficiency
+    passes = BACKWARD_AND_FORWARD if shape.adapters is None else FROZEN_WEIGHTS
+    computing = passes * matmuls + scores + 2 * attention / backward_efficiency
     again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
     attention_again, mlp_again = repeated_halves(stage, work)
     if work.recompute == "full":

@@ -22,7 +22,7 @@ from typing import Literal
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.stages import Stage, rank_parameters
+from fivefold.planning.stages import Stage, rank_parameters, trained_rank_parameters
 from fivefold.planning.workload import Workload
 
 Dimension = Literal["tp", "cp", "ep", "etp", "pp", "dp", "edp"]
@@ -119,7 +119,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     if shape.latent is not None:
         keys = element * tokens * layout.cp * shape.latent.shared_dim
     gathered = stream / tp * (1 if is_fsdp else layout.etp)
-    parameters = rank_parameters(layout, shape, stage)
+    parameters = (rank_parameters if is_fsdp else trained_rank_parameters)(layout, shape, stage)
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
     exchanged: float = work.gradient_bytes + element
     if is_fsdp:

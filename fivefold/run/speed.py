@@ -12,7 +12,7 @@ from typing import Self
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
+from fivefold.families.flops import ForwardFlops, PartFlops, with_backward
 from fivefold.families.recomputation import repeated_shares
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import device_peak
@@ -50,6 +50,7 @@ class Worked:
 class _Model:
     """A model that works in a phase, and its processes."""
 
+    shape: ModelShape
     forward: ForwardFlops
     repeated: PartFlops
     """What a forward and a backward pass repeat, over the forward pass."""
@@ -83,10 +84,11 @@ class StepSpeed:
             if not role.spec.generates:
                 section = role.section if isinstance(role.section, EngineConfig) else recipe.actor
                 own = others.get(name, shape).with_head(role.section.head)
+                own = own.with_lora(role.trained.lora if role.trained else None)
                 layout = placement[name if name in placement else "actor"].layout
                 epochs = 1 if role.trained is None else role.trained.epochs
                 repeated = repeated_shares(section, layout, own)
-                self._models[name] = _Model(ForwardFlops.of(own), repeated, layout.world_size, epochs)
+                self._models[name] = _Model(own, ForwardFlops.of(own), repeated, layout.world_size, epochs)
 
     @classmethod
     def of(cls, recipe: Recipe, ground: Groundwork, models: Models, note: Callable[[str], None]) -> Self:
@@ -116,7 +118,7 @@ class StepSpeed:
         lengths = [*batch.sequence_lengths, *(n for columns in given for n in columns.lengths_N.tolist())]
         n_trained = int(batch.trained_N.sum()) + sum(int(columns.values["mask"].sum()) for columns in given)
         forward = model.forward.on(lengths, n_trained)
-        flops = forward.total * (model.epochs * BACKWARD_AND_FORWARD if trains else 1.0)
+        flops = model.epochs * with_backward(model.shape, forward).total if trains else forward.total
         device_seconds = seconds * model.n_devices
         found: dict[str, float] = {}
         if phase == "train":
