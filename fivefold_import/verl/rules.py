@@ -12,7 +12,7 @@ from fivefold_import.draft import Draft, Rule
 from fivefold_import.rules import to
 from fivefold_import.tables import Table, read_tables
 from fivefold_import.values import LOSS_AGGREGATION, flag, number, one_of, text, whole
-from fivefold_import.verl import agents, distillation
+from fivefold_import.verl import adapters, agents, distillation
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -207,7 +207,7 @@ def _after_each(frequency: str, epochs: str) -> Rule:
 
 
 TABLES: Mapping[str, Table] = read_tables(
-    "verl", {**globals(), **vars(distillation), **vars(agents)}, {"megatron": megatron.TABLES}
+    "verl", {**globals(), **vars(distillation), **vars(agents), **vars(adapters)}, {"megatron": megatron.TABLES}
 )
 
 RULES = (
@@ -230,5 +230,6 @@ OF_CRITICS = {
     CRITIC + "optim.lr": 1e-5,
     CRITIC + "grad_clip": 1.0,
     CRITIC + "cliprange_value": 0.5,
+    CRITIC + "model.lora_alpha": 16,
 }
 """The defaults of a critic; its other ones are those of the actor's keys."""  # english: ok

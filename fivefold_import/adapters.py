@@ -1,0 +1,206 @@
+"""Low-rank adapters (LoRA): which layers have them, and the engine that trains them.
+
+all-linear                   ──> the default of actor.lora.targets: every layer
+[linear_qkv, linear_proj]    ──> [q_proj, k_proj, v_proj, o_proj]     Megatron-Core's names
+all-linear without o_proj    ──> the other layers of the model, if its shape is known
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fivefold.families.adapters import layer_of
+from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import tensors
+from fivefold_import import reasons
+from fivefold_import.draft import Draft
+from fivefold_import.models import is_moe, known_shape
+from fivefold_import.values import Unfit
+
+SECTION = "actor.lora."
+RANK, ALPHA, TARGETS = f"{SECTION}rank", f"{SECTION}alpha", f"{SECTION}targets"
+RANK_OF_EXPERTS = f"{SECTION}rank_of_experts"
+WHOLE_RANK = f"{RANK_OF_EXPERTS} is the whole rank, as in the source: each expert's adapters have it"
+EVERY = ("all-linear", "all_linear", "all", "*")
+"""Names that frameworks give to all linear layers."""
+OF_MEGATRON: Mapping[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Layers by Megatron-Core's names, which Megatron-Bridge takes."""
+OF_BLOCK = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+"""The linear layers of most models' blocks."""
+NEVER_ADAPTED = re.compile(r"visual|vision|merger|router|lm_head|output_layer|embed|(^|\W)gate\W*$")
+"""Names of what has no adapters here: routers, embeddings, the output layer, and what reads images."""
+EXPRESSION = re.compile(r"[*$^|()\[\]\\+?]")
+"""A sign that a text is a regular expression, and not the names of layers."""
+
+
+def convert_adapters(
+    draft: Draft, section: str, rank: str, model: str, *, targets: str, excluded: str = "", whole_rank: bool = True
+) -> None:
+    """Convert the adapters of a model: whether it has any, and on which layers. Tables have the keys of one value each.
+
+    Args:
+        draft: receives the recipe's values and the entries.
+        section: what precedes the source's keys.
+        rank: the key of the rank.
+        model: name or folder of the model.
+        targets: the key of the layers that have adapters.
+        excluded: the key of layers that have none.
+        whole_rank: whether each expert's adapters have the rank of the others.
+    """
+    value = draft.get(section + rank)
+    if isinstance(value, int):
+        draft.recipe.setdefault(draft.target(RANK), value)
+        if whole_rank and is_moe(model):
+            draft.recipe[draft.target(RANK_OF_EXPERTS)] = value
+            draft.notes.append(WHOLE_RANK.replace(RANK_OF_EXPERTS, draft.target(RANK_OF_EXPERTS)))
+    _convert_layers(draft, model, section + targets, section + excluded if excluded else "")
+
+
+def _convert_layers(draft: Draft, model: str, targets: str, excluded: str) -> None:
+    """Convert the layers that have adapters."""
+    chosen = _names(draft.get(targets)) or [EVERY[0]]
+    without = [name for name in _names(draft.get(excluded)) if not NEVER_ADAPTED.search(name)]
+    never = [name for name in chosen if NEVER_ADAPTED.search(name)]
+    try:
+        layers = _layers(model, [name for name in chosen if name not in never], without)
+    except Unfit as error:
+        draft.unsupported(excluded if without else targets, str(error))
+        draft.unsupported(targets, str(error))
+        return
+    if never and layers is not None:
+        draft.recipe.setdefault(draft.target(TARGETS), layers)
+    if never:
+        draft.unsupported(targets, f"{', '.join(never)}: {reasons.NEVER_ADAPTED}")
+    if not without:
+        draft.implied(excluded, reasons.NEVER_ADAPTED if draft.get(excluded) else "it is empty")
+    for key in (targets, excluded):
+        if layers is None:
+            draft.implied(key, "every linear layer has adapters, as by default")
+        else:
+            draft.mapped(key, TARGETS, layers)
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names in a list, or in a text that separates them by commas; a regular expression stays whole."""
+    if isinstance(value, str) and (EXPRESSION.search(value) is None or value in EVERY):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return [] if value in (None, "") else [str(name) for name in (value if isinstance(value, list) else [value])]
+
+
+def _layers(model: str, chosen: Sequence[str], without: Sequence[str]) -> list[str] | None:
+    """Return the layers that have adapters, by name; None: every one.
+
+    Raises:
+        Unfit: it takes more than the names of layers to say which have adapters, or the model's are not known.
+    """
+    if not chosen:
+        raise Unfit(f"no layer is left: {reasons.NEVER_ADAPTED}")
+    if not without and any(name in EVERY for name in chosen):
+        return None
+    names = _hugging_face(chosen)
+    if not without and all(re.fullmatch(r"\w+", name) for name in names):
+        return None if set(names) == OF_BLOCK and names != list(chosen) else names
+    shape = known_shape(model)
+    if shape is None:
+        raise Unfit(f"the layers of the model are not known here: list those that have adapters in {TARGETS}")
+    return _layers_of(shape, names, _hugging_face(without))
+
+
+def _hugging_face(names: Sequence[str]) -> list[str]:
+    """Return names with those of Megatron-Core replaced, without doubles."""
+    return list(dict.fromkeys(new for name in names for new in OF_MEGATRON.get(name, (name,))))
+
+
+def _layers_of(shape: ModelShape, chosen: Sequence[str], without: Sequence[str]) -> list[str] | None:
+    """Return the layers of a model whose weights' names match some of `chosen` and none of `without`; None: all.
+
+    Raises:
+        Unfit: weights of a layer match in some blocks, and not in others.
+    """
+    names = [name for tensor in tensors(shape) for name in tensor.names]
+    layers = {name.removesuffix(".weight"): layer for name in names if (layer := layer_of(name)) is not None}
+    picked = {name for name in layers if _matches(name, chosen) and not _matches(name, without)}
+    found = {layers[name] for name in picked}
+    if not found or picked != {name for name, layer in layers.items() if layer in found}:
+        raise Unfit(f"{TARGETS} chooses layers by their names, in all blocks alike, and this does not")
+    return (
+        None if found == set(layers.values()) else [layer for layer in dict.fromkeys(layers.values()) if layer in found]
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns is for a weight: the end of its name, or a regular expression of it all."""
+    return any(
+        pattern in EVERY or f".{name}".endswith(f".{pattern}") or _is_expression_of(pattern, name)
+        for pattern in patterns
+    )
+
+
+def _is_expression_of(pattern: str, name: str) -> bool:
+    if EXPRESSION.search(pattern) is None:
+        return False
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise Unfit(f"{pattern!r} is not a regular expression: {error}") from error
+
+
+# The engine
+
+
+def train_on_megatron(draft: Draft) -> None:
+    """Lay the trained roles out on Megatron-Core, which alone trains adapters, if a model has any."""
+    if not any(key.startswith((SECTION, "critic.lora.")) for key in draft.recipe):
+        return
+    for role in ("actor", "critic"):
+        draft.demote(
+            f"{role}.megatron.bridge_type",
+            "adapters need Fivefold's own bridge, which loads the same weights",
+            "implied",
+        )
+    if not (_move_plans(draft) | _move_strings(draft)):
+        return
+    for role in ("actor", "critic"):
+        for name in ("recompute", "optimizer.state_on"):
+            draft.move(f"{role}.fsdp.{name}", f"{role}.megatron.{name}")
+    draft.notes.append(reasons.ADAPTERS_ON_MEGATRON)
+
+
+def _move_plans(draft: Draft) -> bool:
+    """Lay roles out on Megatron-Core in the place of FSDP, with the same degrees; return whether there were any."""
+    moved = [role for role in ("actor", "critic", "ref") if role in draft.plans and draft.plans[role].shards_weights]
+    for role in moved:
+        plan = draft.plans[role]
+        about_devices = {*plan.degree_keys.values(), plan.devices_key}
+        keys = {key: note if key in about_devices else reasons.ON_MEGATRON for key, note in plan.keys.items()}
+        draft.plans[role] = replace(plan, backend="megatron", keys=keys)
+    return bool(moved)
+
+
+def _move_strings(draft: Draft) -> bool:
+    """Put Megatron-Core into allocation strings in the place of FSDP; return whether there were any."""
+    is_moved = False
+    for key in ("allocation_mode", "actor.backend", "critic.backend", "ref.backend"):
+        written = str(draft.recipe.get(key, ""))
+        if (layout := re.sub(r"\bfsdp\b", "megatron", written)) != written:
+            draft.revise(key, layout, reasons.ON_MEGATRON)
+            is_moved = True
+    return is_moved
