@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): which layers have them, and the engine that trains them.
+"""Low-rank adapters (LoRA): their rank, and which layers have them.
 
 all-linear                   ──> the default of actor.lora.targets: every layer
 [linear_qkv, linear_proj]    ──> [q_proj, k_proj, v_proj, o_proj]     Megatron-Core's names
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
 from fivefold.families.adapters import layer_of
@@ -18,7 +18,7 @@ from fivefold.families.tensors import tensors
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
 from fivefold_import.models import is_moe, known_shape
-from fivefold_import.values import Unfit
+from fivefold_import.values import Unfit, positive
 
 SECTION = "actor.lora."
 RANK, ALPHA, TARGETS = f"{SECTION}rank", f"{SECTION}alpha", f"{SECTION}targets"
@@ -65,8 +65,8 @@ def convert_adapters(
         excluded: the key of layers that have none.
         whole_rank: whether each expert's adapters have the rank of the others.
     """
-    value = draft.get(section + rank)
-    if isinstance(value, int):
+    with suppress(Unfit):  # The key of the rank reports it.
+        value = positive(draft.get(section + rank))
         draft.recipe.setdefault(draft.target(RANK), value)
         if whole_rank and is_moe(model):
             draft.recipe[draft.target(RANK_OF_EXPERTS)] = value
@@ -125,7 +125,7 @@ def _layers(model: str, chosen: Sequence[str], without: Sequence[str]) -> list[s
 
 
 def _hugging_face(names: Sequence[str]) -> list[str]:
-    """Return names with those of Megatron-Core replaced, without doubles."""
+    """Return Hugging Face's names in the place of Megatron-Core's, without doubles."""
     return list(dict.fromkeys(new for name in names for new in OF_MEGATRON.get(name, (name,))))
 
 
@@ -163,44 +163,12 @@ def _is_expression_of(pattern: str, name: str) -> bool:
         raise Unfit(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-# The engine
+# The bridge
 
 
-def train_on_megatron(draft: Draft) -> None:
-    """Lay the trained roles out on Megatron-Core, which alone trains adapters, if a model has any."""
-    if not any(key.startswith((SECTION, "critic.lora.")) for key in draft.recipe):
-        return
+def drop_other_bridges(draft: Draft) -> None:
+    """Remove the choice of another bridge than Fivefold's for models that have adapters."""
     for role in ("actor", "critic"):
-        draft.demote(
-            f"{role}.megatron.bridge_type",
-            "adapters need Fivefold's own bridge, which loads the same weights",
-            "implied",
-        )
-    if not (_move_plans(draft) | _move_strings(draft)):
-        return
-    for role in ("actor", "critic"):
-        for name in ("recompute", "optimizer.state_on"):
-            draft.move(f"{role}.fsdp.{name}", f"{role}.megatron.{name}")
-    draft.notes.append(reasons.ADAPTERS_ON_MEGATRON)
-
-
-def _move_plans(draft: Draft) -> bool:
-    """Lay roles out on Megatron-Core in the place of FSDP, with the same degrees; return whether there were any."""
-    moved = [role for role in ("actor", "critic", "ref") if role in draft.plans and draft.plans[role].shards_weights]
-    for role in moved:
-        plan = draft.plans[role]
-        about_devices = {*plan.degree_keys.values(), plan.devices_key}
-        keys = {key: note if key in about_devices else reasons.ON_MEGATRON for key, note in plan.keys.items()}
-        draft.plans[role] = replace(plan, backend="megatron", keys=keys)
-    return bool(moved)
-
-
-def _move_strings(draft: Draft) -> bool:
-    """Put Megatron-Core into allocation strings in the place of FSDP; return whether there were any."""
-    is_moved = False
-    for key in ("allocation_mode", "actor.backend", "critic.backend", "ref.backend"):
-        written = str(draft.recipe.get(key, ""))
-        if (layout := re.sub(r"\bfsdp\b", "megatron", written)) != written:
-            draft.revise(key, layout, reasons.ON_MEGATRON)
-            is_moved = True
-    return is_moved
+        if any(key.startswith(f"{role}.lora.") for key in draft.recipe):
+            reason = "adapters need Fivefold's own bridge, which loads the same weights"
+            draft.demote(f"{role}.megatron.bridge_type", reason, "implied")

@@ -243,13 +243,6 @@ class Draft:
         for entry in self._setting(to):
             self._settle(entry.key, "mapped", to, "; ".join(filter(None, (entry.note, reason))))
 
-    def move(self, to: str, new: str) -> None:
-        """Set the recipe's `new` to the value of `to`, which is removed; so do the keys that set it."""
-        if to in self.recipe:
-            self.recipe.setdefault(new, self.recipe.pop(to))
-            for entry in self._setting(to):
-                self._settle(entry.key, "mapped", new, entry.note)
-
     def lay_out(self, key: str, role: Role, degree: Degree, otherwise: int = 1) -> None:
         """Read one of `role`'s degrees of parallelism from `key`, whose entry follows once the layout is known."""
         plan = self.plans.setdefault(role, RolePlan())

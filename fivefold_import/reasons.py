@@ -89,11 +89,6 @@ NEVER_ADAPTED = "routers, embeddings, the output layer and what reads images hav
 ONE_SET = "a model has one set of adapters"
 ADAPTERS_BEGIN = "A is drawn as PEFT draws it, and B is 0"
 ADAPTERS_FLOAT32 = "adapters have float32 master weights"
-ADAPTERS_ON_MEGATRON = (
-    "adapters are trained by Megatron-Core alone, which is laid out in the place of FSDP, with the same degrees. It "
-    "shards the adapters' optimizer states and keeps a model's weights whole on each replica: a large model may need "
-    "t, p or e, and `fivefold plan RECIPE --search` proposes layouts"
-)
 NO_REMOTE_CODE = "a model's code is not run; trust_remote_code=true runs a tokenizer's, which few models need"
 ALWAYS_PACKED = "sequences are always packed"
 ONE_BUDGET = (

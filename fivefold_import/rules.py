@@ -10,7 +10,7 @@ from fivefold_import import reasons
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.values import Convert, flag, rounded_up, whole
 
-SWITCHED_OFF = (False, 0, -1, "", [], {}, "none", "None", "disabled")
+SWITCHED_OFF: tuple[Any, ...] = (False, 0, -1, "", [], {}, "none", "None", "disabled")
 """Values that switch a key off."""
 
 

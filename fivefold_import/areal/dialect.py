@@ -235,6 +235,7 @@ def _adapters(draft: Draft, trainers: set[str]) -> None:
     for role, own in (("actor", draft), ("critic", ForCritic(draft))):
         if draft.get(f"{role}.use_lora") is not True or (role == "critic" and not has_critic(draft)):
             continue
+        draft.assume(TABLES["lora"].under(f"{role}.").defaults)
         model, shares = str(draft.get(f"{role}.path", "")), "megatron" in trainers
         if shares and is_moe(model):
             draft.notes.append(reasons.experts_apart(role))

@@ -70,6 +70,5 @@ CRITICS = {
     **TABLES["optimizer"].under("critic.").defaults,
     "critic.ppo_n_minibatches": 4,
     "critic.eps_clip": 0.5,
-    "critic.lora_alpha": 16,
 }
 """The defaults of a section `critic` that the source has."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fivefold_import import adapters, megatron, reasons
-from fivefold_import.adapters import RANK
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.settings import TOKEN_BUDGET_KEY, warmup
@@ -17,7 +16,7 @@ from fivefold_import.verl.adapters import PEFT, convert_adapters
 from fivefold_import.verl.rules import ACTOR, CRITIC, MODEL
 
 OWN_ADAPTERS = "model.lora_configs.0."
-"""Trinity-RFT's section of adapters, whose rank and alpha are 32 unless they are written, as here."""
+"""Trinity-RFT's first set of adapters."""
 
 
 def override_layout(draft: Draft) -> None:
@@ -118,7 +117,7 @@ def _adapters(draft: Draft) -> None:
         return
     for key in (*(TREE + MODEL + name for name in PEFT), *draft.keys(TREE + MODEL + "lora.*")):
         draft.implied(key, "model.lora_configs overrides it")
-    draft.recipe.setdefault(RANK, 32)
+    draft.assume({OWN_ADAPTERS + name: 32 for name in ("lora_rank", "lora_alpha")})
     adapters.convert_adapters(
         draft,
         OWN_ADAPTERS,

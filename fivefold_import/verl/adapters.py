@@ -5,6 +5,7 @@ from __future__ import annotations
 from fivefold_import import adapters, reasons
 from fivefold_import.critic import ForCritic, has_critic
 from fivefold_import.draft import Draft
+from fivefold_import.models import is_moe
 from fivefold_import.rules import SWITCHED_OFF, is_among
 
 BRIDGE = "lora."
@@ -29,19 +30,32 @@ def convert_adapters(draft: Draft, section: str, path: str, critic: str = "") ->
 
 def _convert(draft: Draft, section: str, model: str) -> None:
     """Convert the adapters of one model; the keys of the kind that its engine does not train are implied."""
-    on_fsdp = draft.plans["actor"].shards_weights
-    of_peft, of_bridge = [section + name for name in PEFT], [*draft.keys(f"{section}{BRIDGE}*"), f"{section}lora.alpha"]
-    for key in of_bridge if on_fsdp else of_peft:
-        engine, other = ("FSDP", f"{section}lora_rank") if on_fsdp else ("Megatron-Core", f"{section}lora.rank")
-        draft.implied(key, f"the source trains with {engine}, whose adapters have the rank {other}")
-    own, rank = (section, "lora_rank") if on_fsdp else (section + BRIDGE, "rank")
-    if is_among(draft.get(own + rank, 0), SWITCHED_OFF):
+    if draft.plans["actor"].shards_weights:
+        reason = f"the source trains with FSDP, whose adapters have the rank {section}lora_rank"
+        draft.all_implied(f"{section}{BRIDGE}*", reason)
+        if _has_rank(draft, f"{section}lora_rank"):
+            draft.assume({f"{section}lora_alpha": 16})
+            adapters.convert_adapters(draft, section, "lora_rank", model, targets=LAYERS, excluded=WITHOUT)
+    else:
+        for name in PEFT:
+            draft.implied(section + name, f"the source trains with Megatron-Core, whose keys are {section}{BRIDGE}*")
+        _convert_bridge(draft, section + BRIDGE, model)
+
+
+def _convert_bridge(draft: Draft, section: str, model: str) -> None:
+    """Convert Megatron-Bridge's adapters."""
+    if not _has_rank(draft, f"{section}rank"):
         return
-    shares = not on_fsdp and draft.get(f"{own}share_expert_adapters", True) is True
-    is_split = not on_fsdp and (shares or draft.get(f"{own}normalize_moe_lora") is True)
-    if shares and adapters.is_moe(model):
+    draft.assume({f"{section}alpha": 32})
+    shares = draft.get(f"{section}share_expert_adapters", True) is True
+    is_split = shares or draft.get(f"{section}normalize_moe_lora") is True
+    if shares and is_moe(model):
         draft.notes.append(reasons.experts_apart(draft.target("actor.lora").partition(".")[0]))
-    adapters.convert_adapters(draft, own, rank, model, targets=LAYERS, excluded=WITHOUT, whole_rank=not is_split)
+    adapters.convert_adapters(draft, section, "rank", model, targets=LAYERS, excluded=WITHOUT, whole_rank=not is_split)
+
+
+def _has_rank(draft: Draft, key: str) -> bool:
+    return not is_among(draft.get(key, 0), SWITCHED_OFF)
 
 
 # Rules, for the tables

@@ -230,6 +230,5 @@ OF_CRITICS = {
     CRITIC + "optim.lr": 1e-5,
     CRITIC + "grad_clip": 1.0,
     CRITIC + "cliprange_value": 0.5,
-    CRITIC + "model.lora_alpha": 16,
 }
 """The defaults of a critic; its other ones are those of the actor's keys."""  # english: ok
