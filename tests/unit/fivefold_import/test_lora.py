@@ -57,7 +57,7 @@ FRAMEWORKS: list[tuple[Framework, str, list[str], dict[str, Any]]] = [
     ("roll", "roll_megatron.yaml", [f"{ROLL}lora_target=all-linear"], {"rank": 8, "alpha": 16.0}),
     ("roll", "roll_dpo.yaml", [f"{ROLL}lora_target=all", f"{ROLL}lora_rank=64"], {"rank": 64, "alpha": 128.0}),
     ("trinity", "trinity_grpo.yaml", [f"{TRINITY}lora_rank=16", f"{TRINITY}lora_alpha=8"], {"rank": 16, "alpha": 8.0}),
-    ("trinity", "trinity_sft.yaml", [f"{TRINITY}name=lora"], {"rank": 32}),
+    ("trinity", "trinity_sft.yaml", [f"{TRINITY}name=lora"], {"rank": 32, "rank_of_experts": 32}),
 ]
 """For each framework, a source with adapters and the section `actor.lora` that it becomes."""
 
