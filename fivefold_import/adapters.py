@@ -21,9 +21,8 @@ from fivefold_import.models import is_moe, known_shape
 from fivefold_import.values import Unfit, positive
 
 SECTION = "actor.lora."
-RANK, ALPHA, TARGETS = f"{SECTION}rank", f"{SECTION}alpha", f"{SECTION}targets"
+RANK, TARGETS = f"{SECTION}rank", f"{SECTION}targets"
 RANK_OF_EXPERTS = f"{SECTION}rank_of_experts"
-WHOLE_RANK = f"{RANK_OF_EXPERTS} is the whole rank, as in the source: each expert's adapters have it"
 EVERY = ("all-linear", "all_linear", "all", "*")
 """Names that frameworks give to all linear layers."""
 OF_MEGATRON: Mapping[str, tuple[str, ...]] = {
@@ -69,8 +68,9 @@ def convert_adapters(
         value = positive(draft.get(section + rank))
         draft.recipe.setdefault(draft.target(RANK), value)
         if whole_rank and is_moe(model):
-            draft.recipe[draft.target(RANK_OF_EXPERTS)] = value
-            draft.notes.append(WHOLE_RANK.replace(RANK_OF_EXPERTS, draft.target(RANK_OF_EXPERTS)))
+            to = draft.target(RANK_OF_EXPERTS)
+            draft.recipe[to] = value
+            draft.notes.append(f"{to}={value}: the adapters of each expert have the whole rank, as in the source")
     _convert_layers(draft, model, section + targets, section + excluded if excluded else "")
 
 

@@ -120,8 +120,9 @@ class Table:
 
     def wrapped(self, wrap: Callable[[Rule], Rule]) -> Table:
         """Return a table, without defaults, of the rules that `wrap` makes of the rows' rules."""
-        rows = {key: row for key, row in self.rows.items() if row.rule is not None}
-        return Table({key: Row(wrap(row.rule), conditions=row.conditions) for key, row in rows.items() if row.rule})
+        return Table(
+            {key: Row(wrap(row.rule), conditions=row.conditions) for key, row in self.rows.items() if row.rule}
+        )
 
 
 def _below(row: Row, section: str) -> Row:
