@@ -18,6 +18,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.devices import device_text, parse_devices
 from fivefold.layout.errors import AllocationError, RuleError
 from fivefold.layout.parser import parse, parse_role
+from fivefold_import.adapters import drop_other_bridges
 from fivefold_import.critic import NOT_TRAINED, has_critic
 from fivefold_import.draft import Draft, Role, RolePlan
 from fivefold_import.models import is_moe, known_shape
@@ -36,6 +37,7 @@ def lay_out(draft: Draft) -> None:
     The keys of a plan that does not fit its devices become unsupported; the role then takes all devices that there are.
     """
     _check_strings(draft)
+    drop_other_bridges(draft)
     if not draft.compares_with_reference:
         _drop_reference(draft)
     if not has_critic(draft):

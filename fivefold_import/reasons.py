@@ -77,8 +77,18 @@ NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: pre
 # Models and training
 
 NO_MULTIMODAL = "models and data are text only"
-NO_LORA = "all weights are trained; LoRA is not offered"
-ONLY_LORA = "only LoRA reads this"
+NO_ADAPTERS = "all weights are trained, without adapters"
+MERGED = "the rollout gets the weights with the adapters merged into them"
+NO_DROPOUT = "adapters have no dropout"
+ONLY_LORA = "adapters are LoRA's, and of no other kind"
+FIRST_ADAPTERS = (
+    "adapters begin with no effect on the model: to begin from trained ones, merge them into the weights and name that "
+    "folder as the model's path"
+)
+NEVER_ADAPTED = "routers, embeddings, the output layer and what reads images have no adapters"
+ONE_SET = "a model has one set of adapters"
+ADAPTERS_BEGIN = "A is drawn as PEFT draws it, and B is 0"
+ADAPTERS_FLOAT32 = "adapters have float32 master weights"
 NO_REMOTE_CODE = "a model's code is not run; trust_remote_code=true runs a tokenizer's, which few models need"
 ALWAYS_PACKED = "sequences are always packed"
 ONE_BUDGET = (
@@ -173,6 +183,14 @@ RECIPES_SCHEDULE = "a run that resumes takes the schedule of the learning rate f
 # Values
 
 LEADS_NOWHERE = "this interpolation leads to no plain value"
+
+
+def experts_apart(role: str) -> str:
+    """Return the note on experts that share an adapter in the source."""
+    return (
+        "with Megatron-Bridge, the experts of a GPU share an adapter; here each expert has its own, whose rank is that "
+        f"number over the experts that a token visits ({role}.lora.rank_of_experts)"
+    )
 
 
 def sampled_by_gconfig(name: str) -> str:

@@ -10,6 +10,9 @@ from fivefold_import import reasons
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.values import Convert, flag, rounded_up, whole
 
+SWITCHED_OFF: tuple[Any, ...] = (False, 0, -1, "", [], {}, "none", "None", "disabled")
+"""Values that switch a key off."""
+
 
 @dataclass(frozen=True)
 class Mapped:
@@ -136,7 +139,7 @@ def only(*accepted: Any, holds: str, otherwise: str | None = None) -> Rule:
 
 def off(reason: str) -> Rule:
     """Make the key implied if it is switched off, empty or 0, and otherwise unsupported, because of `reason`."""
-    return only(False, 0, -1, "", [], {}, "none", "None", "disabled", holds="it is switched off", otherwise=reason)
+    return only(*SWITCHED_OFF, holds="it is switched off", otherwise=reason)
 
 
 def unknown(owner: str) -> Rule:

@@ -4,8 +4,8 @@ A framework's tables are in `keys.yaml` of its folder, one for each section of k
 
     trainer:
       use: [common, {megatron.: megatron/transformer}]   # rows of other tables, with what precedes their keys
-      when: {enable: true}                               # without this, the table's own keys have no effect,
-      else: only a switched-on trainer reads this        # for this reason
+      when: {enable: true}                               # without this ("*": any value that is switched on), the
+      else: only a switched-on trainer reads this        # table's own keys have no effect, for this reason
       to:                                                # mapped: the recipe's key, the conversion, the framework's
         nnodes: [cluster.n_nodes, whole, 1]              # default (~: none), a note
         output: [cluster.fileroot, text, ~, OWN_OUTPUTS]
@@ -47,8 +47,15 @@ class Condition:
 
     key: str
     values: Sequence[Any]
+    """The values; `*` stands for all that are switched on."""
     otherwise: str
     """Why the key has no effect."""
+
+    def holds(self, draft: Draft) -> bool:
+        """Return whether the other key has one of the values."""
+        value = draft.get(self.key)
+        is_on = "*" in self.values and value is not None and not rules.is_among(value, rules.SWITCHED_OFF)
+        return is_on or rules.is_among(value, self.values)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Row:
     def __call__(self, draft: Draft, source: str) -> None:
         """Give `source` its entry."""
         for condition in self.conditions:
-            if not rules.is_among(draft.get(condition.key), condition.values):
+            if not condition.holds(draft):
                 return draft.implied(source, condition.otherwise)
         return self.rule(draft, source) if self.rule is not None else None
 
@@ -112,8 +119,10 @@ class Table:
         return self.wrapped(wrap)
 
     def wrapped(self, wrap: Callable[[Rule], Rule]) -> Table:
-        """Return a table, without defaults, of the rules that `wrap` makes of the rows."""
-        return Table({key: Row(wrap(rule)) for key, rule in self.rules.items()})
+        """Return a table, without defaults, of the rules that `wrap` makes of the rows' rules."""
+        return Table(
+            {key: Row(wrap(row.rule), conditions=row.conditions) for key, row in self.rows.items() if row.rule}
+        )
 
 
 def _below(row: Row, section: str) -> Row:

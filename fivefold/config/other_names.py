@@ -74,7 +74,7 @@ MEANINGS: Mapping[str, str] = {
 }
 """Our key for each name, which is the last words of a key. Both keys take the same kind of value."""
 
-_ADAPTERS = "adapters (LoRA) are not supported: all weights are trained"
+_ADAPTERS = "adapters (LoRA) have the section lora: set actor.lora.rank, alpha and targets"
 WITHOUT: Mapping[str, str] = {
     "lora_rank": _ADAPTERS,
     "lora_alpha": _ADAPTERS,

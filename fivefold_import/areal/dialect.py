@@ -12,6 +12,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold_import import megatron, reasons
+from fivefold_import.adapters import convert_adapters
 from fivefold_import.areal.agents import convert_agents, group_size
 from fivefold_import.areal.layout import TRAINERS, backends, trainers_backend
 from fivefold_import.areal.rules import CRITICS, GIVEN, RULES, TABLES
@@ -21,6 +22,7 @@ from fivefold_import.defaults import own_default
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
 from fivefold_import.layouts import engine_of
+from fivefold_import.models import is_moe
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
@@ -44,6 +46,7 @@ def convert(draft: Draft) -> None:
     if draft.keys("critic.*"):
         _critic(draft)
     trainers = backends(draft)
+    _adapters(draft, trainers)
     convert_agents(draft)
     _advantages(draft)
     _kl(draft)
@@ -65,6 +68,7 @@ def convert(draft: Draft) -> None:
 def convert_given(draft: Draft) -> None:
     """Convert sources that train on given answers, by the rules of reinforcement learning."""
     trainers = trainers_backend(draft)
+    _adapters(draft, trainers)
     _unused(draft, trainers)
     _recompute(draft, trainers)
     _router(draft, trainers)
@@ -224,6 +228,18 @@ def _unused(draft: Draft, trainers: set[str]) -> None:
         draft.all_implied(
             f"actor.{name}.*", f"only {name} reads this, and the source trains with {' and '.join(sorted(trainers))}"
         )
+
+
+def _adapters(draft: Draft, trainers: set[str]) -> None:
+    """Convert the adapters of actor and critic: PEFT's, or Megatron-Bridge's, whose experts share them."""
+    for role, own in (("actor", draft), ("critic", ForCritic(draft))):
+        if draft.get(f"{role}.use_lora") is not True or (role == "critic" and not has_critic(draft)):
+            continue
+        draft.assume(TABLES["lora"].under(f"{role}.").defaults)
+        model, shares = str(draft.get(f"{role}.path", "")), "megatron" in trainers
+        if shares and is_moe(model):
+            draft.notes.append(reasons.experts_apart(role))
+        convert_adapters(own, f"{role}.", "lora_rank", model, targets="target_modules", whole_rank=not shares)
 
 
 def _recompute(draft: Draft, trainers: set[str]) -> None:

@@ -11,6 +11,7 @@ from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
 from fivefold_import.roll import agents, given
+from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
 from fivefold_import.roll.rules import (
@@ -107,6 +108,7 @@ def convert(draft: Draft) -> None:
     _kl(draft)
     _clipping(draft)
     corrections.of_roll(draft)
+    convert_adapters(draft)
     _micro_batches(draft)
     _critics_batches(draft)
     _passes_without_gradients(draft)

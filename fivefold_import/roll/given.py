@@ -8,6 +8,7 @@ from typing import Any
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.dialect import Conversion
 from fivefold_import.draft import Draft
+from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.layout import lay_out, router
 from fivefold_import.roll.rules import REF, TABLES, TOP, TRAIN
 from fivefold_import.settings import ask_as_user, token_budget, warmup
@@ -34,6 +35,7 @@ def _converting(section: str, table: Table, n_answers: int) -> Callable[[Draft],
     def convert(draft: Draft) -> None:
         lay_out(draft, section)
         router(draft, section)
+        convert_adapters(draft, section)
         _micro_batches(draft, section, n_answers)
         draft.awaiting |= {section + ACCUMULATION, section + WARMUP}
         ask_as_user(draft, "ROLL")

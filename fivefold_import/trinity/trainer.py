@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fivefold_import import megatron, reasons
+from fivefold_import import adapters, megatron, reasons
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.settings import TOKEN_BUDGET_KEY, warmup
 from fivefold_import.trinity.rules import TREE
 from fivefold_import.values import whole
 from fivefold_import.verl import tree as verl_tree
-from fivefold_import.verl.rules import ACTOR
+from fivefold_import.verl.adapters import PEFT, convert_adapters
+from fivefold_import.verl.rules import ACTOR, CRITIC, MODEL
+
+OWN_ADAPTERS = "model.lora_configs.0."
+"""Trinity-RFT's first set of adapters."""
 
 
 def override_layout(draft: Draft) -> None:
@@ -98,10 +102,30 @@ def finish(draft: Draft, rules: Mapping[str, Rule]) -> None:
     """Convert what all kinds of training end with: the optimizer, where the run is, and the rest by a rule table."""
     _optimizer(draft)
     _trainers_file(draft)
+    _adapters(draft)
     if draft.writes("cluster.ray_address"):
         draft.recipe["scheduler.type"] = "ray"
     draft.apply(rules)
     note_kept(draft, "Trinity-RFT")
+
+
+def _adapters(draft: Draft) -> None:
+    """Convert the adapters: the first set in Trinity-RFT's own keys, or what the tree says."""
+    path = "model.model_path"
+    if not draft.keys(OWN_ADAPTERS + "*"):
+        convert_adapters(draft, TREE + MODEL, path, TREE + CRITIC + "model.")
+        return
+    for key in (*(TREE + MODEL + name for name in PEFT), *draft.keys(TREE + MODEL + "lora.*")):
+        draft.implied(key, "model.lora_configs overrides it")
+    draft.assume({OWN_ADAPTERS + name: 32 for name in ("lora_rank", "lora_alpha")})
+    adapters.convert_adapters(
+        draft,
+        OWN_ADAPTERS,
+        "lora_rank",
+        str(draft.get(path, "")),
+        targets="target_modules",
+        excluded="exclude_modules",
+    )
 
 
 def _trainers_file(draft: Draft) -> None:

@@ -12,7 +12,7 @@ from fivefold_import.draft import Draft, Rule
 from fivefold_import.rules import to
 from fivefold_import.tables import Table, read_tables
 from fivefold_import.values import LOSS_AGGREGATION, flag, number, one_of, text, whole
-from fivefold_import.verl import agents, distillation
+from fivefold_import.verl import adapters, agents, distillation
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -207,7 +207,7 @@ def _after_each(frequency: str, epochs: str) -> Rule:
 
 
 TABLES: Mapping[str, Table] = read_tables(
-    "verl", {**globals(), **vars(distillation), **vars(agents)}, {"megatron": megatron.TABLES}
+    "verl", {**globals(), **vars(distillation), **vars(agents), **vars(adapters)}, {"megatron": megatron.TABLES}
 )
 
 RULES = (

@@ -13,6 +13,7 @@ from fivefold_import.checkpoints import note_kept
 from fivefold_import.draft import Draft, RolePlan
 from fivefold_import.settings import TOKEN_BUDGET_KEY, token_budget
 from fivefold_import.values import flag, whole
+from fivefold_import.verl.adapters import convert_adapters
 from fivefold_import.verl.rules import TABLES
 from fivefold_import.verl.tree import training_steps, warmup_and_rates
 
@@ -41,6 +42,7 @@ def convert(draft: Draft) -> None:
     _columns(draft)
     _lay_out(draft)
     _micro_batches(draft)
+    convert_adapters(draft, "model.", "model.path" if draft.writes("model.path") else "model.partial_pretrain")
     warmup_and_rates(draft, "optim.", training_steps(draft, ""))
     if draft.writes("optim.warmup_steps_ratio"):
         draft.implied("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio is its older name")

@@ -39,7 +39,7 @@ KEYS = {
     "actor.optimizer.type=muon": "the optimizer is AdamW: drop it",
     "actor.ppo_mini_batch_size=64": "set actor.ppo_n_minibatches, the number of mini-batches of a step",
     "scale_rewards=false": "set actor.reward_norm.std_level: group, batch or none",
-    "actor.lora_rank=8": "adapters (LoRA) are not supported",
+    "actor.lora_rank=8": "set actor.lora.rank",
     "actor_rollout_ref.model.path=m": "files of verl have it: `fivefold import FILE --from verl -o RECIPE`",
 }
 

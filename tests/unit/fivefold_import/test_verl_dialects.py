@@ -187,7 +187,7 @@ def test_what_cannot_be_converted_says_why() -> None:
             ROLLOUT + "response_length",
             "response_length sets to 9",
         ),
-        (f"{MODEL}lora_rank=8", MODEL + "lora_rank", "LoRA"),
+        (f"{MODEL}lora_rank=0.5", MODEL + "lora_rank", "whole number"),
         (f"{ACTOR}policy_loss.loss_mode=dppo", ACTOR + "policy_loss.loss_mode", "clipped"),
         (f"{ACTOR}clip_ratio=0.3", ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high"),
     ]
