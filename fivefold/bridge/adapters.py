@@ -1,17 +1,23 @@
-"""Reads a model with adapters from a folder that has none: A is drawn at random and B is 0, so that nothing changes."""
+"""Reads a model with adapters: new ones, which change nothing, because B is 0, or those in a folder of PEFT."""
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.bridge.reading import TensorReader
+from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import Shape, tensors
+from fivefold.json_text import read_object
 
 
 class WithAdapters:
@@ -24,6 +30,9 @@ class WithAdapters:
         source: the tensors of the model itself.
         shape: the model with its adapters.
         seed: seed of A.
+
+    Raises:
+        ValueError: a folder of adapters that is none, or whose adapters are others than the model's.
     """
 
     def __init__(self, source: TensorReader, shape: ModelShape, seed: int) -> None:
@@ -31,6 +40,9 @@ class WithAdapters:
         self._new: dict[str, Shape] = {
             name: tensor.shape for tensor in tensors(shape) if tensor.adapts for name in tensor.names
         }
+        assert shape.adapters is not None
+        path = shape.adapters.path
+        self._stored = None if path is None else StoredAdapters(Path(path), self._new, shape.adapters)
 
     @property
     def folder(self) -> Path:
@@ -48,13 +60,16 @@ class WithAdapters:
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""
-        return "a new adapter" if name in self._new else self._source.file(name)
+        if name not in self._new:
+            return self._source.file(name)
+        return "a new adapter" if self._stored is None else WEIGHTS
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
         if name not in self._new:
             return self._source.read(name, *index)
-        return self._drawn(name)[index or slice(None)]
+        whole = self._drawn(name) if self._stored is None else self._stored.read(name)
+        return whole[index or slice(None)]
 
     def _drawn(self, name: str) -> Tensor:
         if name.endswith("lora_B.weight"):
@@ -62,3 +77,57 @@ class WithAdapters:
         bound = 1 / sqrt(self._new[name][1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         return torch.empty(self._new[name]).uniform_(-bound, bound, generator=generator)
+
+
+class StoredAdapters:
+    """The adapters in a folder that PEFT or Fivefold has written."""
+
+    def __init__(self, folder: Path, wanted: Mapping[str, Shape], adapters: AdapterShape) -> None:
+        """Check that they are the wanted ones.
+
+        Args:
+            folder: the folder.
+            wanted: names and shapes of the model's adapters.
+            adapters: the model's adapters, whose scale B is converted to.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the adapters are others.
+        """
+        self._file, self._adapters = folder / WEIGHTS, adapters
+        try:
+            self._config = read_object(folder / CONFIG)
+            with safe_open(self._file, "pt") as file:
+                found = {
+                    name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape())
+                    for name in file.keys()  # noqa: SIM118 - not a mapping
+                }
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"lora.path={str(folder)!r} is no folder of adapters that can be read: {error}") from error
+        for name in sorted(wanted.keys() | found.keys()):
+            if wanted.get(name) != found.get(name):
+                own, theirs = (f"{list(shapes[name])}" if name in shapes else "none" for shapes in (wanted, found))
+                raise ValueError(
+                    f"lora.path={str(folder)!r} holds other adapters than the recipe's: of {name} it has {theirs}, and "
+                    f"the recipe {own}: set lora.rank, rank_of_experts, targets and experts as they were"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """Return a matrix, float32; B has the difference of the scales in it."""
+        with safe_open(self._file, "pt") as file:
+            matrix: Tensor = file.get_tensor(PREFIX + name).float()
+        if name.endswith("lora_B.weight"):
+            matrix *= self._scale(name, matrix.shape[1]) / self._adapters.scale(matrix.shape[1])
+        return matrix
+
+    def _scale(self, name: str, rank: int) -> float:
+        """Return the scale that the folder's config gives a layer, as PEFT finds it."""
+        layer, config = name.removesuffix(".lora_B.weight"), self._config
+        ranks: dict[str, Any] = config.get("rank_pattern") or {}
+        alphas: dict[str, Any] = config.get("alpha_pattern") or {}
+        alpha = _of_layer(alphas, layer, config["lora_alpha"])
+        of_layer = _of_layer(ranks, layer, config.get("r", rank))
+        return float(alpha / (sqrt(of_layer) if config.get("use_rslora") else of_layer))
+
+
+def _of_layer(patterns: Mapping[str, Any], layer: str, usual: Any) -> Any:
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), usual)

@@ -16,13 +16,9 @@ from fivefold.bridge import folder_swap
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import TensorSpec, plan_shards
-from fivefold.families.adapters import AdapterShape, layer_of
+from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape, layer_of
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
-
-PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's layers."""
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class AdapterFolder:

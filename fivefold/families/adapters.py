@@ -8,11 +8,15 @@ experts see each token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import sqrt
 from typing import Literal
 
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's layers."""
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of a folder of adapters."""
 Matrix = Literal["A", "B"]
 MATRICES: tuple[Matrix, ...] = ("A", "B")
 
@@ -30,6 +34,8 @@ class AdapterShape:
     """Whether the scale is alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("*",)
     """Patterns of the names of layers that have adapters, such as `q_proj`."""
+    path: str | None = field(default=None, compare=False)
+    """Folder of adapters to begin with, as PEFT writes it; None: new ones."""
 
     def rank_of(self, name: str, *, of_expert: bool) -> int | None:
         """Return the rank of the adapter of the weight `name`; None: it has none."""

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fivefold.config.paths import user_path
 from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
@@ -182,6 +183,7 @@ class ModelShape:
             alpha=config.alpha,
             rank_stabilized=config.use_rslora,
             targets=tuple(config.targets),
+            path=None if config.path is None else str(user_path(config.path).resolve()),
         )
         return replace(self, adapters=adapters)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.config.paths import user_path
 from fivefold.config.roles import ROLES, roles_of
 from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.adapters import layer_of
+from fivefold.families.adapters import CONFIG, layer_of
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
 from fivefold.layout.recipe import recipe_allocation
@@ -38,6 +39,8 @@ def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelSh
     if (bridge := config.megatron.bridge_type) in ("mbridge", "megatron-bridge"):
         yield f"{key}.lora needs Fivefold's own bridge, and {key}.megatron.bridge_type is {bridge}: drop it"
     assert config.lora is not None
+    if (path := config.lora.path) is not None and not (user_path(path) / CONFIG).is_file():
+        yield f"{key}.lora.path={path!r} is no folder of adapters: it has no {CONFIG}"
     known = sorted({layer for tensor in tensors(shape) if (layer := layer_of(tensor.name)) is not None})
     for target in config.lora.targets:
         alone = config.lora.model_copy(update={"targets": [target]})

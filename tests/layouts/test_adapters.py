@@ -133,6 +133,10 @@ def resume(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Ten
     return whole(engine.export_weights())
 
 
+def merged_weights(case: AnyCase, folder: Path, shape: AdapterShape) -> Tensors:
+    return whole(case.engine(folder, adapters=shape).export_weights())
+
+
 def base_logprobs(case: AnyCase, folder: Path) -> torch.Tensor:
     return case.engine(folder).logprobs_of(uneven_batch(), temperature=1.0)[0]
 
@@ -182,6 +186,9 @@ def test_adapters_train_as_in_plain_autograd(
     }
     assert len(by_file) == len(in_file) // 2
     assert_close(by_file, {name: weights[name] for name in by_file}, 1e-5)
+    again = replace(ALL_LAYERS, path=str(tmp_path / "saved" / "adapter"))
+    (continued, *_) = workers(case.world_size).run(merged_weights, case, folder, again)
+    assert_close(continued, weights, 1e-6)
     resumed = workers(case.world_size).run(resume, case, folder, ALL_LAYERS, tmp_path / "state")
     assert_equal(resumed[0], weights)
     plain = workers(case.world_size).run(base_logprobs, case, folder)
@@ -234,3 +241,17 @@ def test_the_adapters_of_a_model_are_the_layers_that_are_named(models: Path) -> 
         found = [tensor for tensor in tensors(replace(shape, adapters=adapters)) if tensor.adapts]
         assert {tensor.name.split(".")[-3] for tensor in found} == layers
         assert len(found) == 2 * len(layers) * shape.n_layers
+
+
+def test_a_folder_of_other_adapters_is_refused(workers: Workers, models: Path, tmp_path: Path) -> None:
+    folder, some = models / "qwen3", replace(ALL_LAYERS, targets=("q_proj",))
+    workers(1).run(train, Case("megatron:d1"), folder, some, tmp_path / "state")
+    path, source = str(tmp_path / "saved" / "adapter"), HFWeights(folder)
+    for changes, message in (
+        ({"rank": 4}, r"lora_A\.weight it has \[3, 32\], and the recipe \[4, 32\]: set lora\.rank"),
+        ({"targets": ("k_proj",)}, "k_proj.* it has none"),
+        ({"path": str(tmp_path)}, "adapter_config.json"),
+    ):
+        shape = replace(load_shape(folder), adapters=replace(some, **{"path": path, **changes}))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            WithAdapters(source, shape, seed=1)

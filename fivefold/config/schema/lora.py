@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fivefold.config.schema.fields import OneLine, PositiveFloat, Section
+from fivefold.config.schema.fields import OneLine, PathText, PositiveFloat, Section
 from fivefold.config.schema.rules import equals, reads_if
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -30,3 +30,6 @@ class LoraConfig(Section):
     """Rank of the adapters of each routed expert; null: `rank` divided by the experts that a token visits."""
     use_rslora: bool = False
     """Divide `alpha` by the square root of the rank instead."""
+    path: PathText | None = None
+    """Folder of adapters to begin with, as PEFT writes it, with the same layers and ranks; null: new adapters, which
+    change nothing at first."""

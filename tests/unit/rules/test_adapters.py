@@ -1,0 +1,36 @@
+"""Adapters that an engine or a model cannot have are refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.config.load import load_recipe
+from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.read import find_shape
+from fivefold.rules.recipe import recipe_problems
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["actor.lora.targets=[q_proj, qproj]"], "no layer is named 'qproj': the model has down_proj, gate_proj"),
+        (["actor.lora.rank=4", "actor.megatron.bridge_type=mbridge"], "needs Fivefold's own bridge"),
+        (["actor.lora.rank=4", "actor.megatron.kernels=te"], "needs actor.megatron.kernels=fivefold, and it is te"),
+        (["actor.lora.rank=4", "actor.kl_ctl=0.1", "ref.refresh_every=2"], "ref.refresh_every and ref.ema_decay let"),
+        (["actor.lora.path=/no/such"], "'/no/such' is no folder of adapters: it has no adapter_config.json"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(keys: list[str], message: str) -> None:
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
+    problems = list(recipe_problems(recipe, find_shape("package:tiny-moe"), {}))
+    assert any(message in problem for problem in problems), problems
+
+
+def test_a_rank_for_experts_without_adapters_has_no_effect() -> None:
+    keys = ["actor.lora.experts=none", "actor.lora.rank_of_experts=2"]
+    with pytest.raises(ValueError, match="rank_of_experts=2 has no effect"):
+        load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
