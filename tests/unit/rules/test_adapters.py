@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[3]
     [
         (["actor.lora.targets=[q_proj, qproj]"], "no layer is named 'qproj': the model has down_proj, gate_proj"),
         (["actor.lora.rank=4", "actor.megatron.bridge_type=mbridge"], "needs Fivefold's own bridge"),
-        (["actor.lora.rank=4", "actor.megatron.kernels=te"], "needs actor.megatron.kernels=fivefold, and it is te"),
+        (
+            ["actor.lora.rank=4", "actor.megatron.kernels=te", "actor.dtype=bfloat16"],
+            "needs actor.megatron.kernels=fivefold, and it is te",
+        ),
         (["actor.lora.rank=4", "actor.kl_ctl=0.1", "ref.refresh_every=2"], "ref.refresh_every and ref.ema_decay let"),
         (["actor.lora.path=/no/such"], "'/no/such' is no folder of adapters: it has no adapter_config.json"),
     ],
