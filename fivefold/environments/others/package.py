@@ -1,0 +1,23 @@
+"""Imports the packages of other projects, of which Fivefold needs none."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def imported(package: str, extra: str) -> Any:
+    """Import a package.
+
+    Args:
+        package: its name in Python.
+        extra: the extra of Fivefold that installs it.
+
+    Raises:
+        ValueError: it, or a package that it imports, is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        missing = error.name or package
+        raise ValueError(f"the package {missing} is not installed: pip install 'fivefold[{extra}]'") from error
