@@ -5,43 +5,36 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fivefold.config.load import load_recipe
 from fivefold.config.schema.environment import EnvironmentConfig
-from fivefold.config.schema.train import TrainRecipe
-from fivefold.environments.environment import Task
 from fivefold.environments.game import Game, load_game
 from fivefold.environments.others.package import imported
 from fivefold.environments.others.row import GameOfRow
-from fivefold.environments.transcript import transcript_text
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.environments.play import Player
 from fivefold.rewards.user_function import load_user_reward
-from fivefold.types import Episode, Prompt
-from tests.unit.environments.test_agents import tokenizer_of
-from tests.unit.environments.test_game import Replies, play
-from tests.unit.environments.test_play import Scripted
+from tests.unit.environments.test_agents import CHATML, Policy, task
+from tests.unit.environments.test_play import played as episodes_of
 
 OTHERS = "fivefold.environments.others"
 Step = tuple[str, float, bool]
 
 
-def played(name: str, extra_info: Mapping[str, Any], moves: list[str], seed: int = 3) -> tuple[str, list[Step]]:
+def played(name: str, row: Mapping[str, Any], moves: list[str], seed: int = 3) -> tuple[str, list[Step]]:
     """Return the opening of a game and what follows each move, in two episodes that are the same."""
-    config = EnvironmentConfig(game=f"{OTHERS}.{name}")
-    episodes = []
-    for _ in range(2):
-        game = load_game(config)()
-        opening = game.reset(extra_info=extra_info, seed=seed)
-        random.random()  # what else draws random numbers changes nothing
-        episodes.append((opening, [step_of(game, move) for move in moves]))
-    assert episodes[0] == episodes[1]
-    return episodes[0]
+    first, again = (episode(name, row, moves, seed) for _ in range(2))
+    assert first == again
+    return first
+
+
+def episode(name: str, row: Mapping[str, Any], moves: list[str], seed: int) -> tuple[str, list[Step]]:
+    game = load_game(EnvironmentConfig(game=f"{OTHERS}.{name}"))()
+    return game.reset(extra_info=row, seed=seed), [step_of(game, move) for move in moves]
 
 
 def step_of(game: Any, move: str) -> Step:
@@ -75,17 +68,28 @@ class TestGymnasium:
 
     def test_who_walks_around_the_holes_of_the_lake_wins(self) -> None:
         lake = {"game": "FrozenLake-v1", "options": {"is_slippery": False}}
-        moves = ["down", "I go DOWN.", "right", "2", "right, no: down", "right"]
+        moves = ["down", "I go DOWN.", "right", "2", "right, no: down", "right", "right"]
         opening, steps = played("gymnasium:TextGame", lake, moves)
         assert opening == "\n[S]FFF\nFHFH\nFFFH\nHFFG\nActions: left, down, right, up\n"
         assert steps[3] == ("\nThat names no action. Actions: left, down, right, up\n", 0.0, False)
-        assert [step[1:] for step in steps] == [(0.0, False)] * 5 + [(0.0, False)]
-        assert steps[-1][0].endswith("FHFH\nFFFH\nHF[F]G\n")
+        assert [step[1:] for step in steps[:-1]] == [(0.0, False)] * 6
+        assert steps[-1] == ("\n  (Right)\nSFFF\nFHFH\nFFFH\nHFF[G]\n", 1.0, True)
 
-    def test_the_last_step_gives_the_reward(self) -> None:
-        lake = {"game": "FrozenLake-v1", "options": {"is_slippery": False, "desc": ["SG"]}}
-        _, [step] = played("gymnasium:TextGame", lake, ["right"])
-        assert step == ("\n  (Right)\nS[G]\n", 1.0, True)
+    def test_an_episode_is_one_text_of_moves_and_boards(self) -> None:
+        moves = ["right", "I do not know", "right"]
+        row = {"game": "FrozenLake-v1", "options": {"is_slippery": False, "desc": ["SFG"]}}
+        one = task("Cross.\n")
+        config = EnvironmentConfig(game=f"{OTHERS}.gymnasium:TextGame", max_turns=5)
+        player = Player(Policy(lambda text: moves.pop(0), is_cut=True), Game(config, CHATML))
+        player.begin(0, [replace(one, prompt=replace(one.prompt, extra_info=row))])
+        [episode] = episodes_of(player)[0]
+        assert (episode.rewards, episode.finish_reason, episode.n_turns) == ({"environment": 1.0}, "done", 3)
+        actions = "Actions: left, down, right, up\n"
+        text = CHATML.decode(episode.trajectories[0].tokens_T.tolist())
+        assert text == (
+            f"Cross.\n\n[S]FG\n{actions}right\n  (Right)\nS[F]G\nI do not know\nThat names no action. {actions}right"
+        )
+        assert [move.state for move in episode.moves] == ["0", "1", "1"]
 
     def test_seeds_decide_where_the_taxi_is_and_marks_show_it(self) -> None:
         taxi = {"game": "Taxi-v4"}
@@ -112,3 +116,102 @@ class TestGymnasium:
     def test_what_words_cannot_play_is_refused(self, row: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             played("gymnasium:TextGame", row, [])
+
+
+class TestTextArena:
+    """Games of TextArena that need no download."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self) -> None:
+        pytest.importorskip("textarena")
+
+    @pytest.mark.parametrize(
+        ("game", "move"),
+        [
+            ("FrozenLake-v0", "down"),
+            ("GuessTheNumber-v0", "7"),
+            ("Mastermind-v0", "1 2 3 4"),
+            ("Minesweeper-v0", "[3 3]"),
+            ("Sudoku-v0", "[1 1 1]"),
+            ("TowerOfHanoi-v0", "A C"),
+        ],
+    )
+    def test_a_game_says_its_rules_and_answers_a_wrong_move(self, game: str, move: str) -> None:
+        opening, [wrong, right] = played("textarena:SinglePlayer", {"game": game}, ["I do not know", move])
+        assert len(opening) > 200
+        assert "invalid move" in wrong[0]
+        assert wrong[1:] == (0.0, False)
+        assert right[0] != wrong[0]
+        assert "I do not know" not in wrong[0]
+        assert opening not in right[0]
+
+    def test_who_halves_what_is_left_finds_the_number(self) -> None:
+        row = {"game": "GuessTheNumber-v0", "options": {"min_number": 1, "max_number": 15}}
+        for seed in range(5):
+            low, high, moves = 1, 15, list[str]()
+            for _ in range(4):
+                middle = (low + high) // 2
+                moves.append(str(middle))
+                _, steps = played("textarena:SinglePlayer", row, moves, seed)
+                hint, reward, done = steps[-1]
+                if done:
+                    break
+                low, high = (middle + 1, high) if "higher" in hint else (low, middle - 1)
+            assert (reward, done) == (1.0, True)
+
+    def test_games_at_the_same_time_draw_their_own_random_numbers(self) -> None:
+        row = {"game": "2048-v0"}
+        moves = [f"[{move}]" for move in ("up", "left", "down", "right") * 5]
+        alone = [played("textarena:SinglePlayer", row, moves, seed) for seed in range(8)]
+        assert alone[0] != alone[1]
+        before = random.getstate()
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda seed: episode("textarena:SinglePlayer", row, moves, seed), range(8)))
+        assert together == alone
+        assert random.getstate() == before
+
+    @pytest.mark.parametrize(
+        ("game", "message"),
+        [("NoSuch-v0", "NoSuch-v0-raw not found"), ("TicTacToe-v0", "number of players has to be 2")],
+    )
+    def test_a_game_that_one_player_cannot_play_is_refused(self, game: str, message: str) -> None:
+        with pytest.raises((ValueError, AssertionError), match=message):
+            played("textarena:SinglePlayer", {"game": game}, [])
+
+
+class TestReasoningGym:
+    """Problems and scores of reasoning-gym."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self) -> None:
+        pytest.importorskip("reasoning_gym")
+
+    def test_rows_are_the_same_for_a_seed_and_score_their_answers(self) -> None:
+        from fivefold.environments.others.reasoning_gym import rows
+
+        reward = load_user_reward(f"{OTHERS}.reasoning_gym:score", {})
+        for dataset, options in (("leg_counting", {"max_animals": 4}), ("basic_arithmetic", {}), ("mini_sudoku", {})):
+            made = list(rows(dataset, 4, seed=1, **options))
+            assert made == list(rows(dataset, 4, seed=1, **options))
+            assert made != list(rows(dataset, 4, seed=9, **options))
+            for row in map(json.loads, map(json.dumps, made)):
+                truth = row["reward_model"]["ground_truth"]
+                of = {"data_source": row["data_source"], "extra_info": row["extra_info"]}
+                assert row["prompt"][0]["content"].endswith("between <answer> and </answer>.")
+                assert reward(f"Or <answer>hm</answer>? No: <answer> {truth} </answer>", truth, **of) == 1.0
+                assert reward(f"<answer>{truth}</answer> <answer>no</answer>", truth, **of) == pytest.approx(0, abs=0.1)
+                assert reward(truth, truth, **of) == 0.0
+
+    def test_an_answer_that_a_data_set_cannot_read_earns_nothing(self) -> None:
+        from fivefold.environments.others.reasoning_gym import rows, score
+
+        [row] = rows("prime_factorization", 1, seed=1)
+        assert score("<answer>2 x two</answer>", "", data_source="", extra_info=row["extra_info"]) == 0.0
+
+    def test_a_data_set_that_json_cannot_keep_is_refused(self) -> None:
+        from fivefold.environments.others.reasoning_gym import rows
+
+        with pytest.raises(ValueError, match="'no_such' not registered"):
+            next(rows("no_such", 1, seed=1))
+        with pytest.raises(ValueError, match="rearc scores by tuples"):
+            next(rows("rearc", 1, seed=1))
