@@ -35,7 +35,9 @@ class GameOfRow:
         """
         name = extra_info.get("game")
         if not isinstance(name, str):
-            raise ValueError(f"extra_info={dict(extra_info)!r} names no game: add the key game to the column extra_info")
+            raise ValueError(
+                f"extra_info={dict(extra_info)!r} names no game: add the key game to the column extra_info"
+            )
         own = extra_info.get("seed")
         # A file with options of several games gives each row the keys of all, with null.
         options = {key: value for key, value in (extra_info.get("options") or {}).items() if value is not None}

@@ -8,19 +8,61 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.environments.agents.agent import Agent
 from fivefold.environments.game import Game, load_game
 from fivefold.environments.others.package import imported
 from fivefold.environments.others.row import GameOfRow
 from fivefold.environments.play import Player
 from fivefold.rewards.user_function import load_user_reward
+from fivefold.types import Episode
 from tests.unit.environments.test_agents import CHATML, Policy, task
 from tests.unit.environments.test_play import played as episodes_of
 
+TASKSET = """
+import verifiers.v1 as vf
+__all__ = ["Sums"]
+
+class SumData(vf.TaskData):
+    answer: str
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+class Config(vf.TasksetConfig):
+    most: int = 5
+
+class Sums(vf.Taskset[SumTask, Config]):
+    def load(self):
+        for n in range(self.config.most):
+            yield SumTask(SumData(prompt=f"{n}+{n}?", answer=str(2 * n)), self.config.task)
+"""
+HARNESS = """
+import httpx
+import verifiers.v1 as vf
+__all__ = ["Twice"]
+
+class Twice(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=None) as client:
+            for question in ("Sure?", "Done?"):
+                body = {"model": ctx.model, "messages": messages}
+                reply = (await client.post(f"{endpoint}/chat/completions", json=body)).raise_for_status().json()
+                messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+                messages.append({"role": "user", "content": question})
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+"""
 OTHERS = "fivefold.environments.others"
 Step = tuple[str, float, bool]
 
@@ -215,3 +257,43 @@ class TestReasoningGym:
             next(rows("no_such", 1, seed=1))
         with pytest.raises(ValueError, match="rearc scores by tuples"):
             next(rows("rearc", 1, seed=1))
+
+
+class TestVerifiers:
+    """Tasks of verifiers, by a harness that needs no network."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("verifiers.v1")
+        (tmp_path / "sums_taskset.py").write_text(TASKSET)
+        (tmp_path / "twice_harness.py").write_text(HARNESS)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    def test_tasks_run_at_the_same_time_and_each_is_one_sequence(self) -> None:
+        made = self.rows(most=4)
+        assert [row["prompt"] for row in made] == ["0+0?", "1+1?", "2+2?", "3+3?"]
+        episodes = self.run(made, max_turns=2)
+        assert [episode.rewards for episode in episodes] == [{"right": 2.0 * (n == 2)} for n in range(4)]
+        for episode in episodes:
+            [trajectory] = episode.trajectories
+            assert trajectory.mask_T.sum() == 4  # two answers of a token, each with its end
+            assert "Sure?" in CHATML.decode(trajectory.tokens_T.tolist())
+
+    def test_a_harness_that_has_no_turn_left_has_failed(self) -> None:
+        [episode] = self.run(self.rows(most=1), max_turns=1)
+        assert (episode.finish_reason, episode.rewards) == ("turns", {"environment": 0.0})
+
+    def rows(self, **options: Any) -> list[dict[str, Any]]:
+        from fivefold.environments.others.verifiers import rows
+
+        return list(map(json.loads, map(json.dumps, rows("sums_taskset", 9, harness="twice_harness", **options))))
+
+    def run(self, made: list[dict[str, Any]], max_turns: int) -> list[Episode]:
+        config = EnvironmentConfig(agent=f"{OTHERS}.verifiers:solve", max_turns=max_turns)
+        player = Player(Policy(lambda text: "4"), Agent(config, CHATML))
+        begun = [task(row["prompt"]) for row in made]
+        rows_of = zip(begun, made, strict=True)
+        player.begin(
+            0, [replace(one, prompt=replace(one.prompt, extra_info=row["extra_info"])) for one, row in rows_of]
+        )
+        return episodes_of(player)[0]
