@@ -14,10 +14,9 @@ def imported(package: str, extra: str) -> Any:
         extra: the extra of Fivefold that installs it.
 
     Raises:
-        ValueError: it, or a package that it imports, is not installed.
+        ValueError: it, or a package that it needs, is not installed.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        missing = error.name or package
-        raise ValueError(f"the package {missing} is not installed: pip install 'fivefold[{extra}]'") from error
+        raise ValueError(f"{package} cannot be imported ({error}): pip install 'fivefold[{extra}]'") from error

@@ -1,6 +1,6 @@
 """verifiers: tasks of its tasksets, each run by a harness that asks the model.
 
-{"prompt": "2+3?", "extra_info": {"taskset": "my-taskset", "options": "{}", "task": "{...}", "harness": "my-harness"}, ...}
+{"prompt": "2+3?", "extra_info": {"taskset": "my-sums", "options": "{}", "task": "{...}", "harness": "my-harness"}, ...}
 """
 
 from __future__ import annotations

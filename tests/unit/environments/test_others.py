@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +88,7 @@ def step_of(game: Any, move: str) -> Step:
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"package no_such is not installed: pip install 'fivefold\[none\]'"):
+    with pytest.raises(ValueError, match=r"no_such cannot be imported \(No module.*\): pip install 'fivefold\[none\]'"):
         imported("no_such", "none")
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     monkeypatch.delitem(sys.modules, f"{OTHERS}.gymnasium", raising=False)
@@ -297,3 +300,74 @@ class TestVerifiers:
             0, [replace(one, prompt=replace(one.prompt, extra_info=row["extra_info"])) for one, row in rows_of]
         )
         return episodes_of(player)[0]
+
+
+class TestOpenEnv:
+    """An environment behind OpenEnv's server, in a thread of this process."""
+
+    @pytest.fixture(scope="class")
+    def address(self) -> Iterator[str]:
+        pytest.importorskip("openenv.core", exc_type=ImportError)
+        import uvicorn
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(guessing_app(), log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(10)
+
+    def test_moves_are_actions_and_what_is_none_is_answered(self, address: str) -> None:
+        row = {"game": address, "options": {"most": 5}, "move_key": "number", "text_key": "text"}
+        opening, steps = played("openenv:RemoteGame", row, ["1", "one", " 4\n"], seed=3)
+        assert opening == "\nUp to 5.\n"
+        invalid = "\nThat is no action of this environment.\n"
+        assert steps == [("\nmore\n", -0.5, False), (invalid, 0.0, False), ("\n\n", 1.0, True)]
+
+    def test_without_keys_moves_and_observations_are_json(self, address: str) -> None:
+        opening, steps = played("openenv:RemoteGame", {"game": address}, ["one", "[1]", '{"number": 1}'], seed=3)
+        assert json.loads(opening)["text"] == "Up to 9."
+        assert steps[0][0].startswith("\nThat is no action: Expecting value")
+        assert steps[1] == ("\nThat is no action: write an object in JSON\n", 0.0, False)
+        assert json.loads(steps[2][0])["text"] == "more"
+
+    def test_a_session_ends_with_its_episode(self, address: str) -> None:
+        for seed in range(12):  # more than the server has sessions; a moment later one is free again
+            for _ in range(50):
+                try:
+                    episode("openenv:RemoteGame", {"game": address}, [], seed)
+                except (ConnectionError, RuntimeError):
+                    time.sleep(0.1)
+                else:
+                    break
+            else:
+                pytest.fail("no session is free")
+
+
+def guessing_app() -> Any:
+    from openenv.core import env_server
+
+    class Guess(env_server.Action):  # type: ignore[name-defined]
+        number: int
+
+    class Hint(env_server.Observation):  # type: ignore[name-defined]
+        text: str
+
+    class Guessing(env_server.Environment):  # type: ignore[name-defined]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int, episode_id: str | None = None, most: int = 9) -> Hint:
+            self._number = seed % most + 1
+            return Hint(text=f"Up to {most}.")
+
+        def step(self, action: Guess, **kwargs: Any) -> Hint:
+            if action.number == self._number:
+                return Hint(text="", done=True, reward=1.0)
+            return Hint(text="more" if action.number < self._number else "less", reward=-0.5)
+
+        @property
+        def state(self) -> Any:
+            return env_server.State()
+
+    return env_server.create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=4)
