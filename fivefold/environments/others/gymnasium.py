@@ -24,7 +24,7 @@ ACTIONS = {
 }
 """Words for the actions of Gymnasium's toy texts, which numbers them only."""
 _COLOURED = re.compile("\x1b\\[([\\d;]+)m([^\x1b]*)\x1b\\[0m")
-_MARKS = {"34;1": "()", "35": "{}"}
+_MARKS = {"34;1": ("(", ")"), "35": ("{", "}")}
 """Marks in place of colours: of the taxi's passenger, and of the place to which it goes."""
 
 
@@ -66,7 +66,7 @@ class TextGame:
 
 
 def _words(name: str, space: Any, given: object) -> list[str]:
-    """Return a word for each action: those of the row, those that are known, or numbers."""
+    """Return a word for each action: as the row says, as it is known, or its number."""
     if not isinstance(space, gymnasium.spaces.Discrete):
         raise ValueError(f"the actions of {name} are {space}: name a game whose actions are Discrete")
     numbers = [str(space.start + index) for index in range(space.n)]
@@ -84,5 +84,5 @@ def _without_colours(text: str) -> str:
 
 
 def _marked(found: re.Match[str]) -> str:
-    left, right = _MARKS.get(found[1], "[]")
+    left, right = _MARKS.get(found[1], ("[", "]"))
     return f"{left}{found[2]}{right}"

@@ -1,4 +1,4 @@
-"""Imports the packages of other projects, of which Fivefold needs none."""
+"""Imports the packages of other projects. Fivefold itself needs none of them."""
 
 from __future__ import annotations
 

@@ -49,9 +49,8 @@ class SinglePlayer:
     def _said(self) -> str:
         """Return what the game has said since the last move, without the move."""
         _, messages = self._game.get_observation()
-        # Anywhere in the message: some games mix up the order of its three values.
-        given = [message for message in messages if textarena.ObservationType.PLAYER_ACTION not in message]
-        return "".join(f"\n{text.strip()}\n" for _, text, _ in given)
+        texts = [text for _, text, kind in messages if kind is not textarena.ObservationType.PLAYER_ACTION]
+        return "".join(f"\n{text.strip()}\n" for text in texts)
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
