@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.data.prompts import load_prompts
 from fivefold.environments.agents.agent import Agent
 from fivefold.environments.agents.tools import Tools
 from fivefold.environments.game import Game
@@ -49,7 +51,7 @@ def environment(**fields: Any) -> Any:
 
 def test_the_game_is_the_one_of_the_recipe(snippet: Callable[[int, str], None]) -> None:
     snippet(0, "my_game.py")
-    section, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    section, _, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
     overrides = [f"environment={section['environment']}", f"reward={section['reward']}"]
     recipe = load_recipe(RECIPE, overrides, TrainRecipe)
     assert recipe.environment is not None
@@ -95,8 +97,32 @@ def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable
 
 
 def test_mcp_servers_stand_in_the_list() -> None:
-    _, section = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    _, section, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
     calc, time, remote = environment(**section["environment"]).tools
     assert calc == f"{Path.cwd()}/calc.py:calculate"
     assert time == {"mcp": "uvx mcp-server-time", "cwd": str(Path.cwd())}
     assert remote == {"mcp": "http://127.0.0.1:8000/mcp"}
+
+
+def test_the_lake_of_the_row_is_crossed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
+    [line] = blocks(PAGE, "json")
+    (tmp_path / "lake.jsonl").write_text(line)
+    _, _, section = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    overrides = [f"{key}.{name}={value}" for key, values in section.items() for name, value in values.items()]
+    recipe = load_recipe(RECIPE, [*overrides, "train_dataset.answer_key=null"], TrainRecipe)
+    [prompt] = load_prompts(recipe.train_dataset, tokenizer_of()).prompts
+    moves = ["down", "down", "right", "right", "down", "right"]
+    config = environment(game=section["environment"]["game"], max_turns=section["environment"]["max_turns"])
+    player = Player(Policy(lambda text: moves.pop(0)), Game(config, tokenizer_of()))
+    player.begin(0, [replace(task(), prompt=prompt)])
+    [episode] = played(player)[0]
+    assert (episode.rewards, episode.finish_reason) == ({"environment": 1.0}, "done")
+
+
+def test_problems_of_reasoning_gym_are_written(snippet: Callable[[int, str], None]) -> None:
+    pytest.importorskip("reasoning_gym")
+    snippet(3, "write.py")
+    runpy.run_path("write.py")
+    assert len(Path("legs.jsonl").read_text().splitlines()) == 1000
