@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import AnyCase
 from compare import assert_close, difference
+from fsdp_cases import FSDPCase, OpenFSDPEngine
 from hf_reference import Step, Tensors, load_model, predict
 from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
@@ -20,11 +21,12 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.adapters import AdapterShape, adapter_name
 from fivefold.families.read import load_shape
 from fivefold.families.tensors import tensors
+from fivefold.fsdp.shards import local_elements
 
 ALL_LAYERS = AdapterShape(rank=3, expert_rank=2, alpha=6.0)
 OPTIMIZER = OptimizerConfig(lr=5e-3, eps=1e-3, weight_decay=0.1, gradient_clipping=1.0)
@@ -111,17 +113,24 @@ class Predicts(torch.nn.Module):
 
 def train(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Result:
     """In a worker: make steps, and save after all of them."""
-    engine, steps = case.engine(folder, OPTIMIZER, adapters=shape), []
+    engine, steps, n_buffered = case.engine(folder, OPTIMIZER, adapters=shape), [], 0
     for _ in range(N_STEPS):
         metrics = engine.forward_backward_of(uneven_batch(), SFTLoss())
+        n_buffered = buffered_elements(engine)
         steps.append(Step(metrics["loss"], engine.optim_step().grad_norm))
     commit(engine.snapshot(state), state)
     with engine.without_adapters():
         without, _ = engine.logprobs_of(uneven_batch(), temperature=1.0)
-    assert isinstance(engine, OpenEngine)
-    n_buffered = sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
     engine.save_hf(state.parent / "saved")
     return Result(steps, whole(engine.export_weights()), without, n_buffered)
+
+
+def buffered_elements(engine: OpenEngine | OpenFSDPEngine) -> int:
+    """Return the elements of this rank's gradients."""
+    if isinstance(engine, OpenEngine):
+        return sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
+    grads = [shard.tensor.grad for shard in engine.shards]
+    return sum(local_elements(grad).numel() for grad in grads if grad is not None)
 
 
 def resume(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Tensors:
@@ -136,7 +145,7 @@ def base_logprobs(case: AnyCase, folder: Path) -> torch.Tensor:
     return case.engine(folder).logprobs_of(uneven_batch(), temperature=1.0)[0]
 
 
-CASES = [
+CASES: list[tuple[str, AnyCase]] = [
     ("qwen3_moe", Case("megatron:d1")),
     ("qwen3_moe", Case("megatron:d2")),
     ("qwen3_moe", Case("megatron:t2")),
@@ -149,6 +158,16 @@ CASES = [
     ("deepseek_v2", Case("megatron:t2")),
     ("deepseek_v2", Case("megatron:t2c2")),
     ("deepseek_v2", Case("megatron:d1")),
+    ("qwen3_moe", FSDPCase("fsdp:d1")),
+    ("qwen3_moe", FSDPCase("fsdp:d2")),
+    ("qwen3_moe", FSDPCase("fsdp:t2")),
+    ("qwen3_moe", FSDPCase("fsdp:c2")),
+    ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full"))),
+    ("qwen2", FSDPCase("fsdp:t2")),
+    ("qwen2", FSDPCase("fsdp:d2", FSDPConfig(recompute="full"))),
+    ("qwen2_moe", FSDPCase("fsdp:t2")),
+    ("deepseek_v2", FSDPCase("fsdp:t2")),
+    ("deepseek_v2", FSDPCase("fsdp:c2")),
 ]
 
 
