@@ -6,7 +6,7 @@ and gives the routers of all families one name:
     files    model.layers.3.mlp.experts.7.gate_proj.weight  [F, H]
     memory   model.layers.3.mlp.experts.gate_up_proj        [E, 2F, H]
 
-Adapters have the names that PEFT writes, but for those of experts, which are fused too:
+Adapters have the names that PEFT writes; adapters of experts are fused too:
 
     files    model.layers.3.mlp.experts.7.gate_proj.lora_A.weight  [R, H]
     memory   model.layers.3.mlp.experts.adapters.gate_proj.A       [E, R, H]

@@ -29,7 +29,7 @@ class Addition:
 
     def add_to(self, values_N: Tensor, begin: int) -> None:
         """Add it in float32 to a range of the weight's shard, which begins at element `begin`."""
-        self.piece.view(values_N, begin).add_(self.b.float() @ self.a.float(), alpha=self.scale)
+        self.piece.view(values_N, begin).add_(self.scale * (self.b.float() @ self.a.float()))
 
 
 def additions(pieces: Iterable[Piece], matrices: Mapping[str, Tensor], shape: AdapterShape) -> Iterator[Addition]:
