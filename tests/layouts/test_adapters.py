@@ -223,7 +223,8 @@ def test_a_run_resumes_on_the_other_engine(
     folder, state = models / "qwen3_moe", tmp_path / "state"
     result, *_ = workers(2).run(train, case_of(first, dtype=dtype), folder, ALL_LAYERS, state)
     resumed, *_ = workers(2).run(resume, case_of(second, dtype=dtype), folder, ALL_LAYERS, state)
-    assert_equal(resumed, result.weights)
+    # The engines merge in products of other shapes, which may sum in another order.
+    assert_close(resumed, result.weights, torch.finfo(getattr(torch, dtype)).eps)
 
 
 def train_critic(case: AnyCase, folder: Path) -> tuple[list[Step], Tensors]:
