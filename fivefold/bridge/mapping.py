@@ -67,6 +67,11 @@ class WeightMapping(ABC):
         return self.tensors[0].adapts is not None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether tensor parallelism leaves the parameter whole."""
+        return self.tensors[0].cut == "whole"
+
+    @property
     def keeps_float32(self) -> bool:
         """Whether the parameter is float32 whatever the dtype of the model."""
         return self.tensors[0].keeps_float32
@@ -345,4 +350,8 @@ class ExpertWhole(_Experts):
             yield from self.pieces(groups)
 
     def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
-        raise NotImplementedError(f"{self.parameter}: adapters are exported as part of their weights")
+        for names, [own] in self._by_rank(shards, 1, first):
+            yield Stack(names, own)
+
+    def n_shards(self, groups: ShardGroups) -> int:
+        return groups.ep_size

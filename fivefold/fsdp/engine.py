@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
+from fivefold.families.adapters import AdapterShape
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import ALL, NONE, Trained
+from fivefold.families.tensors import ADAPTERS, ALL, NONE, Trained
 from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import make_groups
 from fivefold.fsdp.mappings import mappings
@@ -76,13 +78,14 @@ class FSDPEngine(EngineBase[Optimizer]):
         value_bias: bool = True,
         trained: Trained = ALL,
         replays: bool = False,
+        adapters: AdapterShape | None = None,
     ) -> None:
         """Build the model of `config.path`.
 
         Args:
             config: the model and its options.
             layout: how the model is spread over processes.
-            seed: seed of random weights (`init_from_scratch`).
+            seed: seed of random weights (`init_from_scratch`) and of new adapters.
             optimizer: hyper-parameters; None for a model that is not trained.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
             timeout_s: longest time, in seconds, that a collective may wait for another rank.
@@ -91,6 +94,7 @@ class FSDPEngine(EngineBase[Optimizer]):
             trained: the tensors that the optimizer changes; the others stay as they are, in the config's dtype.
             replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
                 choices are recorded.
+            adapters: low-rank adapters, which are trained in place of the model's weights; None: it has none.
 
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
@@ -100,9 +104,10 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         stored = load_shape(self._folder)
-        self.shape = stored
+        shape = stored
         if value_head:
-            self.shape = stored.as_critic() if value_bias else stored.as_reward_model()
+            shape = stored.as_critic() if value_bias else stored.as_reward_model()
+        self.shape = replace(shape, adapters=adapters)
         self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
@@ -110,13 +115,14 @@ class FSDPEngine(EngineBase[Optimizer]):
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
         self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
         known = mappings(self.shape)
+        trained = trained if adapters is None else ADAPTERS
         learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
         self.model = build_model(
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
         )
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
         self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
-        self.shards = Shards(self.model, self.shape, known, learning, self.groups)
+        self.shards = Shards(self.model, self.shape, known, learning, self.groups, seed)
         self._load(seed, stored)
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
@@ -243,6 +249,14 @@ class FSDPEngine(EngineBase[Optimizer]):
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)
+
+    def _adapter_blocks(self) -> Iterator[Block]:
+        return self.shards.adapter_blocks(self._dtype)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
+        assert self.model.adapters is not None, "this model has no adapters"
+        return self.model.adapters.off()
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Give the device memory of parameters, gradients or optimizer state back, as `what` names.

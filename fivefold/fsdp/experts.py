@@ -28,7 +28,8 @@ def shard_by_rows(experts: nn.Module) -> None:
                 f"{name}{_SUFFIX}", nn.Parameter(matrices.detach().flatten(0, 1), matrices.requires_grad)
             )
             views[name] = property(_View(name, matrices.shape[0]))
-    experts.__class__ = type(type(experts).__name__, (type(experts),), views)
+    if views:
+        experts.__class__ = type(type(experts).__name__, (type(experts),), views)
 
 
 def name_in_transformers(name: str) -> str:

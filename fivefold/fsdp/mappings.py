@@ -5,16 +5,22 @@ and gives the routers of all families one name:
 
     files    model.layers.3.mlp.experts.7.gate_proj.weight  [F, H]
     memory   model.layers.3.mlp.experts.gate_up_proj        [E, 2F, H]
+
+Adapters have the names that PEFT writes; adapters of experts are fused too:
+
+    files    model.layers.3.mlp.experts.7.gate_proj.lora_A.weight  [R, H]
+    memory   model.layers.3.mlp.experts.adapters.gate_proj.A       [E, R, H]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fivefold.bridge.mapping import WeightMapping, mapping_of
+from fivefold.families.adapters import MATRICES, Matrix, adapter_name, layer_of
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import tensors
+from fivefold.families.tensors import WeightTensor, tensors
 
 
 def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
@@ -43,3 +49,23 @@ def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
             yield mapping_of(f"{layer}mlp.experts.gate_up_proj", tensor, by_name[layer + moe.expert.up])
         elif moe is not None and tensor.name == layer + moe.expert.down:
             yield mapping_of(f"{layer}mlp.experts.down_proj", tensor)
+        if tensor.n_experts is not None:
+            yield from _adapters(f"{layer}mlp.experts", tensor, by_name)
+
+
+def _adapters(experts: str, weight: WeightTensor, by_name: Mapping[str, WeightTensor]) -> Iterator[WeightMapping]:
+    """Yield the mappings of the adapters of one weight of all experts, whose module is `experts`."""
+    for matrix in MATRICES:
+        if (tensor := by_name.get(adapter_name(weight.name, matrix))) is not None:
+            yield mapping_of(expert_adapter(experts, str(layer_of(weight.name)), matrix), tensor)
+
+
+def expert_adapter(experts: str, layer: str, matrix: Matrix) -> str:
+    """Return the name in memory of a matrix of the adapters of all experts of a layer.
+
+    Args:
+        experts: name of the experts' module.
+        layer: name of the adapted layer in each expert, such as `gate_proj`.
+        matrix: the matrix.
+    """
+    return f"{experts}.adapters.{layer}.{matrix}"

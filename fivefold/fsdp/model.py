@@ -28,6 +28,7 @@ from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
 from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
+from fivefold.fsdp.adapters import Switch, install_adapters
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
 from fivefold.fsdp.experts import shard_by_rows
@@ -67,6 +68,8 @@ class PackedModel(nn.Module):
             self.score = Output(1, shape.hidden, has_bias=shape.value_bias)
         elif not shape.tied_embeddings:
             self.lm_head = Output(shape.vocab, shape.hidden, has_bias=False)
+        self.adapters: Switch | None = None
+        """Switches the adapters of the layers; None: there are none."""
         self._head = head
         self._groups = groups
 
@@ -124,6 +127,8 @@ def build_model(
         if groups.tp.size() > 1:
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
         model = PackedModel(decoder, shape, head, groups)
+        if shape.adapters is not None:
+            model.adapters = install_adapters(model, mappings, shape.adapters)
         _take_local_shapes(model, mappings, trained, groups, dtype)
     if shape.is_moe:
         fits = _fits_grouped_matmul(model, dtype, device)
@@ -134,7 +139,8 @@ def build_model(
         if groups.cp.size() > 1:
             gather_latents(layer.self_attn, groups.cp)
         if (experts := getattr(layer.mlp, "experts", None)) is not None:
-            shard_by_rows(experts)
+            for module in experts.modules():
+                shard_by_rows(module)
         if trained and config.fsdp.recompute == "full":
             # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -169,7 +175,8 @@ def _take_local_shapes(
 
 def _fits_grouped_matmul(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch's grouped matmul takes all fused experts [E, rows, width]."""
-    experts = [matrices for name, matrices in model.named_parameters() if ".experts." in name and matrices.dim() == 3]
+    modules = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    experts = [each for module in modules for each in module.parameters(recurse=False) if each.dim() == 3]
     takes_dtype = device.type != "cuda" or dtype == torch.bfloat16
     return takes_dtype and all(matrices.shape[2] * dtype.itemsize % _ROW_BYTES == 0 for matrices in experts)
 

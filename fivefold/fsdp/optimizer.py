@@ -18,7 +18,7 @@ from fivefold.engine.state.optimizer_state import Shard as StateShard
 from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
-from fivefold.fsdp.tensor_parallel import is_shared_by_heads
+from fivefold.fsdp.tensor_parallel import is_used_in_parts
 from fivefold.types import StepResult
 
 _LISTED = 8
@@ -103,7 +103,7 @@ class Optimizer:
     def _gradient(self, shard: Shard) -> Tensor:
         """Return the gradient of a shard, summed over all ranks, float32 [N]."""
         grad_N = gradient(shard.tensor)
-        if self._groups.tp.size() > 1 and is_shared_by_heads(shard.name):
+        if self._groups.tp.size() > 1 and is_used_in_parts(shard.mapping):
             dist.all_reduce(grad_N, group=self._groups.tp)
         return grad_N
 
@@ -112,9 +112,7 @@ class Optimizer:
         """Return the norm of the whole gradient, summed in float32."""
         leads = self._groups.tp.rank() == 0
         counted = [
-            grad_N
-            for shard, grad_N in zip(self._shards, grads, strict=True)
-            if leads or shard.mapping.domain != "replicated"
+            grad_N for shard, grad_N in zip(self._shards, grads, strict=True) if leads or not shard.mapping.is_whole
         ]
         norms = [torch.linalg.vector_norm(grad_N, dtype=torch.float32) for grad_N in counted]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)

@@ -4,7 +4,7 @@
 
 Everything outside these blocks, and its gradient, is the same on all ranks of the group: a block's input is copied,
 which sums its gradient over the ranks, and a block's output is summed, which copies its gradient. Only weights that all
-ranks have whole and use for their own heads alone have gradients to be summed: `is_shared_by_heads` says which.
+ranks have whole and use for their own heads alone have gradients to be summed: `is_used_in_parts` says which.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fivefold.bridge.mapping import padded_vocab
+from fivefold.bridge.mapping import WeightMapping, padded_vocab
 from fivefold.engine.context_parallel import SumOverGroup
 
 _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
@@ -88,9 +88,11 @@ def _split_mlps(mlp: Any) -> list[Any]:
     return [mlp.experts, *shared]
 
 
-def is_shared_by_heads(name: str) -> bool:
-    """Return whether all heads use a parameter of attention, so that its gradient is summed over the group.
+def is_used_in_parts(mapping: WeightMapping) -> bool:
+    """Return whether all ranks have a parameter whole and a part of its gradient each, which is summed over the group.
 
-    They are the norms of queries and keys, and what makes the latents of multi-head latent attention.
+    They are the norms of queries and keys, what makes the latents of multi-head latent attention, and the matrices of
+    adapters that are not cut.
     """
-    return name.rpartition(".self_attn.")[2].removesuffix(".weight") in _SHARED_BY_HEADS
+    name = mapping.parameter.rpartition(".self_attn.")[2].removesuffix(".weight")
+    return name in _SHARED_BY_HEADS or (mapping.is_adapter and mapping.is_whole)

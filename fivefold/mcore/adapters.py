@@ -34,13 +34,12 @@ from torch import Tensor, nn
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Column, ExpertWhole, WeightMapping
 from fivefold.bridge.parameters import Parameter, Parameters
+from fivefold.engine.kernels.matmul import padded_rank
 from fivefold.families.adapters import MATRICES, AdapterShape, layer_of
 from fivefold.families.tensors import Cut
 from fivefold.mcore.layers import GroupedExperts
 from fivefold.mcore.model import Decoder, global_name
 
-ALIGNED = 8
-"""Grouped products of bfloat16 read 16 bytes at a time."""
 _ADAPTER = re.compile(r"(?P<module>.+)\.adapters\.(?P<layer>\w+)\.(?P<matrix>[AB])")
 
 
@@ -144,9 +143,9 @@ class ExpertAdapters(Adapters):
         multiply, adapters = self._experts.multiply, list(self._adapters.items())
         # The matrix that is whole on ranks with different parts of an expert gets a part of its gradient on each.
         of_a, of_b = (self._summed, _same) if self._cut == "rows" else (_same, self._summed)
-        low = multiply(rows, torch.cat([_padded(of_a(adapter.A), 1) for _, adapter in adapters], dim=1), groups)
+        low = multiply(rows, torch.cat([padded_rank(of_a(adapter.A), 1) for _, adapter in adapters], dim=1), groups)
         parts = {
-            name: multiply(own.contiguous(), _padded(of_b(adapter.B), 2), groups) * adapter.scale
+            name: multiply(own.contiguous(), padded_rank(of_b(adapter.B), 2), groups) * adapter.scale
             for (name, adapter), own in zip(adapters, low.chunk(len(adapters), dim=-1), strict=True)
         }
         return output + self._arranged(parts, 1)
@@ -158,12 +157,6 @@ class ExpertAdapters(Adapters):
 
 def _same(matrix: Tensor) -> Tensor:
     return matrix
-
-
-def _padded(matrix: Tensor, dim: int) -> Tensor:
-    """Return [E, ...] with zeros up to a multiple of `ALIGNED` along the dimension of the rank."""
-    missing = -matrix.shape[dim] % ALIGNED
-    return F.pad(matrix, (0, missing) if dim == 2 else (0, 0, 0, missing)) if missing else matrix
 
 
 class _SummedGradient(torch.autograd.Function):

@@ -122,7 +122,7 @@ class TrainerWorker:
             value_head=spec.value_head,
             value_bias=spec.value_bias,
             replays=spec.replays,
-            **({} if spec.adapters is None else {"adapters": spec.adapters}),
+            adapters=spec.adapters,
         )
         self._reference: TrainingEngine | None = None
         if spec.reference is not None:

@@ -31,13 +31,8 @@ def adapter_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> I
 
 
 def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelShape) -> Iterator[str]:
-    if backend != "megatron":
-        yield f"{key}.lora is for the engine megatron, and {key}.backend is {backend}: choose a backend megatron:..."
-        return
-    if config.megatron.kernels != "fivefold":
-        yield f"{key}.lora needs {key}.megatron.kernels=fivefold, and it is {config.megatron.kernels}"
-    if (bridge := config.megatron.bridge_type) in ("mbridge", "megatron-bridge"):
-        yield f"{key}.lora needs Fivefold's own bridge, and {key}.megatron.bridge_type is {bridge}: drop it"
+    if backend == "megatron":
+        yield from _megatron_problems(key, config)
     assert config.lora is not None
     if (path := config.lora.path) is not None and not (user_path(path) / CONFIG).is_file():
         yield f"{key}.lora.path={path!r} is no folder of adapters: it has no {CONFIG}"
@@ -46,3 +41,10 @@ def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelSh
         alone = config.lora.model_copy(update={"targets": [target]})
         if not any(tensor.adapts for tensor in tensors(shape.with_lora(alone))):
             yield f"{key}.lora.targets: no layer is named {target!r}: the model has {', '.join(known)}"
+
+
+def _megatron_problems(key: str, config: TrainedModelConfig) -> Iterator[str]:
+    if config.megatron.kernels != "fivefold":
+        yield f"{key}.lora needs {key}.megatron.kernels=fivefold, and it is {config.megatron.kernels}"
+    if (bridge := config.megatron.bridge_type) in ("mbridge", "megatron-bridge"):
+        yield f"{key}.lora needs Fivefold's own bridge, and {key}.megatron.bridge_type is {bridge}: drop it"

@@ -114,6 +114,6 @@ class EngineCase(ABC, Generic[AnEngine]):
             "value_bias": value_bias,
             "trained": trained,
             "replays": replays,
-            **({"adapters": adapters} if adapters else {}),
+            "adapters": adapters,
         }
         return self._build(config, options)

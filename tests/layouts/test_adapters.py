@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import AnyCase
+from cases import AnyCase, case_of
 from compare import assert_close, difference
+from fsdp_cases import FSDPCase, OpenFSDPEngine
 from hf_reference import Step, Tensors, load_model, predict
 from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
@@ -18,13 +19,15 @@ from test_checkpoint import assert_equal, commit, read_with_torch
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.algorithms.value_loss import ValueLoss
 from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.adapters import AdapterShape, adapter_name
 from fivefold.families.read import load_shape
-from fivefold.families.tensors import tensors
+from fivefold.families.tensors import VALUE_BIAS, VALUE_WEIGHT, tensors
+from fivefold.fsdp.shards import local_elements
 
 ALL_LAYERS = AdapterShape(rank=3, expert_rank=2, alpha=6.0)
 OPTIMIZER = OptimizerConfig(lr=5e-3, eps=1e-3, weight_decay=0.1, gradient_clipping=1.0)
@@ -111,18 +114,25 @@ class Predicts(torch.nn.Module):
 
 def train(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Result:
     """In a worker: make steps, and save after all of them."""
-    engine, steps = case.engine(folder, OPTIMIZER, adapters=shape), []
+    engine, steps, n_buffered = case.engine(folder, OPTIMIZER, adapters=shape), [], 0
     for _ in range(N_STEPS):
         metrics = engine.forward_backward_of(uneven_batch(), SFTLoss())
+        n_buffered = buffered_elements(engine)
         steps.append(Step(metrics["loss"], engine.optim_step().grad_norm))
     commit(engine.snapshot(state), state)
     with engine.without_adapters():
         without, _ = engine.logprobs_of(uneven_batch(), temperature=1.0)
-    assert isinstance(engine, OpenEngine)
-    n_buffered = sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
     engine.save_hf(state.parent / "saved")
     engine.save_adapters(state.parent / "saved" / "adapter")
     return Result(steps, whole(engine.export_weights()), without, n_buffered)
+
+
+def buffered_elements(engine: OpenEngine | OpenFSDPEngine) -> int:
+    """Return the elements of this rank's gradients."""
+    if isinstance(engine, OpenEngine):
+        return sum(buffer.grad_data.numel() for buffer in engine._buffers.buffers)
+    grads = [shard.tensor.grad for shard in engine.shards]
+    return sum(local_elements(grad).numel() for grad in grads if grad is not None)
 
 
 def resume(case: AnyCase, folder: Path, shape: AdapterShape, state: Path) -> Tensors:
@@ -141,7 +151,7 @@ def base_logprobs(case: AnyCase, folder: Path) -> torch.Tensor:
     return case.engine(folder).logprobs_of(uneven_batch(), temperature=1.0)[0]
 
 
-CASES = [
+CASES: list[tuple[str, AnyCase]] = [
     ("qwen3_moe", Case("megatron:d1")),
     ("qwen3_moe", Case("megatron:d2")),
     ("qwen3_moe", Case("megatron:t2")),
@@ -154,6 +164,16 @@ CASES = [
     ("deepseek_v2", Case("megatron:t2")),
     ("deepseek_v2", Case("megatron:t2c2")),
     ("deepseek_v2", Case("megatron:d1")),
+    ("qwen3_moe", FSDPCase("fsdp:d1")),
+    ("qwen3_moe", FSDPCase("fsdp:d2", FSDPConfig(recompute="full"))),
+    ("qwen3_moe", FSDPCase("fsdp:t2")),
+    ("qwen3_moe", FSDPCase("fsdp:c2")),
+    ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full", reshard_after_forward=False))),
+    ("qwen2", FSDPCase("fsdp:t2")),
+    ("qwen2", FSDPCase("fsdp:d2")),
+    ("qwen2_moe", FSDPCase("fsdp:t2")),
+    ("deepseek_v2", FSDPCase("fsdp:t2")),
+    ("deepseek_v2", FSDPCase("fsdp:c2")),
 ]
 
 
@@ -229,6 +249,57 @@ def test_peft_loads_the_adapters(
     ((with_peft, merged_),) = workers(1).run(peft_logprobs, models / model, tmp_path / "saved")
     assert_close({"": with_peft}, {"": merged_}, 1e-5)
     assert not torch.equal(merged_, workers(1).run(base_logprobs, Case("megatron:d1"), models / model)[0])
+
+
+@pytest.mark.parametrize("layout", ["megatron:t2", "fsdp:t2"])
+def test_some_layers_alone_have_adapters(workers: Workers, models: Path, tmp_path: Path, layout: str) -> None:
+    folder, some = models / "qwen3_moe", replace(ALL_LAYERS, targets=("k_proj", "up_proj"))
+    ((steps, _, wanted),) = workers(1).run(hf_train, folder, some)
+    result, *_ = workers(2).run(train, case_of(layout), folder, some, tmp_path / "state")
+    before = load_file(folder / "model.safetensors")
+    for ours, theirs in zip(result.steps, steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
+    assert_close(difference(result.weights, before), difference(wanted, before), 5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("first", "second"), [("megatron:t2", "fsdp:d2"), ("fsdp:t2", "megatron:d2")])
+def test_a_run_resumes_on_the_other_engine(
+    workers: Workers, models: Path, tmp_path: Path, first: str, second: str, dtype: str
+) -> None:
+    folder, state = models / "qwen3_moe", tmp_path / "state"
+    result, *_ = workers(2).run(train, case_of(first, dtype=dtype), folder, ALL_LAYERS, state)
+    resumed, *_ = workers(2).run(resume, case_of(second, dtype=dtype), folder, ALL_LAYERS, state)
+    # The engines merge in products of other shapes, which may sum in another order.
+    assert_close(resumed, result.weights, torch.finfo(getattr(torch, dtype)).eps)
+
+
+def train_critic(case: AnyCase, folder: Path) -> tuple[list[Step], Tensors]:
+    """In a worker: make steps of a critic, whose head begins at 0."""
+    engine, steps = case.engine(folder, OPTIMIZER, value_head=True, adapters=ALL_LAYERS), []
+    batch = uneven_batch()
+    generator = torch.Generator().manual_seed(5)
+    values, returns = (torch.randn(batch.n_tokens, generator=generator) for _ in range(2))
+    batch = batch.with_fields(values=values, returns=returns)
+    for _ in range(N_STEPS):
+        metrics = engine.forward_backward_of(batch, ValueLoss(1e6, "token_mean"))
+        steps.append(Step(metrics["loss"], engine.optim_step().grad_norm))
+    return steps, whole(engine.export_weights())
+
+
+def test_a_critic_trains_its_adapters_and_its_head_alike_on_both_engines(workers: Workers, models: Path) -> None:
+    folder = models / "qwen3_moe"
+    steps, weights = workers(1).run(train_critic, Case("megatron:d1"), folder)[0]
+    others, same = workers(2).run(train_critic, FSDPCase("fsdp:t2"), folder)[0]
+    for ours, theirs in zip(others, steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
+    heads = {VALUE_WEIGHT: torch.zeros(1), VALUE_BIAS: torch.zeros(1)}
+    files = load_file(folder / "model.safetensors")
+    before = heads | {name: files[name] for name in weights.keys() - heads.keys()}
+    assert_close(difference(same, before), difference(weights, before), 5e-3)
+    assert weights[VALUE_BIAS] != 0
 
 
 def test_the_adapters_of_a_model_are_the_layers_that_are_named(models: Path) -> None:

@@ -16,6 +16,8 @@ if HAS_TRITON:
 
 _ALIGNMENT = 16
 """Bytes. PyTorch's grouped matmul requires rows that start at multiples of it, on every device."""
+_ALIGNED_RANK = 8
+"""Elements of bfloat16 in so many bytes."""
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -36,6 +38,17 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.
 def _is_aligned(matrices: torch.Tensor) -> bool:
     """Return whether all rows (columns, where those are contiguous) start at multiples of 16 bytes."""
     return max(matrices.stride()[-2:]) * matrices.element_size() % _ALIGNMENT == 0
+
+
+def padded_rank(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a matrix of the experts' adapters, [E, ...], with zeros up to a rank that `grouped_mm` takes.
+
+    Args:
+        matrix: A [E, rank, in] or B [E, out, rank].
+        dim: the dimension of the rank, 1 or 2.
+    """
+    missing = -matrix.shape[dim] % _ALIGNED_RANK
+    return F.pad(matrix, (0, missing) if dim == 2 else (0, 0, 0, missing)) if missing else matrix
 
 
 def add_grouped_product(

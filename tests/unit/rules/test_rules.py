@@ -229,6 +229,17 @@ def test_mbridge_has_no_latent_attention() -> None:
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
+def test_adapters_need_layers_that_have_them() -> None:
+    for backend in ("megatron:d2", "fsdp:d2"):
+        actor = {"path": "m", "backend": backend, "lora": {"targets": ["q_proj", "down_*"]}}
+        check_recipe(recipe(actor=actor), MOE)
+        with pytest.raises(RecipeError, match=r"actor\.lora\.targets: no layer is named 'w1': .*q_proj"):
+            check_recipe(recipe(actor={**actor, "lora": {"targets": ["w1"]}}), MOE)
+    te = {"path": "m", "backend": "megatron:d2", "megatron": {"kernels": "te"}, "lora": {}}
+    with pytest.raises(RecipeError, match=r"actor\.lora needs actor\.megatron\.kernels=fivefold, and it is te"):
+        check_recipe(recipe(actor=te), MOE)
+
+
 def test_latent_attention_has_no_query_and_key_norms_to_decay() -> None:
     actor = {"path": "m", "backend": "megatron:d2", "megatron": {"optimizer": {"apply_wd_to_qk_layernorm": True}}}
     check_recipe(recipe(actor=actor), MOE)

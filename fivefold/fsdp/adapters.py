@@ -1,0 +1,142 @@
+"""Low-rank adapters in the linear layers and the experts of a transformers model.
+
+    q_proj     ──hook──> W x + scale * lora_B(lora_A(x))
+    experts    ──another forward pass──> the same of every expert's rows, [experts, rank, in] and [experts, out, rank]
+
+Tensor parallelism cuts A as it cuts a weight's inputs, and B as its outputs. A matrix that is whole on all ranks sees
+some heads or columns on each, so each has a part of its gradient, which the optimizer sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.bridge.mapping import WeightMapping
+from fivefold.engine.kernels.matmul import grouped_mm, padded_rank
+from fivefold.families.adapters import AdapterShape, adapter_name, layer_of
+from fivefold.fsdp.mappings import expert_adapter
+
+
+class Switch:
+    """Whether the adapters of a model add anything."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute the model without its adapters inside the block."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+class ExpertAdapter(nn.Module):
+    """The adapters of one weight of all experts: A [experts, rank, in] and B [experts, out, rank]."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        # The mappings give all parameters of the model their shapes.
+        self.A = nn.Parameter(torch.empty(0))
+        self.B = nn.Parameter(torch.empty(0))
+        self._scale = scale
+
+    def forward(self, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
+        """Return what is added to the product of rows, sorted by expert, [N, out]."""
+        low = _product(rows_NI, padded_rank(self.A, 1), ends_E)
+        return _product(low, padded_rank(self.B, 2), ends_E) * self._scale
+
+
+class AdaptedExperts:
+    """The forward pass of a layer's experts with adapters; without them, the experts compute as they did before."""
+
+    def __init__(self, experts: Any, layers: Mapping[str, Sequence[str]], switch: Switch) -> None:
+        """Take the experts.
+
+        Args:
+            experts: the module; its `adapters` has an `ExpertAdapter` of each layer that is adapted.
+            layers: the layers of an expert whose outputs a parameter has, in this order, by the parameter's name.
+            switch: whether the adapters are on.
+        """
+        self._experts, self._layers, self._switch = experts, layers, switch
+        self._plain = experts.forward
+
+    def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum over each token's experts, [T, H].
+
+        Args:
+            hidden_TH: the tokens.
+            chosen_TK: the experts of each.
+            weights_TK: the weights of these experts.
+        """
+        if not self._switch.is_on:
+            plain: Tensor = self._plain(hidden_TH, chosen_TK, weights_TK)
+            return plain
+        experts_N, order_N = chosen_TK.flatten().sort()
+        numbers_E = torch.arange(self._experts.num_experts, device=experts_N.device)
+        ends_E = torch.searchsorted(experts_N, numbers_E, right=True, out_int32=True)
+        gate, up = self._products(hidden_TH[order_N // chosen_TK.shape[1]], "gate_up_proj", ends_E)
+        [down_NH] = self._products(self._experts.act_fn(gate) * up, "down_proj", ends_E)
+        weighted_NH = down_NH * weights_TK.flatten()[order_N].unsqueeze(-1)
+        return weighted_NH[order_N.argsort()].unflatten(0, chosen_TK.shape).sum(1).to(hidden_TH.dtype)
+
+    def _products(self, rows_NI: Tensor, kind: str, ends_E: Tensor) -> list[Tensor]:
+        """Return the outputs of the layers in the parameter `kind`, with what adapters add, [N, out] each."""
+        layers, adapters = self._layers[kind], self._experts.adapters
+        parts = _product(rows_NI, getattr(self._experts, kind), ends_E).chunk(len(layers), dim=-1)
+        return [
+            part + adapters[layer](rows_NI, ends_E) if layer in adapters else part
+            for layer, part in zip(layers, parts, strict=True)
+        ]
+
+
+def _product(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Return rows, sorted by expert, times the transposes of their experts' weights, [N, O]."""
+    return grouped_mm(rows_NI, weight_EOI.transpose(1, 2), ends_E)
+
+
+def install_adapters(model: nn.Module, mappings: Mapping[str, WeightMapping], shape: AdapterShape) -> Switch:
+    """Add the adapters in `mappings` to a model, before its parameters get their shapes and its layers other hooks.
+
+    Args:
+        model: the model, on `meta`.
+        mappings: the mapping of each parameter by its name in memory.
+        shape: the adapters.
+    """
+    switch, experts = Switch(), dict[str, dict[str, list[str]]]()
+    for name, mapping in mappings.items():
+        path, _, kind = name.rpartition(".")
+        if mapping.domain == "expert" and not mapping.is_adapter:
+            experts.setdefault(path, {})[kind] = [str(layer_of(tensor.name)) for tensor in mapping.tensors]
+        elif (a := mappings.get(adapter_name(name, "A"))) is not None:
+            _adapt_linear(model.get_submodule(path), _rank(a), shape, switch)
+    for path, layers in experts.items():
+        names = {layer: expert_adapter(path, layer, "A") for own in layers.values() for layer in own}
+        ranks = {layer: _rank(mappings[name]) for layer, name in names.items() if name in mappings}
+        if ranks:
+            module: Any = model.get_submodule(path)
+            module.forward = AdaptedExperts(module, layers, switch).forward
+            module.adapters = nn.ModuleDict({layer: ExpertAdapter(shape.scale(rank)) for layer, rank in ranks.items()})
+    return switch
+
+
+def _rank(a: WeightMapping) -> int:
+    return a.tensors[0].shape[0]
+
+
+def _adapt_linear(linear: Any, rank: int, shape: AdapterShape, switch: Switch) -> None:
+    linear.lora_A = nn.Linear(linear.in_features, rank, bias=False)
+    linear.lora_B = nn.Linear(rank, linear.out_features, bias=False)
+    linear.register_forward_hook(partial(_add, switch, shape.scale(rank)))
+
+
+def _add(switch: Switch, scale: float, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + linear.lora_B(linear.lora_A(inputs[0])) * scale if switch.is_on else output
