@@ -60,9 +60,9 @@ VICTIMS = ("driver", "its parent", "worker", "everything", "asked to end")
 MOMENTS = ("any time", "in a save")
 TIMEOUT_S = 600.0
 MARK = "KILL_AND_RESUME"
-"""Variable with the trial's name in the environment of all its processes."""
-ENDING_S = 60.0
-"""Seconds in which all processes of a trial have ended after its command, and Ray's smallest ones are the last."""
+"""Variable with the trial's name in the environment of its processes. Ray's workers overwrite theirs by their title."""
+ENDING_S = 180.0
+"""Seconds in which all processes of a trial end after its command: two small ones of Ray need 90 after a SIGKILL."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -144,8 +144,9 @@ def _trials(folder: Path, args: argparse.Namespace, seeds: Iterator[int], tally:
         kind = list(kinds)[seed % len(kinds)]
         name = f"{kind}-{seed}"
         memory = _shared_memory()
-        problem = _trial(folder, name, kinds[kind], random.Random(seed), args, tally)
-        problem = problem or _left(name, memory) or _wrong(kinds[kind], folder / "quickstart" / name)
+        seen: set[psutil.Process] = set()
+        problem = _trial(folder, name, kinds[kind], random.Random(seed), args, tally, seen)
+        problem = problem or _left(name, seen, memory) or _wrong(kinds[kind], folder / "quickstart" / name)
         tally.trials[kind] += 1
         if problem is not None:
             tally.wrong.append(f"{name}: {problem}")
@@ -155,9 +156,15 @@ def _trials(folder: Path, args: argparse.Namespace, seeds: Iterator[int], tally:
 
 
 def _trial(
-    folder: Path, name: str, kind: Kind, chance: random.Random, args: argparse.Namespace, tally: Tally
+    folder: Path,
+    name: str,
+    kind: Kind,
+    chance: random.Random,
+    args: argparse.Namespace,
+    tally: Tally,
+    seen: set[psutil.Process],
 ) -> str | None:
-    """Start and kill one run until it finishes. Returns what went wrong."""
+    """Start and kill one run until it finishes, and add its processes to `seen`. Returns what went wrong."""
     run = folder / "quickstart" / name
     for _ in range(chance.randint(1, args.most)):
         victim, moment = chance.choice(VICTIMS), chance.choice(kind.moments)
@@ -167,7 +174,7 @@ def _trial(
         if command.poll() is None:
             tally.kills[name.partition("-")[0], victim, moment] += 1
             tally.phases[_state(run)] += 1
-            _kill(victim, command, chance)
+            seen |= _kill(victim, command, chance)
         code = command.wait(TIMEOUT_S)
         if code == 0:
             return None
@@ -205,7 +212,8 @@ def _state(run: Path) -> str:
     return "setup"
 
 
-def _kill(victim: str, command: subprocess.Popen[bytes], chance: random.Random) -> None:
+def _kill(victim: str, command: subprocess.Popen[bytes], chance: random.Random) -> set[psutil.Process]:
+    """Kill the victim; return all processes below the command at that moment."""
     below = psutil.Process(command.pid).children(recursive=True)
     # The driver has the command line of its parent, from which it is forked; `fivefold eval` has no such parent.
     words = _words(psutil.Process(command.pid))
@@ -222,6 +230,7 @@ def _kill(victim: str, command: subprocess.Popen[bytes], chance: random.Random) 
         if victim == "everything":
             for pid in [command.pid, *(process.pid for process in below)]:
                 _end(pid)
+    return set(below)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -235,16 +244,25 @@ def _end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _left(name: str, memory: set[str]) -> str | None:
+def _left(name: str, seen: set[psutil.Process], memory: set[str]) -> str | None:
     """Return which processes of a trial, or which files in shared memory without a process, are left after its end."""
     deadline = time.monotonic() + ENDING_S
     while time.monotonic() < deadline:
-        processes = [process for process in psutil.process_iter() if _mark(process).endswith(f"/{name}")]
+        processes = [
+            each for each in {*seen, *psutil.process_iter()} if _mark(each).endswith(f"/{name}") or each in seen
+        ]
+        processes = [each for each in processes if _lives(each)]
         files = _shared_memory() - memory
         if not processes and not (files and (files := files - _open_files())):
             return None
         time.sleep(0.5)
     return f"left after {ENDING_S:.0f} s: {[' '.join(_words(each))[:80] for each in processes]}, {sorted(files)}"
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _mark(process: psutil.Process) -> str:
