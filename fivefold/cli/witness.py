@@ -18,6 +18,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import NoReturn
 
 WITNESSED = "a process that a shell has started"
 """The `obj` of the context of a command that may fork."""
@@ -26,7 +28,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT_S = 0.2
 """Seconds that the child has to report a signal which was sent to both processes."""
 FINISHED = b"\0"
-"""The report of the end; that of a signal is its number."""
+"""The report of the end. The report of a signal is its number."""
 PR_SET_PDEATHSIG = 1
 """Number of this option on Linux; see prctl(2)."""
 SENT_BY_KERNEL = 0x80
@@ -58,6 +60,8 @@ def under_a_witness(failed: int) -> Callable[[], None]:
     os.close(reports)
     os.set_blocking(pipe, False)
     signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    # What the command forks has its handlers, and must not report for it.
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # A killed parent takes the run with it: who kills a process for good means the run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -114,11 +118,13 @@ def _watch(child: int, pipe: int) -> tuple[int, bool]:
             continue
         if not reports.wait(number, received[number]):
             os.kill(child, number)
+        # A signal to the child alone is reported, too, and must not stand for a later one to this process.
+        received[number] = max(received[number], reports.counts[number])
         # timeout(1) signals its child and then the group, which is one request, too.
         signal.sigtimedwait({number}, 0)
 
 
-def _end_as(ending: tuple[int, bool], failed: int) -> None:
+def _end_as(ending: tuple[int, bool], failed: int) -> NoReturn:
     """End this process as the child has ended, but not with 0 if it had not finished."""
     code, finished = ending
     if code < 0:

@@ -66,11 +66,11 @@ def test_the_exit_code_is_the_commands_unless_it_is_0_before_the_end(code: str, 
 
 
 @contextmanager
-def counting(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], list[str]]]]:
+def counting(folder: Path, code: str = COUNTS) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], list[str]]]]:
     """Start a command that prints its signals; give its parent, and a function that returns what it has printed."""
     output = folder / "output"
     with output.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-c", COUNTS], stdout=out, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=out, start_new_session=True)
     try:
         while b"ready" not in output.read_bytes():
             assert process.poll() is None
@@ -105,6 +105,21 @@ def test_a_signal_reaches_the_command_once_and_the_next_one_too(
             sends(process, number)
             time.sleep(SETTLED_S)
             assert printed() == [number.name] * count
+
+
+def test_signals_of_a_forked_process_are_not_taken_for_the_commands(tmp_path: Path) -> None:
+    forks = COUNTS.replace("while True:", "os.fork()\nwhile True:")
+    with counting(tmp_path, forks) as (process, printed):
+        [command] = psutil.Process(process.pid).children()
+        while not (forked := command.children()):
+            time.sleep(0.01)
+        for _ in range(2):
+            forked[0].terminate()
+            time.sleep(SETTLED_S)
+        process.terminate()
+        time.sleep(SETTLED_S)
+        forked[0].kill()
+        assert printed() == ["SIGTERM"] * 3
 
 
 def test_a_key_of_the_terminal_reaches_the_command_once() -> None:
