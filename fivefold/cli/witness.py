@@ -134,6 +134,8 @@ def _end_as(ending: tuple[int, bool], failed: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
+        # The first process of a container is not killed by itself, and exits as a shell would.
+        code = 128 - code
     if code == 0 and not finished:
         message = (
             "\nError: the process of this command has ended with exit code 0 before the run did: code in it has ended "

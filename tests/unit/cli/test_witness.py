@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,15 @@ def test_the_exit_code_is_the_commands_unless_it_is_0_before_the_end(code: str, 
     assert done.returncode == expected, done.stderr
     assert ("has ended with exit code 0 before the run did" in done.stderr) == is_said
     assert done.stdout == "once\n"
+
+
+def test_the_first_process_of_a_container_exits_as_a_shell_would() -> None:
+    first = ["unshare", "--pid", "--fork"]
+    if not shutil.which("unshare") or subprocess.run([*first, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make a container")
+    code = ENDS.format(code="os.kill(os.getpid(), 9)")
+    done = subprocess.run([*first, sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGKILL
 
 
 @contextmanager
