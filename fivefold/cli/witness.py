@@ -14,7 +14,6 @@ import os
 import resource
 import select
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,9 +45,6 @@ def under_a_witness(failed: int) -> Callable[[], None]:
     Returns:
         Reports that the command came to its end: an exit code of 0 counts from then on.
     """
-    # What is left in the buffers would be printed by both.
-    sys.stdout.flush()
-    sys.stderr.flush()
     reports, pipe = os.pipe()
     parent = os.getpid()
     # Until the parent waits for signals, they stay pending; the child has its mask back before it handles any.

@@ -19,7 +19,7 @@ import pytest
 ENDS = """
 import ctypes, os, posix, sys
 from fivefold.cli.witness import under_a_witness
-print("once")
+print("once", flush=True)
 finished = under_a_witness(1)
 {code}
 finished()
