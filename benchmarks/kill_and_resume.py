@@ -60,10 +60,10 @@ VICTIMS = ("driver", "its parent", "worker", "everything", "asked to end")
 MOMENTS = ("any time", "in a save")
 TIMEOUT_S = 600.0
 MARK = "KILL_AND_RESUME"
-"""Variable with the trial's name in the environment of its processes. Ray's workers overwrite theirs by their title."""
+"""Variable with the trial's name in the environment of its processes. A process of Ray that sets its title hides it."""
 ENDING_S = 180.0
 """Seconds in which all processes of a trial end after its command: two small ones of Ray need 90 after a SIGKILL."""
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm/"
 
 
 @dataclass
@@ -78,6 +78,21 @@ class Kind:
     seconds: float = 0.0
     """Time of a whole run."""
     expected: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Seen:
+    """What the starts of a trial consisted of when they were killed."""
+
+    processes: set[psutil.Process] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+    """Files in shared memory that its processes had mapped; other programs on the machine have such files, too."""
+
+    def add(self, processes: list[psutil.Process]) -> None:
+        self.processes.update(processes)
+        for process in processes:
+            with suppress(psutil.Error, OSError):
+                self.files |= {each.path for each in process.memory_maps() if each.path.startswith(SHARED_MEMORY)}
 
 
 @dataclass
@@ -143,10 +158,9 @@ def _trials(folder: Path, args: argparse.Namespace, seeds: Iterator[int], tally:
         seed = next(seeds)
         kind = list(kinds)[seed % len(kinds)]
         name = f"{kind}-{seed}"
-        memory = _shared_memory()
-        seen: set[psutil.Process] = set()
+        seen = Seen()
         problem = _trial(folder, name, kinds[kind], random.Random(seed), args, tally, seen)
-        problem = problem or _left(name, seen, memory) or _wrong(kinds[kind], folder / "quickstart" / name)
+        problem = problem or _left(name, seen) or _wrong(kinds[kind], folder / "quickstart" / name)
         tally.trials[kind] += 1
         if problem is not None:
             tally.wrong.append(f"{name}: {problem}")
@@ -162,9 +176,9 @@ def _trial(
     chance: random.Random,
     args: argparse.Namespace,
     tally: Tally,
-    seen: set[psutil.Process],
+    seen: Seen,
 ) -> str | None:
-    """Start and kill one run until it finishes, and add its processes to `seen`. Returns what went wrong."""
+    """Start and kill one run until it finishes, and note what it consists of in `seen`. Returns what went wrong."""
     run = folder / "quickstart" / name
     for _ in range(chance.randint(1, args.most)):
         victim, moment = chance.choice(VICTIMS), chance.choice(kind.moments)
@@ -174,7 +188,9 @@ def _trial(
         if command.poll() is None:
             tally.kills[name.partition("-")[0], victim, moment] += 1
             tally.phases[_state(run)] += 1
-            seen |= _kill(victim, command, chance)
+            below = psutil.Process(command.pid).children(recursive=True)
+            seen.add(below)
+            _kill(victim, command, below, chance)
         code = command.wait(TIMEOUT_S)
         if code == 0:
             return None
@@ -212,9 +228,7 @@ def _state(run: Path) -> str:
     return "setup"
 
 
-def _kill(victim: str, command: subprocess.Popen[bytes], chance: random.Random) -> set[psutil.Process]:
-    """Kill the victim; return all processes below the command at that moment."""
-    below = psutil.Process(command.pid).children(recursive=True)
+def _kill(victim: str, command: subprocess.Popen[bytes], below: list[psutil.Process], chance: random.Random) -> None:
     # The driver has the command line of its parent, from which it is forked; `fivefold eval` has no such parent.
     words = _words(psutil.Process(command.pid))
     driver = next((each.pid for each in below if words and _words(each) == words), command.pid)
@@ -230,7 +244,6 @@ def _kill(victim: str, command: subprocess.Popen[bytes], chance: random.Random) 
         if victim == "everything":
             for pid in [command.pid, *(process.pid for process in below)]:
                 _end(pid)
-    return set(below)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -244,19 +257,17 @@ def _end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _left(name: str, seen: set[psutil.Process], memory: set[str]) -> str | None:
-    """Return which processes of a trial, or which files in shared memory without a process, are left after its end."""
+def _left(name: str, seen: Seen) -> str | None:
+    """Return which processes of a trial, or which of its files in shared memory, are left after its end."""
     deadline = time.monotonic() + ENDING_S
     while time.monotonic() < deadline:
-        processes = [
-            each for each in {*seen, *psutil.process_iter()} if _mark(each).endswith(f"/{name}") or each in seen
-        ]
-        processes = [each for each in processes if _lives(each)]
-        files = _shared_memory() - memory
-        if not processes and not (files and (files := files - _open_files())):
+        marked = {each for each in psutil.process_iter() if _mark(each).endswith(f"/{name}")}
+        processes = [each for each in marked | seen.processes if _lives(each)]
+        files = [file for file in seen.files if Path(file).exists()]
+        if not processes and not files:
             return None
         time.sleep(0.5)
-    return f"left after {ENDING_S:.0f} s: {[' '.join(_words(each))[:80] for each in processes]}, {sorted(files)}"
+    return f"left after {ENDING_S:.0f} s: {[' '.join(_words(each))[:80] for each in processes]}, {files}"
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -269,21 +280,6 @@ def _mark(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return process.environ().get(MARK, "")
     return ""
-
-
-def _shared_memory() -> set[str]:
-    return {str(path) for path in SHARED_MEMORY.rglob("*") if not path.is_dir()}
-
-
-def _open_files() -> set[str]:
-    """Return the files in shared memory that a process has mapped: other programs on the machine use it, too."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            found |= {
-                line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line
-            }
-    return found
 
 
 def _wrong(kind: Kind, run: Path) -> str | None:
