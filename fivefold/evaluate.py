@@ -110,10 +110,17 @@ class Evaluator:
         return cls(recipe, data)
 
     def run(self, stream: Stream) -> Evaluation:
-        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation."""
+        """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation.
+
+        Raises:
+            RunFailed: no group was finished within `scheduler.timeout_s`.
+            ValueError: a reward function failed, or a judge scored no sample.
+            WorkerError: a worker failed.
+        """
         groups = groups_of(self.data.prompts, self._n_samples, self.sampling, (self._seed, "evaluation"))
         stream.submit(groups, first=True)
         samples = stream.collect(groups)
+        stream.check_scored(samples)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),

@@ -5,7 +5,7 @@ The modules of the subcommands declare arguments and options and import nothing 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +22,18 @@ from fivefold.cli.plan import plan
 from fivefold.cli.play import play
 from fivefold.cli.report import list_runs, report, timeline, watch
 from fivefold.cli.training import TRAINING, training_command
+from fivefold.cli.witness import WITNESSED
 from fivefold.cluster.interrupt import keep_exit_statuses
 
-app = typer.Typer(
+
+class _App(typer.Typer):
+    """The command as a shell starts it; tests call it inside their process, and not through this class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, obj=WITNESSED, **kwargs)
+
+
+app = _App(
     name="fivefold",
     help="Reinforcement learning for large language models on Megatron-Core.",
     epilog=EXIT_CODES,

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fivefold.cli.command import AsJson, Overrides, OverwriteRun, Quiet, RecipePath, reporting_errors, screen_kind
+import typer
+
+from fivefold.cli.command import (
+    FAILED,
+    AsJson,
+    Overrides,
+    OverwriteRun,
+    Quiet,
+    RecipePath,
+    reporting_errors,
+    screen_kind,
+)
+from fivefold.cli.witness import WITNESSED, under_a_witness
 from fivefold.imports import large_imports
 
 TRAINING = {
@@ -45,12 +57,14 @@ def training_command(name: str) -> Callable[..., None]:
     """Return the function of a command that trains."""
 
     def command(
+        context: typer.Context,
         recipe: RecipePath,
         overrides: Overrides = None,
         overwrite: OverwriteRun = False,
         quiet: Quiet = False,
         as_json: AsJson = False,
     ) -> None:
+        finished = under_a_witness(FAILED) if context.obj == WITNESSED else _nothing
         with reporting_errors() as running:
             from fivefold.config.load import load_recipe
             from fivefold.config.problems import COMMANDS
@@ -61,8 +75,13 @@ def training_command(name: str) -> Callable[..., None]:
             with large_imports():
                 run = _trainer(name)
             run(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))
+        finished()
 
     return command
+
+
+def _nothing() -> None:
+    """Report nothing: a command that a test calls has no parent."""
 
 
 def _trainer(name: str) -> Callable[..., object]:

@@ -148,7 +148,7 @@ class Source:
 
         Raises:
             RunFailed: no group was finished within `scheduler.timeout_s`.
-            ValueError: a reward function failed.
+            ValueError: a reward function failed, or a judge scored no sample.
             WorkerError: a worker failed.
         """
         turn, began = step - 1, time.perf_counter()
@@ -159,6 +159,7 @@ class Source:
         groups = self._read[turn]
         with self._timers.phase("rollout") if self.stream.is_ahead else nullcontext():
             samples = self.stream.collect(groups)
+        self.stream.check_scored(samples)
         with self.stream.changed:
             self._turns.take(turn)
             del self._read[turn]

@@ -151,6 +151,14 @@ class Stream:
                 self.changed.wait_for(lambda: self._is_resting or self._failure is not None)
         return [sample for group in groups for sample in group.finished]
 
+    def check_scored(self, samples: Sequence[Sample]) -> None:
+        """Refuse the samples of a step or an evaluation if a reward could score none of them.
+
+        Raises:
+            ValueError: see `RewardSet.check_scored`.
+        """
+        self._rewards.check_scored([sample.rewards for sample in samples])
+
     def weights_sent(self, version: int) -> None:
         """Take note that all replicas have weights of `version`."""
         with self.changed:

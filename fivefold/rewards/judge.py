@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from fivefold.rewards.chat_client import ChatClient, ChatFailed, check_address
+from fivefold.rewards.unscored import Unscored
 
 FIELDS = ("prompt", "response", "ground_truth")
 MOST_AT_ONCE = 1024
 MOST_FAILED = 64
-"""Responses in a row without a score, after which the run ends though `on_failure` is given."""
+"""Responses in a row without a score, after which the run ends though `on_failure` is given, in the midst of a step."""
 TEMPLATE = """\
 Judge the answer to a question.
 
@@ -73,7 +74,7 @@ class Judge:
     """Requests at the same time."""
     on_failure: float | None = None
     """Reward of a response for which all attempts failed; None: the run ends. It also ends after `MOST_FAILED` such
-    responses in a row."""
+    responses in a row, and after a step without any other."""
     failed_in_a_row: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """Why the last responses had no score, since the last one that had."""
 
@@ -155,7 +156,7 @@ class Judge:
                     f"the judge gave no score for {MOST_FAILED} responses in a row, so on_failure={self.on_failure:g} "
                     f"would be all that is trained on. The first reason: {self.failed_in_a_row[0]}"
                 ) from error
-            return self.on_failure
+            return Unscored(self.on_failure, str(error))
         self.failed_in_a_row.clear()
         return score
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from fivefold.config.user_code import one_process
 from fivefold.rewards.failure import explaining
 from fivefold.rewards.time_limit import OutOfTime
+from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
 
 
@@ -200,6 +201,8 @@ def describe(prompt: Prompt, response: str) -> str:
 
 
 def _as_number(value: object) -> float | None:
+    if isinstance(value, Unscored):
+        return value
     if isinstance(value, (str, bytes, bytearray)):
         return None
     try:

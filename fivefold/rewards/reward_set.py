@@ -11,6 +11,7 @@ from functools import cached_property
 from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.event_loop import N_AT_ONCE
 from fivefold.rewards.reward import GivenByEnvironment, InWork, NamedReward, ScoredByModel, describe
+from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
 
 MOST_THREADS = 16
@@ -139,6 +140,24 @@ class RewardSet:
         own = [each for each in self.rewards if each.is_for(prompt) and not each.is_of_environment]
         names = [(each.reward.name, each.is_of_model) for each in own]
         return {name: _finite(score, name, prompt, response) if of_model else judged[name] for name, of_model in names}
+
+    def check_scored(self, given: Sequence[Mapping[str, float]]) -> None:
+        """Refuse a step or an evaluation in which a reward could score none of its responses.
+
+        Args:
+            given: the rewards of each response, by name.
+
+        Raises:
+            ValueError: there is such a reward; the message has the first reason.
+        """
+        for name in (each.reward.name for each in self.rewards):
+            values = [rewards[name] for rewards in given if name in rewards]
+            unscored = [value for value in values if isinstance(value, Unscored)]
+            if unscored and len(unscored) == len(values):
+                raise ValueError(
+                    f"the reward {name!r} scored none of the {len(values)} responses of a step or an evaluation, so "
+                    f"on_failure={unscored[0]:g} would be all that counts. The first reason: {unscored[0].reason}"
+                )
 
     def check_given(self, prompt: Prompt, given: Mapping[str, float]) -> None:
         """Refuse an episode whose environment gives other rewards than the recipe names.

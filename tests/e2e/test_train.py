@@ -154,6 +154,21 @@ def test_the_run_folder_holds_summary_recipe_and_samples(run: Path) -> None:
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
 
+@pytest.mark.parametrize("end", ["posix._exit(0)", "os.execv('/bin/true', ['true'])"])
+def test_a_reward_that_ends_the_process_ends_the_run_with_a_failure(
+    end: str, tmp_path: Path, fivefold: Fivefold
+) -> None:
+    (tmp_path / "ends.py").write_text(f"import os, posix\n\ndef reward(response, ground_truth, **_):\n    {end}\n")
+    result = fivefold(
+        "train", str(QUICKSTART), "total_train_steps=1", "train_dataset.batch_size=8", "valid_dataset=null",
+        "reward={fn: 'ends.py:reward'}", f"cluster.fileroot={tmp_path}",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "has ended with exit code 0 before the run did" in result.stderr
+    assert not (tmp_path / "quickstart" / "trial-0" / "weights").exists()
+
+
 def test_a_second_run_of_the_same_name_is_refused_without_recovery(run: Path) -> None:
     place = [f"cluster.fileroot={run.parents[1]}", f"trial_name={run.name}"]
     result = CliRunner().invoke(app, ["train", str(QUICKSTART), *place, "recover.mode=disabled"])

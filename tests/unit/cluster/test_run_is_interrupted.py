@@ -69,7 +69,7 @@ def status(folder: Path) -> str:
 
 def ray_server(driver: subprocess.Popen[str], name: str) -> psutil.Process:
     """Return a process of this driver's Ray. One of an attempt to start Ray that took too long has ended."""
-    below = psutil.Process(driver.pid).children()
+    below = psutil.Process(driver.pid).children(recursive=True)
     return next(child for child in below if child.name() == name and child.status() != psutil.STATUS_ZOMBIE)
 
 
