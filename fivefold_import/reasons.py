@@ -82,8 +82,8 @@ MERGED = "the rollout gets the weights with the adapters merged into them"
 NO_DROPOUT = "adapters have no dropout"
 ONLY_LORA = "adapters are LoRA's, and of no other kind"
 FIRST_ADAPTERS = (
-    "adapters begin with no effect on the model: to begin from trained ones, merge them into the weights and name that "
-    "folder as the model's path"
+    "actor.lora.path begins with a folder of adapters with the recipe's layers and ranks: name it there if this one "
+    "has (docs/lora.md)"
 )
 NEVER_ADAPTED = "routers, embeddings, the output layer and what reads images have no adapters"
 ONE_SET = "a model has one set of adapters"

@@ -72,6 +72,7 @@ BLOCKS = {
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],
     "first-experiment.md": ["python", "python", "yaml", "bash", "bash"],
+    "lora.md": ["yaml"],  # tests/unit/rules
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -37,3 +39,13 @@ def test_a_rank_for_experts_without_adapters_has_no_effect() -> None:
     keys = ["actor.lora.experts=none", "actor.lora.rank_of_experts=2"]
     with pytest.raises(ValueError, match="rank_of_experts=2 has no effect"):
         load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
+
+
+def test_the_recipe_of_the_page_is_taken() -> None:
+    page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    written = yaml.safe_load(block)["actor"]
+    keys = [f"actor.lora.rank={written['lora']['rank']}", f"actor.optimizer.lr={written['optimizer']['lr']}"]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
+    assert recipe.actor.lora is not None
+    assert not list(recipe_problems(recipe, find_shape("package:tiny-moe"), {}))
