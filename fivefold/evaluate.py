@@ -268,7 +268,9 @@ def _run(evaluator: Evaluator, stream: Stream) -> Evaluation:
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its setup
         raise RunFailed(str(error)) from error
     finally:
-        if stream.take_news():
+        if failed := stream.take_failed():
+            print(failed, file=sys.stderr)
+        if stream.take_died():
             print("a server died and was started again; what it had not answered was asked again", file=sys.stderr)
 
 

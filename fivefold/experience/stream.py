@@ -82,7 +82,7 @@ class Stream:
         self._answered: list[Group] = []
         """Groups that wait for their rewards."""
         self._with_failures: list[Group] = []
-        """Groups with episodes that failed; `take_news` forgets them."""
+        """Groups with episodes that failed; `take_failed` forgets them."""
         self._n_unrewarded = 0
         """Number of groups that are answered and have no rewards yet."""
         self._caller = SETUP
@@ -182,17 +182,22 @@ class Stream:
 
     def take_news(self) -> str | None:
         """Return which servers were started again since the last call, and which episodes failed."""
-        news = []
-        if logs := [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]:
-            news.append(f"servers have died or hung, and were started again: see {', '.join(logs)}")
+        return "\n".join(filter(None, (self.take_died(), self.take_failed()))) or None
+
+    def take_died(self) -> str | None:
+        """Return which servers were started again since the last call."""
+        logs = [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]
+        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
+
+    def take_failed(self) -> str | None:
+        """Return which episodes failed since the last call."""
         with self.changed:
             failures = [failure for group in self._with_failures for failure in group.failures]
             self._with_failures = []
-        if failures:
-            news.append(
-                f"{len(failures)} episode{'s' * (len(failures) > 1)} failed, and left the group: {failures[0].rstrip()}"
-            )
-        return "\n".join(news) or None
+        if not failures:
+            return None
+        number = f"{len(failures)} episode{'s' * (len(failures) > 1)}"
+        return f"{number} failed, and left the group: {failures[0].rstrip()}"
 
     @property
     def work(self) -> list[Work]:
