@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fivefold.bridge.reading import TensorReader
+from fivefold.bridge.reading import TensorReader, WithFurther
 from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import Shape, tensors
 from fivefold.json_text import read_object
 
 
-class WithAdapters:
+class WithAdapters(WithFurther):
     """The tensors of a model, and its adapters.
 
     A is uniform in +-1 / sqrt(inputs), as PEFT draws it, from a generator that is seeded by the seed and its name. The
@@ -36,47 +36,27 @@ class WithAdapters:
     """
 
     def __init__(self, source: TensorReader, shape: ModelShape, seed: int) -> None:
-        self._source, self._seed = source, seed
-        self._new: dict[str, Shape] = {
-            name: tensor.shape for tensor in tensors(shape) if tensor.adapts for name in tensor.names
-        }
+        super().__init__(
+            source, {name: tensor.shape for tensor in tensors(shape) if tensor.adapts for name in tensor.names}
+        )
+        self._seed = seed
         assert shape.adapters is not None
         path = shape.adapters.path
-        self._stored = None if path is None else StoredAdapters(Path(path), self._new, shape.adapters)
+        self._stored = None if path is None else StoredAdapters(Path(path), self._further, shape.adapters)
 
-    @property
-    def folder(self) -> Path:
-        """The model's folder."""
-        return self._source.folder
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors, the adapters included."""
-        return self._source.names | self._new.keys()
-
-    def shape(self, name: str) -> Shape:
-        """Return the shape of a tensor."""
-        return self._new[name] if name in self._new else self._source.shape(name)
-
-    def file(self, name: str) -> str:
-        """Return the name of the file that holds a tensor."""
-        if name not in self._new:
-            return self._source.file(name)
+    def _origin(self, name: str) -> str:
         return "a new adapter" if self._stored is None else WEIGHTS
 
-    def read(self, name: str, *index: slice) -> Tensor:
-        """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
-        if name not in self._new:
-            return self._source.read(name, *index)
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         whole = self._drawn(name) if self._stored is None else self._stored.read(name)
-        return whole[index or slice(None)]
+        return whole[index]
 
     def _drawn(self, name: str) -> Tensor:
         if name.endswith("lora_B.weight"):
-            return torch.zeros(self._new[name])
-        bound = 1 / sqrt(self._new[name][1])
+            return torch.zeros(self._further[name])
+        bound = 1 / sqrt(self._further[name][1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        return torch.empty(self._new[name]).uniform_(-bound, bound, generator=generator)
+        return torch.empty(self._further[name]).uniform_(-bound, bound, generator=generator)
 
 
 class StoredAdapters:
@@ -93,16 +73,17 @@ class StoredAdapters:
         Raises:
             ValueError: a file is missing or damaged, or the adapters are others.
         """
-        self._file, self._adapters = folder / WEIGHTS, adapters
+        self._adapters = adapters
         try:
             self._config = read_object(folder / CONFIG)
-            with safe_open(self._file, "pt") as file:
-                found = {
-                    name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape())
-                    for name in file.keys()  # noqa: SIM118 - not a mapping
-                }
+            # Once: the header has every expert's matrices, and parsing it for each of them would take minutes.
+            self._file = safe_open(folder / WEIGHTS, "pt")
         except (OSError, SafetensorError) as error:
             raise ValueError(f"lora.path={str(folder)!r} is no folder of adapters that can be read: {error}") from error
+        found = {
+            name.removeprefix(PREFIX): tuple(self._file.get_slice(name).get_shape())
+            for name in self._file.keys()  # noqa: SIM118 - not a mapping
+        }
         for name in sorted(wanted.keys() | found.keys()):
             if wanted.get(name) != found.get(name):
                 own, theirs = (f"{list(shapes[name])}" if name in shapes else "none" for shapes in (wanted, found))
@@ -113,8 +94,7 @@ class StoredAdapters:
 
     def read(self, name: str) -> Tensor:
         """Return a matrix, float32; B has the difference of the scales in it."""
-        with safe_open(self._file, "pt") as file:
-            matrix: Tensor = file.get_tensor(PREFIX + name).float()
+        matrix: Tensor = self._file.get_tensor(PREFIX + name).float()
         if name.endswith("lora_B.weight"):
             matrix *= self._scale(name, matrix.shape[1]) / self._adapters.scale(matrix.shape[1])
         return matrix

@@ -144,16 +144,7 @@ class HFFolder:
         if not (self._source / "config.json").is_file():
             raise ValueError(f"{self._source} holds no config.json; config_source must be a Hugging Face model folder")
         resolve_model_folder(self._tokenizer_source)  # a tokenizer that is not there is an error before any writing
-        partial = folder_swap.begin(self.target)
-        try:
-            _require_room(partial, self.plan.file_bytes)
-            with ShardFiles(partial, self.plan) as files:
-                files.create()
-                files.sync()
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return partial
+        return begin_folder(self.target, self.plan)
 
     def finish(self, partial: Path) -> None:
         """Add the other files to the folder of `begin`, and put it in its place. All weights must be on the disk."""
@@ -167,6 +158,24 @@ class HFFolder:
             if file.name not in weight_files:
                 folder_swap.sync(file)
         folder_swap.commit(partial, self.target)
+
+
+def begin_folder(target: Path, plan: ShardPlan) -> Path:
+    """Return a new folder next to `target` with the weight files of a plan, which have headers and no data yet.
+
+    Raises:
+        OSError: there is too little room, or the folder cannot be written.
+    """
+    partial = folder_swap.begin(target)
+    try:
+        _require_room(partial, plan.file_bytes)
+        with ShardFiles(partial, plan) as files:
+            files.create()
+            files.sync()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return partial
 
 
 def _described(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge import folder_swap
+from fivefold.bridge.hf_writer import begin_folder
 from fivefold.bridge.pieces import Piece
-from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import TensorSpec, plan_shards
 from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape, layer_of
 from fivefold.families.shape import ModelShape
@@ -66,15 +65,7 @@ class AdapterFolder:
         Raises:
             OSError: the folder cannot be written.
         """
-        partial = folder_swap.begin(self.target)
-        try:
-            with ShardFiles(partial, self.plan) as files:
-                files.create()
-                files.sync()
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return partial
+        return begin_folder(self.target, self.plan)
 
     def finish(self, partial: Path) -> None:
         """Add the config, and put the folder in its place. All weights must be on the disk."""

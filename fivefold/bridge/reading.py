@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +42,44 @@ class TensorReader(StoredTensors, Protocol):
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
         ...
+
+
+class WithFurther(ABC):
+    """The tensors of a source, and further ones that it lacks (`TensorReader`)."""
+
+    def __init__(self, source: TensorReader, further: Mapping[str, tuple[int, ...]]) -> None:
+        """Take the source, and the shapes of the further tensors by name."""
+        self._source, self._further = source, further
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        return self._source.folder
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return self._source.names | self._further.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._further[name] if name in self._further else self._source.shape(name)
+
+    def file(self, name: str) -> str:
+        """Return the name of the file that holds a tensor, or what holds a further one."""
+        return self._origin(name) if name in self._further else self._source.file(name)
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
+        return self._read(name, index or (slice(None),)) if name in self._further else self._source.read(name, *index)
+
+    @abstractmethod
+    def _origin(self, name: str) -> str:
+        """Return what errors say in place of the file of a further tensor."""
+
+    @abstractmethod
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return the part of a further tensor that `index` selects."""
 
 
 def fill(parameter: Tensor, mapping: WeightMapping, reader: TensorReader, groups: ShardGroups) -> None:

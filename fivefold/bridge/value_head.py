@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.decoder import VALUE_ALIASES
-from fivefold.bridge.reading import TensorReader
+from fivefold.bridge.reading import TensorReader, WithFurther
 from fivefold.bridge.weight_files import survey
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import VALUE_BIAS, VALUE_WEIGHT
 
 
-class WithValueHead:
-    """The tensors of a model, and a value head if they lack one.
+class WithValueHead(WithFurther):
+    """The tensors of a model, and a value head if they lack one, or have it under another name.
 
     Args:
         source: the tensors in the files.
@@ -30,39 +30,26 @@ class WithValueHead:
     """
 
     def __init__(self, source: TensorReader, hidden: int, *, has_bias: bool = True) -> None:
-        self._source = source
-        self._stored = {new: old for old, new in VALUE_ALIASES.items() if old in source.names}
-        self._stored |= {name: name for name in (VALUE_WEIGHT, VALUE_BIAS) if name in source.names}
-        self._new: dict[str, tuple[int, ...]] = {VALUE_WEIGHT: (1, hidden)}
+        head: dict[str, tuple[int, ...]] = {VALUE_WEIGHT: (1, hidden)}
         if has_bias:
-            self._new[VALUE_BIAS] = (1,)
+            head[VALUE_BIAS] = (1,)
+        self._aliases = {new: old for old, new in VALUE_ALIASES.items() if old in source.names}
+        super().__init__(
+            source,
+            {
+                name: source.shape(self._aliases[name]) if name in self._aliases else shape
+                for name, shape in head.items()
+                if name not in source.names
+            },
+        )
 
-    @property
-    def folder(self) -> Path:
-        """The model's folder."""
-        return self._source.folder
+    def _origin(self, name: str) -> str:
+        return self._source.file(self._aliases[name]) if name in self._aliases else "a new value head"
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors, the value head included."""
-        return self._source.names | self._new.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self._new[name] if self._is_new(name) else self._source.shape(self._stored.get(name, name))
-
-    def file(self, name: str) -> str:
-        """Return the name of the file that holds a tensor."""
-        return "a new value head" if self._is_new(name) else self._source.file(self._stored.get(name, name))
-
-    def read(self, name: str, *index: slice) -> Tensor:
-        """Return the tensor `name`, or the part of it that `index` selects along its first dimensions."""
-        if self._is_new(name):
-            return torch.zeros(self._new[name])[index or slice(None)]
-        return self._source.read(self._stored.get(name, name), *index)
-
-    def _is_new(self, name: str) -> bool:
-        return name in self._new and name not in self._stored
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        if name in self._aliases:
+            return self._source.read(self._aliases[name], *index)
+        return torch.zeros(self._further[name])[index]
 
 
 def with_stored_head(shape: ModelShape, folder: Path) -> ModelShape:
