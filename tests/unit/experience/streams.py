@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,11 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.chosen_sampler import ChosenSampler
 from fivefold.data.replay import Replay
 from fivefold.data.sampler import EpochSampler
+from fivefold.engine.state.dcp_files import finish
+from fivefold.experience.group import Group
 from fivefold.experience.source import Source
 from fivefold.experience.stream import Stream
-from fivefold.experience.waiting import Saved
+from fivefold.experience.waiting import Saved, SavedGroup, WaitingGroups, read_waiting
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward import NamedReward, PromptReward, Reward
@@ -169,3 +171,11 @@ def scripted(
     else:
         parts.rewards = RewardSet.of(NamedReward("f", reward, None, **options))
     return parts.source()
+
+
+def saved(waiting: Mapping[int, Group], folder: Path) -> Sequence[SavedGroup]:
+    """Write groups to the folder of a checkpoint; return what is read from it."""
+    owner = WaitingGroups(lambda: waiting, dict)
+    owner.snapshot(folder)
+    finish(folder, owner.write_snapshot())
+    return read_waiting(folder).groups

@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.engine.state.dcp_files import finish
 from fivefold.environments.environment import Client, Task
 from fivefold.environments.play import Player
-from fivefold.experience.waiting import WaitingGroups, read_waiting
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.types import Episode, Move, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
-from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of, saved
 
 SPACER = 3
 """A token that the environment puts between two turns."""
@@ -67,13 +65,10 @@ def test_groups_steps_and_checkpoints_count_episodes(age: int, tmp_path: Path) -
     assert chosen.cuts == (batch.cuts[3], batch.cuts[0])
     if not age:
         return
-    owner = WaitingGroups(lambda: waiting, dict)
-    owner.snapshot(tmp_path)
-    finish(tmp_path, owner.write_snapshot())
-    for saved in read_waiting(tmp_path).groups:
-        group_ = waiting[saved.place]
-        assert saved.fits(group_)
-        answer = saved.restored(group_.prompt)
+    for each in saved(waiting, tmp_path):
+        group_ = waiting[each.place]
+        assert each.fits(group_)
+        answer = each.restored(group_.prompt)
         assert answer.batch.cuts == group_.batch.cuts
         assert [sample.rewards for sample in answer.samples] == [sample.rewards for sample in group_.samples]
         assert [list(sample.moves) for sample in answer.samples] == [list(sample.moves) for sample in group_.samples]

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 
-from fivefold.engine.state.dcp_files import finish
 from fivefold.environments.environment import Client, Task
 from fivefold.environments.failing import Failing
 from fivefold.environments.play import Player
 from fivefold.environments.single_turn import SingleTurn
 from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.experience.source import Experience
-from fivefold.experience.waiting import WaitingGroups, read_waiting
 from fivefold.observe.errors import RunFailed
 from fivefold.roles.remote_batch import read_columns
 from fivefold.types import Episode
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
-from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of
+from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of, saved
 
 GAME = ("environment.game=fivefold.environments.guess_digit:GuessDigit", "reward.fn=environment", "reward.kwargs={}")
 
@@ -53,14 +51,11 @@ def taken(fails: Callable[[Task], bool], *overrides: str, save_to: Path | None =
         if save_to is not None:
             waiting = dict(source._numbered())
             source.stream.collect(list(waiting.values()))
-            owner = WaitingGroups(lambda: waiting, dict)
-            owner.snapshot(save_to)
-            finish(save_to, owner.write_snapshot())
-            for saved in read_waiting(save_to).groups:
-                own = waiting[saved.place]
-                assert saved.fits(own)
-                assert saved.oldest == 0 or not own.finished
-                own.answers = [saved.restored(own.prompt)]
+            for each in saved(waiting, save_to):
+                own = waiting[each.place]
+                assert each.fits(own)
+                assert each.oldest == 0 or not own.finished
+                own.answers = [each.restored(own.prompt)]
                 own.rewarded = [sample.rewarded({"f": 1.0}) for sample in own.samples if not sample.has_failed]
                 assert len(own.failures) == len(own.requests) - len(own.finished)
                 assert own.finished_batch.trained_N.tolist() == [sample.n_sampled for sample in own.finished]
