@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.decoder import expected_tensors, mappings
-from fivefold.bridge.export import Export, over_stages
+from fivefold.bridge.export import Export, Merge, over_stages
 from fivefold.bridge.finite import is_finite, not_finite_error
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import WeightMapping
@@ -51,6 +51,8 @@ class Bridge:
         self._bucket_bytes = bucket_bytes
         self.mappings: dict[str, WeightMapping] = {mapping.parameter: mapping for mapping in mappings(shape)}
         """The mapping of each parameter of the whole model, by its name, in the model's order."""
+        self.merging: Mapping[str, Merge] = {}
+        """What merges the adapters of a parameter into it, by the parameter's name."""
 
     def expected_names(self) -> dict[str, Shape]:
         """Return the names and full shapes of the model's Hugging Face tensors."""
@@ -97,8 +99,8 @@ class Bridge:
         The experts of a slice that come from one rank are in one stack. `parameters` may hold anything of the
         parameters' names and shapes: weights, gradients, moments. If the embeddings are tied, the first stage's tensor
         is exported. All ranks iterate in lock-step, to the end, and get the same names in the same order. Without
-        sharding the tensors are views of `parameters`: copy what has to outlive their next change. Adapters are not
-        exported: `parameters` have the weights with adapters merged.
+        sharding the tensors are views of `parameters`: copy what has to outlive their next change. Adapters are
+        merged into the weights that they adapt.
 
         Args:
             parameters: this rank's tensors by Megatron name, on a device that the groups can send from.
@@ -110,7 +112,16 @@ class Bridge:
             WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
         """
         own = {name: mapping for name, mapping in self.mappings.items() if not mapping.is_adapter}
-        return Export(own, parameters, groups, dtype=dtype, readers=readers, bucket_bytes=self._bucket_bytes)
+        adapters = self.mappings.keys() - own.keys()
+        return Export(
+            own,
+            {name: tensor for name, tensor in parameters.items() if name not in adapters},
+            groups,
+            dtype=dtype,
+            readers=readers,
+            bucket_bytes=self._bucket_bytes,
+            merging=self.merging,
+        )
 
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:

@@ -9,7 +9,7 @@ travel in slices of that size. Ranks whose result nobody reads take part in noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -27,6 +27,8 @@ from fivefold.weights.stream import Stack
 
 # torch 2.11 knows only the second name; later versions deprecate it.
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+Merge = Callable[[Tensor, int], Tensor]
+"""Adds adapters to a shard of a parameter, or to some of its experts from a number on."""
 _DOMAINS: tuple[Domain, ...] = ("replicated", "tensor", "expert")
 
 
@@ -44,6 +46,8 @@ class Item:
     """Ranks of one stage over which it is cut."""
     first: int = 0
     """Index in the shard's first dimension at which it begins."""
+    merge: Merge | None = None
+    """Adds the adapters of the parameter before it travels; None: it has none."""
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +81,7 @@ class Export:
         dtype: what tensors are converted to before they are sent; None leaves them as they are.
         readers: the ranks that read the tensors; None: all.
         bucket_bytes: most bytes of full tensors that exist at one time, unless one parameter is larger.
+        merging: what merges the adapters of a parameter into it, by the parameter's name.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Export:
         dtype: torch.dtype | None,
         readers: frozenset[int] | None,
         bucket_bytes: int,
+        merging: Mapping[str, Merge],
     ) -> None:
         self._tensors, self._groups = tensors, groups
         self._part = find_part(groups, readers)
@@ -99,7 +105,7 @@ class Export:
             if mapping.hf_shapes():
                 owner = next(number for number, stage in enumerate(stages) if name in stage)
                 shape, shard_dtype = stages[owner][name]
-                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups))
+                item = Item(mapping, owner, shape, shard_dtype, mapping.n_shards(groups), merge=merging.get(name))
                 plan += item.slices(bucket_bytes)
         self._buckets = list(buckets(plan, bucket_bytes))
 
@@ -178,8 +184,8 @@ def _outline(item: Item) -> Tensor:
 
 
 def _local(item: Item, tensors: Mapping[str, Tensor]) -> Tensor:
-    shard = tensors[item.mapping.parameter].detach()
-    return shard[item.first : item.first + item.shape[0]].to(item.dtype)
+    shard = tensors[item.mapping.parameter].detach()[item.first : item.first + item.shape[0]]
+    return (shard if item.merge is None else item.merge(shard, item.first)).to(item.dtype)
 
 
 def _gather_domain(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.algorithms.metrics import Metric, Metrics
+from fivefold.engine.adapters import Switch
 from fivefold.engine.context_parallel import SumOverGroup
 from fivefold.engine.contract import OFFLOADABLE
 from fivefold.engine.distillation import Divergence
@@ -54,6 +55,8 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
     head: Head
     optimizer: AnOptimizer | None
     """None: the model is not trained."""
+    adapters: Switch | None
+    """Switches the low-rank adapters of the layers; None: there are none."""
 
     @abstractmethod
     def _score(self, share: Share, what: Score) -> torch.Tensor:
@@ -78,7 +81,8 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
-        raise NotImplementedError
+        assert self.adapters is not None, "this model has no adapters"
+        return self.adapters.off()
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""

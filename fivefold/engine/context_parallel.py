@@ -100,6 +100,26 @@ class _GatherKeys(torch.autograd.Function):
         return local, None, None, None
 
 
+class _CopyToGroup(torch.autograd.Function):
+    """Identity whose gradient is summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `tensor`, which all ranks of the group have and each uses in its own part of a sum."""
+    return _CopyToGroup.apply(tensor, group) if group.size() > 1 else tensor
+
+
 class SumOverGroup(torch.autograd.Function):
     """All-reduce whose result enters the same loss on every rank, so that each addend has the gradient of the sum."""
 

@@ -35,9 +35,9 @@ class SavingVerbs(ABC):
     def _blocks(self) -> Iterator[Block]:
         """Yield the weights of all ranks in the blocks that this rank writes."""
 
+    @abstractmethod
     def _adapter_blocks(self) -> Iterator[Block]:
         """Yield the adapters of all ranks likewise."""
-        raise NotImplementedError
 
     @abstractmethod
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:

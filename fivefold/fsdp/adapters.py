@@ -9,8 +9,7 @@ some heads or columns on each, so each has a part of its gradient, which the opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,25 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.bridge.mapping import WeightMapping
+from fivefold.engine.adapters import Switch
 from fivefold.engine.kernels.matmul import grouped_mm, padded_rank
 from fivefold.families.adapters import AdapterShape, adapter_name, layer_of
 from fivefold.fsdp.mappings import expert_adapter
-
-
-class Switch:
-    """Whether the adapters of a model add anything."""
-
-    def __init__(self) -> None:
-        self.is_on = True
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Compute the model without its adapters inside the block."""
-        self.is_on = False
-        try:
-            yield
-        finally:
-            self.is_on = True
 
 
 class ExpertAdapter(nn.Module):

@@ -120,6 +120,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.model = build_model(
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
         )
+        self.adapters = self.model.adapters
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
         self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
         self.shards = Shards(self.model, self.shape, known, learning, self.groups, seed)
@@ -252,11 +253,6 @@ class FSDPEngine(EngineBase[Optimizer]):
 
     def _adapter_blocks(self) -> Iterator[Block]:
         return self.shards.adapter_blocks(self._dtype)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
-        assert self.model.adapters is not None, "this model has no adapters"
-        return self.model.adapters.off()
 
     def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
         """Give the device memory of parameters, gradients or optimizer state back, as `what` names.

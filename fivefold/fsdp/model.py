@@ -25,15 +25,17 @@ from transformers.initialization import no_init_weights
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
+from fivefold.engine.adapters import Switch
+from fivefold.engine.context_parallel import copy_to_group
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
 from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
-from fivefold.fsdp.adapters import Switch, install_adapters
+from fivefold.fsdp.adapters import install_adapters
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
 from fivefold.fsdp.experts import shard_by_rows
 from fivefold.fsdp.groups import Groups
-from fivefold.fsdp.tensor_parallel import VocabEmbedding, copy_to_group, split_layer
+from fivefold.fsdp.tensor_parallel import VocabEmbedding, split_layer
 
 _AUTO_MODEL: Any = AutoModel
 """The type is Any because transformers declares that its factories return a base class."""

@@ -17,29 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fivefold.bridge.mapping import WeightMapping, padded_vocab
-from fivefold.engine.context_parallel import SumOverGroup
+from fivefold.engine.context_parallel import SumOverGroup, copy_to_group
 
 _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
-
-
-class _CopyToGroup(torch.autograd.Function):
-    """Identity whose gradient is summed over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return `tensor`, which all ranks of the group have and each uses in its own part of a sum."""
-    return _CopyToGroup.apply(tensor, group) if group.size() > 1 else tensor
 
 
 class VocabEmbedding(nn.Module):

@@ -14,13 +14,10 @@ A layer that holds several weights of a Hugging Face model, such as q, k and v, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -31,9 +28,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from fivefold.bridge.export import Merge
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Column, ExpertWhole, WeightMapping
-from fivefold.bridge.parameters import Parameter, Parameters
+from fivefold.engine.adapters import Switch
+from fivefold.engine.context_parallel import copy_to_group
 from fivefold.engine.kernels.matmul import padded_rank
 from fivefold.families.adapters import MATRICES, AdapterShape, layer_of
 from fivefold.families.tensors import Cut
@@ -50,15 +49,18 @@ class Adapter(nn.Module):
         super().__init__()
         self.A, self.B, self.scale = a, b, scale
 
-    def delta(self) -> Tensor:
-        """Return what it adds to this rank's part of the weight, float32 [(experts,) out, in]."""
-        return self.scale * (self.B.detach().float() @ self.A.detach().float())
+    def delta(self, experts: slice) -> Tensor:
+        """Return what it adds to this rank's part of the weight, float32 [out, in]; of some experts [n, out, in]."""
+        a, b = (matrix[experts] if matrix.ndim == 3 else matrix for matrix in (self.A, self.B))
+        return self.scale * (b.float() @ a.float())
 
 
 class Adapters:
     """The adapters of the weights in one parameter of a layer."""
 
-    def __init__(self, cut: Cut, widths: Mapping[str, int], n_units: int, adapters: Mapping[str, Adapter]) -> None:
+    def __init__(
+        self, cut: Cut, widths: Mapping[str, int], n_units: int, adapters: Mapping[str, Adapter], switch: Switch
+    ) -> None:
         """Take the adapters.
 
         Args:
@@ -66,15 +68,23 @@ class Adapters:
             widths: outputs on this rank of each weight in the parameter, by the name of its layer, in their order.
             n_units: equal parts of each weight's outputs, which lie side by side (`bridge.mapping.Column`).
             adapters: the adapters by the same names.
+            switch: whether they add anything to what their layer computes.
         """
         self._cut, self._widths, self._n_units = cut, widths, n_units
         self._adapters = {name: adapters[name] for name in widths if name in adapters}
-        self.is_on = True
+        self._switch = switch
 
-    def delta(self) -> Tensor:
-        """Return what they add to this rank's parameter, float32 [(experts,) out, in]."""
-        parts = {name: adapter.delta() for name, adapter in self._adapters.items()}
-        return self._arranged(parts, next(iter(parts.values())).ndim - 2)
+    @torch.no_grad()
+    def merged(self, weight: Tensor, first: int) -> Tensor:
+        """Return this rank's parameter with what they add, in its own dtype.
+
+        Args:
+            weight: the parameter; or of experts, [n, out, in], those from number `first` on.
+            first: number of the first expert.
+        """
+        experts = slice(first, first + len(weight))
+        parts = {name: adapter.delta(experts) for name, adapter in self._adapters.items()}
+        return (weight.float() + self._arranged(parts, weight.ndim - 2)).to(weight.dtype)
 
     def _arranged(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
         """Return outputs of the weights, along `dim`, as the parameter has them; 0 of a weight without an adapter."""
@@ -97,7 +107,7 @@ class LinearAdapters(Adapters):
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-        if not self.is_on:
+        if not self._switch.is_on:
             return output
         added = self._of(inputs[0])
         return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
@@ -138,85 +148,21 @@ class ExpertAdapters(Adapters):
 
     def added(self, output: Tensor, rows: Tensor, groups: Any) -> Tensor:
         """Return the products [N, out] of rows [N, in], sorted by expert, with what the adapters add."""
-        if not self.is_on:
+        if not self._switch.is_on:
             return output
         multiply, adapters = self._experts.multiply, list(self._adapters.items())
         # The matrix that is whole on ranks with different parts of an expert gets a part of its gradient on each.
-        of_a, of_b = (self._summed, _same) if self._cut == "rows" else (_same, self._summed)
-        low = multiply(rows, torch.cat([padded_rank(of_a(adapter.A), 1) for _, adapter in adapters], dim=1), groups)
+        group, is_a_whole = self._experts.etp_group, self._cut == "rows"
+        matrices = [
+            (copy_to_group(each.A, group), each.B) if is_a_whole else (each.A, copy_to_group(each.B, group))
+            for _, each in adapters
+        ]
+        low = multiply(rows, torch.cat([padded_rank(a, 1) for a, _ in matrices], dim=1), groups)
         parts = {
-            name: multiply(own.contiguous(), padded_rank(of_b(adapter.B), 2), groups) * adapter.scale
-            for (name, adapter), own in zip(adapters, low.chunk(len(adapters), dim=-1), strict=True)
+            name: multiply(own.contiguous(), padded_rank(b, 2), groups) * adapter.scale
+            for (name, adapter), (_, b), own in zip(adapters, matrices, low.chunk(len(adapters), dim=-1), strict=True)
         }
         return output + self._arranged(parts, 1)
-
-    def _summed(self, matrix: Tensor) -> Tensor:
-        group = self._experts.etp_group
-        return matrix if group.size() == 1 else _SummedGradient.apply(matrix, group)
-
-
-def _same(matrix: Tensor) -> Tensor:
-    return matrix
-
-
-class _SummedGradient(torch.autograd.Function):
-    """Returns its input; its gradient is summed over the ranks of a group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-@dataclass(frozen=True)
-class ModelAdapters:
-    """All adapters of the chunks on this rank."""
-
-    by_weight: Mapping[str, Adapters]
-    """The adapters of a Megatron parameter, by its name."""
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Compute the model without its adapters inside the block."""
-        self._switch(is_on=False)
-        try:
-            yield
-        finally:
-            self._switch(is_on=True)
-
-    def _switch(self, *, is_on: bool) -> None:
-        for adapters in self.by_weight.values():
-            adapters.is_on = is_on
-
-    @torch.no_grad()
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with what its adapters add, in its own dtype; one without adapters as it is."""
-        if name not in self.by_weight:
-            return weight
-        return (weight.detach().float() + self.by_weight[name].delta()).to(weight.dtype)
-
-
-class MergedWeights(Mapping[str, Tensor]):
-    """The weights of a model by name, without adapters: each has its own merged when it is asked for."""
-
-    def __init__(self, parameters: Parameters[Parameter], adapters: ModelAdapters) -> None:
-        self._tensors = {each.name: each.tensor for each in parameters if not each.mapping.is_adapter}
-        self._adapters = adapters
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._adapters.merged(name, self._tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def is_over_tokens(linear: Any) -> bool:
@@ -225,8 +171,12 @@ def is_over_tokens(linear: Any) -> bool:
 
 
 def install_adapters(
-    chunks: Iterable[Decoder], mappings: Mapping[str, WeightMapping], shape: AdapterShape, groups: ShardGroups
-) -> ModelAdapters:
+    chunks: Iterable[Decoder],
+    mappings: Mapping[str, WeightMapping],
+    shape: AdapterShape,
+    groups: ShardGroups,
+    switch: Switch,
+) -> dict[str, Merge]:
     """Add the adapters of `mappings` to the chunks' layers; the bridge fills them.
 
     Args:
@@ -234,18 +184,25 @@ def install_adapters(
         mappings: the mappings of the whole model, by parameter.
         shape: the adapters.
         groups: this rank's place.
+        switch: whether they add anything to what their layers compute.
+
+    Returns:
+        What merges the adapters of a parameter into it, by the parameter's name.
     """
     parts: dict[str, dict[str, WeightMapping]] = {}
     for name, mapping in mappings.items():
         if mapping.is_adapter and (match := _ADAPTER.fullmatch(name)):
             parts.setdefault(f"{match['module']}.{match['layer']}", {})[match["matrix"]] = mapping
-    found: dict[str, Adapters] = {}
+    found: dict[str, Merge] = {}
     for chunk in chunks:
         for local, _ in list(chunk.named_parameters()):
             path, _, kind = local.rpartition(".")
             mapping = mappings[global_name(chunk, local)]
-            found |= _install(chunk.get_submodule(path), kind, mapping, parts, shape, groups)
-    return ModelAdapters(found)
+            if (
+                adapters := _install(chunk.get_submodule(path), kind, mapping, parts, shape, groups, switch)
+            ) is not None:
+                found[mapping.parameter] = adapters.merged
+    return found
 
 
 def _install(
@@ -255,8 +212,9 @@ def _install(
     parts: Mapping[str, Mapping[str, WeightMapping]],
     shape: AdapterShape,
     groups: ShardGroups,
-) -> dict[str, Adapters]:
-    """Add the adapters of one parameter of a layer. Returns them by its name; nothing if there are none."""
+    switch: Switch,
+) -> Adapters | None:
+    """Add the adapters of one parameter of a layer, and return them; None: there are none."""
     path, widths, adapters = weight.parameter.rpartition(".")[0], dict[str, int](), dict[str, Adapter]()
     n_ranks = groups.etp_size if weight.domain == "expert" else groups.tp_size
     like = getattr(module, kind)
@@ -267,19 +225,19 @@ def _install(
             a, b = (_parameter(own[matrix], like, module, groups) for matrix in MATRICES)
             adapters[layer] = Adapter(a, b, shape.scale(own["A"].tensors[0].shape[0]))
     if not adapters:
-        return {}
+        return None
     if not hasattr(module, "adapters"):
         module.adapters = nn.ModuleDict()
     module.adapters.update(adapters)
-    made: Adapters
+    cut = weight.tensors[0].cut
     if isinstance(module, GroupedExperts):
-        made = experts = ExpertAdapters(weight.tensors[0].cut, widths, 1, adapters)
-        experts.attach(module, kind)
-    else:
-        n_units = weight.n_units // groups.tp_size if isinstance(weight, Column) and weight.n_units else 1
-        made = linear = LinearAdapters(weight.tensors[0].cut, widths, n_units, adapters)
-        linear.attach(module)
-    return {weight.parameter: made}
+        of_experts = ExpertAdapters(cut, widths, 1, adapters, switch)
+        of_experts.attach(module, kind)
+        return of_experts
+    n_units = weight.n_units // groups.tp_size if isinstance(weight, Column) and weight.n_units else 1
+    of_linear = LinearAdapters(cut, widths, n_units, adapters, switch)
+    of_linear.attach(module)
+    return of_linear
 
 
 def _parameter(mapping: WeightMapping, like: Tensor, module: Any, groups: ShardGroups) -> nn.Parameter:

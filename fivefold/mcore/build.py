@@ -26,6 +26,7 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.parameters import Parameter, Parameters, trained_parameters
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import Kernels, MegatronConfig
+from fivefold.engine.adapters import Switch
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
@@ -36,7 +37,7 @@ from fivefold.families.tensors import NONE, Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
-from fivefold.mcore.adapters import ModelAdapters, install_adapters
+from fivefold.mcore.adapters import install_adapters
 from fivefold.mcore.buffers import free_weights
 from fivefold.mcore.model import Decoder, named_tensors
 from fivefold.mcore.optimizer import Optimizer
@@ -80,8 +81,8 @@ class BuiltModel:
     state: TrainingState | None
     effective: dict[str, Any]
     """Values of all fields of Megatron-Core's configuration, by class."""
-    adapters: ModelAdapters | None
-    """The low-rank adapters of the layers; None: there are none."""
+    adapters: Switch | None
+    """Switches the low-rank adapters of the layers; None: there are none."""
 
 
 def build(
@@ -116,7 +117,10 @@ def build(
     bridge = _bridge(config, shape, folder, megatron, seed)
     provider = spec_provider(config.megatron.kernels)
     decoders = build_chunks(megatron, layout, shape, provider, replays=replays)
-    installed = install_adapters(decoders, bridge.mappings, shape.adapters, shards) if shape.adapters else None
+    switch = None
+    if shape.adapters is not None:
+        switch = Switch()
+        bridge.merging = install_adapters(decoders, bridge.mappings, shape.adapters, shards, switch)
     parameters = _name_parameters(decoders, bridge, layout, shards, NONE if training is None else training.trained)
     chunks: list[Any] = list(decoders)
     effective = {"TransformerConfig": settings.effective_values(megatron)}
@@ -152,7 +156,7 @@ def build(
         optimizer,
         state,
         effective,
-        installed,
+        switch,
     )
 
 

@@ -6,8 +6,8 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.hf_saver import Block, shared_blocks
+from fivefold.bridge.parameters import Parameter
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.base import (
@@ -47,7 +48,6 @@ from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuil
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.tensors import ADAPTERS, ALL, Trained
 from fivefold.layout.parallel import ParallelLayout, with_stages
-from fivefold.mcore.adapters import MergedWeights
 from fivefold.mcore.buffers import ChunkBuffers
 from fivefold.mcore.build import Training, build
 from fivefold.mcore.layers import PackedSequences
@@ -123,11 +123,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._routers = routers_of(built.decoders)
         self._replay = Replay(self._routers, self.shape) if replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
-        self._adapters = built.adapters
-        self._weights: Mapping[str, torch.Tensor] = built.parameters.tensors
-        """The weights as others see them: with the adapters merged."""
-        if built.adapters is not None:
-            self._weights = MergedWeights(built.parameters, built.adapters)
+        self.adapters = built.adapters
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
@@ -228,7 +224,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         if readers not in self._exports:
-            self._exports[readers] = self._bridge.export(self._weights, self._shards, readers=readers)
+            self._exports[readers] = self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
         return iter(self._exports[readers])
 
     def ema_weights(self, decay: float) -> EMAWeights:
@@ -240,20 +236,17 @@ class MegatronEngine(EngineBase[Optimizer]):
         return {parameter.name: parameter.values_N for parameter in self.parameters}
 
     def _blocks(self) -> Iterator[Block]:
-        if self._adapters is None:
-            return shared_blocks(self.parameters, self._shards)
         own = (each for each in self.parameters if not each.mapping.is_adapter)
-        merged = (replace(each, tensor=self._weights[each.name]) for each in own)
-        return shared_blocks(merged, self._shards)
+        return shared_blocks(map(self._merged, own), self._shards)
+
+    def _merged(self, parameter: Parameter) -> Parameter:
+        """Return a parameter with its adapters merged."""
+        merge = self._bridge.merging.get(parameter.name)
+        return parameter if merge is None else replace(parameter, tensor=merge(parameter.tensor.detach(), 0))
 
     def _adapter_blocks(self) -> Iterator[Block]:
         own = [parameter for parameter in self.parameters if parameter.mapping.is_adapter]
         return shared_blocks(own, self._shards)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
-        assert self._adapters is not None, "this model has no adapters"
-        return self._adapters.off()
 
     def load(self, folder: Path) -> None:
         """Load the training state; see `SavingVerbs.load`."""
