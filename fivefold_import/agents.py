@@ -59,12 +59,25 @@ def limit_turns(draft: Draft, limits: Mapping[str, int], length: int | None, fra
             draft.recipe[MAX_TURNS] = length
             draft.notes.append(f"{MAX_TURNS}={length}, as many as tokens: {framework} limits the tokens of an episode")
         return
-    least = min(limits.values())
-    draft.recipe[MAX_TURNS] = least
-    for key, limit in limits.items():
-        if limit == least:
-            draft.mapped(key, MAX_TURNS, least, "" if draft.get(key) == least else "completions of the model")
-        draft.implied(key, f"{MAX_TURNS}={least} ends an episode before")
+    limit(draft, MAX_TURNS, limits, "ends an episode before", changed="completions of the model")
+
+
+def limit(draft: Draft, to: str, limits: Mapping[str, int], effect: str, *, note: str = "", changed: str = "") -> None:
+    """Convert several limits of the same thing; the smallest counts.
+
+    Args:
+        draft: the conversion.
+        to: the recipe's key.
+        limits: the limits by the source's key.
+        effect: what the report says that the smallest one does, of the others.
+        note: what it says of the smallest one.
+        changed: what it says besides if that is another number than the source's.
+    """
+    least = draft.recipe[to] = min(limits.values())
+    for key, value in limits.items():
+        if value == least:
+            draft.mapped(key, to, least, note if draft.get(key) == least else changed)
+        draft.implied(key, f"{to}={least} {effect}")
 
 
 def limit_length(draft: Draft, length: int | None, why: str) -> None:

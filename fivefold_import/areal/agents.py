@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold_import import reasons
-from fivefold_import.agents import MAX_LENGTH, by_hand, has_turns, leave_open, limit_turns
+from fivefold_import.agents import MAX_LENGTH, by_hand, has_turns, leave_open, limit, limit_turns
 from fivefold_import.draft import Draft
 from fivefold_import.values import positive
 
@@ -69,11 +69,7 @@ def _limit_length(draft: Draft) -> None:
             draft.recipe[MAX_LENGTH] = min(contexts.values())
             draft.notes.append(f"{MAX_LENGTH}={draft.recipe[MAX_LENGTH]}: {' and '.join(contexts)}")
         return
-    least = draft.recipe[MAX_LENGTH] = min(limits.values())
-    for key, limit in limits.items():
-        if limit == least:
-            draft.mapped(key, MAX_LENGTH, least)
-        draft.implied(key, f"{MAX_LENGTH}={least} ends an episode before")
+    limit(draft, MAX_LENGTH, limits, "ends an episode before")
 
 
 # Rules, for the tables

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold_import import reasons
-from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, leave_open, player
+from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, leave_open, limit, player
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold_import.values import positive
@@ -83,11 +83,7 @@ def _lengths(draft: Draft) -> None:
     keys = (TOKENS, ENGINES_TOKENS, *(f"{OWN_ENVS}{tag}.{TOKENS}" for tag in played(draft)))
     limits = {key: value for key in keys if isinstance(value := draft.get(key), int) and value > 0}
     if limits:
-        draft.recipe["gconfig.max_new_tokens"] = min(limits.values())
-    for key, limit in limits.items():
-        if limit == min(limits.values()):
-            draft.mapped(key, "gconfig.max_new_tokens", limit, "tokens of a turn")
-        draft.implied(key, f"gconfig.max_new_tokens={min(limits.values())} limits each turn")
+        limit(draft, "gconfig.max_new_tokens", limits, "limits each turn", note="tokens of a turn")
     draft.implied("response_length", "sequence_length limits the episode")
 
 
@@ -97,10 +93,10 @@ def _turns(draft: Draft) -> None:
     limits = {key: value for key in keys if isinstance(value := draft.get(key), int) and value > 0}
     if not limits:
         return
-    own = {key: limit for key, limit in limits.items() if key != TURNS}
+    own = {key: value for key, value in limits.items() if key != TURNS}
     most = draft.recipe[MAX_TURNS] = max((own or limits).values())
-    for key, limit in limits.items():
-        if limit == most:
+    for key, value in limits.items():
+        if value == most:
             draft.mapped(key, MAX_TURNS, most)
         if key == TURNS:
             draft.implied(key, f"only {OWN_ENVS}* reads this")
