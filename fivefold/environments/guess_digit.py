@@ -33,8 +33,8 @@ def play(base_url: str, prompt: str, ground_truth: str) -> float:
     game.reset(ground_truth)
     text, reward, is_over = prompt, 0.0, False
     for _ in range(3):
-        reply = urllib3.request("POST", f"{base_url}/completions", json={"prompt": text}, retries=False).json()
-        move = reply["choices"][0]["text"]
+        reply = urllib3.request("POST", f"{base_url}/completions", json={"prompt": text}, retries=False, timeout=None)
+        move = reply.json()["choices"][0]["text"]
         hint, reward, is_over = game.step(move)
         if is_over:
             break

@@ -114,7 +114,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Episode]]:
 
 
 def post(base_url: str, path: str, **body: Any) -> Any:
-    return urllib3.request("POST", f"{base_url}/{path}", json=body, retries=False).json()
+    return urllib3.request("POST", f"{base_url}/{path}", json=body, retries=False, timeout=60).json()
 
 
 def ask(base_url: str, messages: Sequence[Any], **body: Any) -> Any:

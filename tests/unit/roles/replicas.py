@@ -114,7 +114,7 @@ class Worker(TrainerWorker):
         self.rank = rank
         self.engine: Any = engine
         self._reference: Any = reference
-        self.spec: Any = SimpleNamespace(offloads_reference=False)
+        self.spec: Any = SimpleNamespace(offloads_reference=False, reference_is_base=False)
         self._peaks = PeakMemory()
         self._first_ranks = list(range(n))
         self._meeting = meeting
