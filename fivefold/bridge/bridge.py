@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.audit import WeightMismatchError, check_files, check_model
 from fivefold.bridge.decoder import expected_tensors, mappings
-from fivefold.bridge.export import Export, Merge, over_stages
+from fivefold.bridge.export import Export, Merge, Rows, over_stages, rows_of
 from fivefold.bridge.finite import is_finite, not_finite_error
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import WeightMapping
@@ -93,6 +93,7 @@ class Bridge:
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
+        rows: Rows = rows_of,
     ) -> Iterable[Stack]:
         """Return what yields every Hugging Face tensor, full, on the ranks that read them; on others, `meta` outlines.
 
@@ -107,6 +108,7 @@ class Bridge:
             groups: this rank's place.
             dtype: what tensors are converted to before they are sent; None leaves them as they are.
             readers: the ranks that read the tensors; None: all.
+            rows: what reads rows of a parameter.
 
         Raises:
             WeightMismatchError: on every rank, unless `parameters` are all of the model's, in their shapes.
@@ -119,6 +121,7 @@ class Bridge:
             groups,
             dtype=dtype,
             readers=readers,
+            rows=rows,
             bucket_bytes=self._bucket_bytes,
             merging=self.merging,
         )

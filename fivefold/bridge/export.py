@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import Domain, WeightMapping
-from fivefold.bridge.participants import Part, find_part
+from fivefold.bridge.participants import find_part
 from fivefold.families.tensors import Shape
 from fivefold.weights.stream import Stack
 
@@ -29,6 +29,8 @@ from fivefold.weights.stream import Stack
 _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 Merge = Callable[[Tensor, int], Tensor]
 """Adds adapters to a shard of a parameter, or to some of its experts from a number on."""
+Rows = Callable[[str, Tensor, int, int], Tensor]
+"""Returns rows of a parameter on its device: its name, the parameter, the first row, and their number."""
 _DOMAINS: tuple[Domain, ...] = ("replicated", "tensor", "expert")
 
 
@@ -80,6 +82,7 @@ class Export:
         groups: this rank's place.
         dtype: what tensors are converted to before they are sent; None leaves them as they are.
         readers: the ranks that read the tensors; None: all.
+        rows: what reads rows of a tensor.
         bucket_bytes: most bytes of full tensors that exist at one time, unless one parameter is larger.
         merging: what merges the adapters of a parameter into it, by the parameter's name.
     """
@@ -92,10 +95,11 @@ class Export:
         *,
         dtype: torch.dtype | None,
         readers: frozenset[int] | None,
+        rows: Rows,
         bucket_bytes: int,
         merging: Mapping[str, Merge],
     ) -> None:
-        self._tensors, self._groups = tensors, groups
+        self._tensors, self._groups, self._rows = tensors, groups, rows
         self._part = find_part(groups, readers)
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in tensors.items()}
         stages = over_stages(specs, groups)
@@ -111,9 +115,72 @@ class Export:
 
     def __iter__(self) -> Iterator[Stack]:
         for bucket in self._buckets:
-            for item, shards in zip(bucket, gather(bucket, self._tensors, self._groups, self._part), strict=True):
+            for item, shards in zip(bucket, self._gathered(bucket), strict=True):
                 for stack in item.merged(shards):
                     yield Stack(stack.names, stack.tensors.contiguous())
+
+    def _gathered(self, bucket: Sequence[Item]) -> list[Tensor]:
+        """Return the shards of every item, of one stage and dtype; on ranks that do not read them, without content.
+
+        They are [n_shards, *shape] each.
+        """
+        groups, part = self._groups, self._part
+        if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):
+            return [self._local(item).unsqueeze(0) if part.reads else _outline(item) for item in bucket]
+        is_owner = bucket[0].stage == groups.pp_rank
+        shards: dict[int, Tensor] = {}
+        if part.holds or (is_owner and (part.tensor or part.etp)):
+            device = next(iter(self._tensors.values())).device
+            buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
+            start = 0
+            for domain in _DOMAINS:
+                places = [place for place, item in enumerate(bucket) if item.mapping.domain == domain]
+                if not places:
+                    continue
+                items = [bucket[place] for place in places]
+                end = start + sum(item.nbytes for item in items)
+                region = buffer[start:end].view(items[0].dtype).view(items[0].n_shards, -1)
+                if is_owner:
+                    self._gather_domain(region, items)
+                parts = torch.split(region, [prod(item.shape) for item in items], dim=1)
+                shards.update(zip(places, parts, strict=True))
+                start = end
+            if groups.pp_size > 1 and part.holds:
+                dist.broadcast(buffer, group=groups.pp_group, group_src=bucket[0].stage)
+        return [
+            shards[place].view(item.n_shards, *item.shape) if part.reads else _outline(item)
+            for place, item in enumerate(bucket)
+        ]
+
+    def _local(self, item: Item) -> Tensor:
+        name = item.mapping.parameter
+        shard = self._rows(name, self._tensors[name], item.first, item.shape[0])
+        return (shard if item.merge is None else item.merge(shard, item.first)).to(item.dtype)
+
+    def _gather_domain(self, region: Tensor, items: Sequence[Item]) -> None:
+        """Fill `region` [n_shards, elements] with the shards of items of one domain, as far as this rank takes part."""
+        groups, part, domain = self._groups, self._part, items[0].mapping.domain
+        takes_part = {"replicated": part.holds, "tensor": part.tensor, "expert": part.etp}[domain]
+        if not takes_part:
+            return
+        local = torch.cat([self._local(item).flatten() for item in items])
+        if domain == "tensor" and groups.tp_size > 1:
+            all_gather(region, local, groups.tp_group)
+            return
+        if domain == "expert" and groups.etp_size > 1:
+            expert_shards = region if groups.ep_size == 1 else local.new_empty(groups.etp_size, local.numel())
+            all_gather(expert_shards, local, groups.etp_group)
+            local = expert_shards
+        if domain == "expert" and groups.ep_size > 1:
+            if part.ep:
+                all_gather(region, local, groups.ep_group)
+        elif local is not region:
+            region.copy_(local)
+
+
+def rows_of(name: str, tensor: Tensor, first: int, count: int) -> Tensor:
+    """Return rows of a tensor that is on its device."""
+    return tensor.detach()[first : first + count]
 
 
 def over_stages(value: Any, groups: ShardGroups) -> list[Any]:
@@ -141,74 +208,9 @@ def buckets(items: Sequence[Item], max_bytes: int) -> Iterator[list[Item]]:
         yield bucket
 
 
-def gather(bucket: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups, part: Part) -> list[Tensor]:
-    """Return the shards of every item, [n_shards, *shape] each; on ranks that do not read them, without content.
-
-    Args:
-        bucket: items of one stage and dtype.
-        tensors: tensors of this rank, by Megatron name.
-        groups: this rank's place.
-        part: what this rank does.
-    """
-    if groups.pp_size == 1 and all(item.n_shards == 1 for item in bucket):
-        return [_local(item, tensors).unsqueeze(0) if part.reads else _outline(item) for item in bucket]
-    is_owner = bucket[0].stage == groups.pp_rank
-    shards: dict[int, Tensor] = {}
-    if part.holds or (is_owner and (part.tensor or part.etp)):
-        device = next(iter(tensors.values())).device
-        buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
-        start = 0
-        for domain in _DOMAINS:
-            places = [place for place, item in enumerate(bucket) if item.mapping.domain == domain]
-            if not places:
-                continue
-            items = [bucket[place] for place in places]
-            end = start + sum(item.nbytes for item in items)
-            region = buffer[start:end].view(items[0].dtype).view(items[0].n_shards, -1)
-            if is_owner:
-                _gather_domain(region, items, tensors, groups, part)
-            parts = torch.split(region, [prod(item.shape) for item in items], dim=1)
-            shards.update(zip(places, parts, strict=True))
-            start = end
-        if groups.pp_size > 1 and part.holds:
-            dist.broadcast(buffer, group=groups.pp_group, group_src=bucket[0].stage)
-    return [
-        shards[place].view(item.n_shards, *item.shape) if part.reads else _outline(item)
-        for place, item in enumerate(bucket)
-    ]
-
-
 def _outline(item: Item) -> Tensor:
     """Return shards of an item without content."""
     return torch.empty((item.n_shards, *item.shape), dtype=item.dtype, device="meta")
-
-
-def _local(item: Item, tensors: Mapping[str, Tensor]) -> Tensor:
-    shard = tensors[item.mapping.parameter].detach()[item.first : item.first + item.shape[0]]
-    return (shard if item.merge is None else item.merge(shard, item.first)).to(item.dtype)
-
-
-def _gather_domain(
-    region: Tensor, items: Sequence[Item], tensors: Mapping[str, Tensor], groups: ShardGroups, part: Part
-) -> None:
-    """Fill `region` [n_shards, elements] with the shards of items of one domain, as far as this rank takes part."""
-    domain = items[0].mapping.domain
-    takes_part = {"replicated": part.holds, "tensor": part.tensor, "expert": part.etp}[domain]
-    if not takes_part:
-        return
-    local = torch.cat([_local(item, tensors).flatten() for item in items])
-    if domain == "tensor" and groups.tp_size > 1:
-        all_gather(region, local, groups.tp_group)
-        return
-    if domain == "expert" and groups.etp_size > 1:
-        expert_shards = region if groups.ep_size == 1 else local.new_empty(groups.etp_size, local.numel())
-        all_gather(expert_shards, local, groups.etp_group)
-        local = expert_shards
-    if domain == "expert" and groups.ep_size > 1:
-        if part.ep:
-            all_gather(region, local, groups.ep_group)
-    elif local is not region:
-        region.copy_(local)
 
 
 def all_gather(out: Tensor, local: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -79,7 +79,11 @@ class TrainingEngine(Protocol):
         """
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
-        """Do what `export_weights` does, with the experts of a layer in a few stacks."""
+        """Do what `export_weights` does, with the experts of a layer in a few stacks.
+
+        On Megatron-Core, the weights of a model that is trained in part may be offloaded: the trained ones come back to
+        the device, and the others pass through it.
+        """
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute the model without its adapters inside the block; the engine must have been built with some."""

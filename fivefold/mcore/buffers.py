@@ -5,7 +5,9 @@ A parameter that is not trained has its own memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -38,11 +40,19 @@ class ChunkBuffers:
             buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         """DDP's buffers, each with the data of several parameters and of their gradients."""
-        apart = [each.tensor.data for each in parameters if not each.has_gradient and not each.mapping.keeps_float32]
+        self._trained = [Parkable(buffer.param_data) for buffer in self.buffers]
+        # A model without an optimizer may follow another one, and then changes.
+        self._apart = {
+            each.name: Parkable(each.tensor.data, is_constant=bool(self._chunks))
+            for each in parameters
+            if not each.has_gradient and not each.mapping.keeps_float32
+        }
         self._parkable: dict[Offloadable, list[Parkable]] = {
-            "params": [Parkable(data) for data in (*(buffer.param_data for buffer in self.buffers), *apart)],
+            "params": [*self._trained, *self._apart.values()],
             "grads": [Parkable(buffer.grad_data) for buffer in self.buffers],
         }
+        self.has_frozen = bool(self._chunks and self._apart)
+        """Whether the model is trained, but some of its weights are not."""
         self.has_gradients = False
         """Whether the buffers have the gradient of an earlier mini-batch, reduced over the ranks."""
 
@@ -82,3 +92,27 @@ class ChunkBuffers:
         return sum(
             tensor.fetch(keep_values=kind == "params") for kind in what for tensor in self._parkable.get(kind, ())
         )
+
+    @contextmanager
+    def trained_on_device(self) -> Iterator[None]:
+        """Bring back parked weights that are trained inside the block, but none of the others."""
+        for tensor in self._trained:
+            tensor.fetch(keep_values=True)
+        yield
+        for tensor in self._trained:
+            tensor.park(keep_values=True)
+
+    def rows(self, name: str, tensor: Tensor, first: int, count: int) -> Tensor:
+        """Return rows of a weight on its device, also of a parked one that is not trained.
+
+        Args:
+            name: the parameter's name.
+            tensor: the parameter.
+            first: the first of the rows.
+            count: their number.
+        """
+        parked = self._apart.get(name)
+        if parked is None or not parked.is_parked:
+            return tensor.detach()[first : first + count]
+        width = prod(tensor.shape[1:]) * tensor.element_size()
+        return parked.read(first * width, (first + count) * width).view(tensor.dtype).view(count, *tensor.shape[1:])

@@ -222,10 +222,18 @@ class MegatronEngine(EngineBase[Optimizer]):
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
-        self._require("params")
+        if not self._buffers.has_frozen:
+            self._require("params")
         if readers not in self._exports:
-            self._exports[readers] = self._bridge.export(self.parameters.tensors, self._shards, readers=readers)
-        return iter(self._exports[readers])
+            self._exports[readers] = self._bridge.export(
+                self.parameters.tensors, self._shards, readers=readers, rows=self._buffers.rows
+            )
+        return self._from_host(self._exports[readers]) if "params" in self._away else iter(self._exports[readers])
+
+    def _from_host(self, export: Iterable[Stack]) -> Iterator[Stack]:
+        """Yield whole weights that were offloaded: at once, only what is trained comes back to the device."""
+        with self._buffers.trained_on_device():
+            yield from export
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""

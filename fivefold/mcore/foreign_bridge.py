@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.bridge.audit import check_model
 from fivefold.bridge.bridge import Bridge, checked_source, not_finite_weights
-from fivefold.bridge.export import over_stages
+from fivefold.bridge.export import Rows, over_stages, rows_of
 from fivefold.bridge.finite import is_finite
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
@@ -88,8 +88,9 @@ class ForeignBridge(Bridge, ABC):
         *,
         dtype: torch.dtype | None = None,
         readers: frozenset[int] | None = None,
+        rows: Rows = rows_of,
     ) -> Iterable[Stack]:
-        """Return what yields every Hugging Face tensor as the package exports it; see `Bridge.export`."""
+        """Return what yields every Hugging Face tensor as the package exports it, which reads weights by itself."""
         reads = readers is None or torch.distributed.get_rank() in readers
         return _TheirExport(lambda: self._exported(parameters, groups), dtype, reads)
 

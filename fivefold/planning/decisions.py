@@ -28,6 +28,12 @@ class WhileGenerating:
     """Bytes of each device that they keep."""
     offloaded: tuple[Offloadable, ...]
     """What the actor moves off the devices."""
+    streams_frozen: bool = False
+    """Whether weights that the actor does not train are sent to the rollout from host memory."""
+
+
+ALWAYS_ON_DEVICE = WhileGenerating(0, ())
+"""No role waits for the rollout."""
 
 
 def while_generating(
@@ -45,7 +51,7 @@ def while_generating(
             cluster.
     """
     found = _estimate(recipe, folders, gpu_memory, None)
-    return WhileGenerating(found.rollouts[0].others, found.offloaded)
+    return WhileGenerating(found.rollouts[0].others, found.offloaded, found.streams_frozen)
 
 
 def copies_state(

@@ -17,7 +17,13 @@ from fivefold.planning.inputs import Inputs, leaves_if, offload_steps
 from fivefold.planning.memory import RankMemory
 from fivefold.planning.model_estimate import estimate_model, estimate_rollout
 from fivefold.planning.problems import notes_of, problems_of, rollout_problems
-from fivefold.planning.sending import copied_weights, kept_while_sending, overlapping_bytes, sending_bytes
+from fivefold.planning.sending import (
+    copied_weights,
+    kept_while_sending,
+    may_stream_frozen,
+    overlapping_bytes,
+    sending_bytes,
+)
 from fivefold.planning.sharing import Sharing
 from fivefold.weights.table import pick
 
@@ -36,7 +42,16 @@ def estimate(inputs: Inputs) -> Estimate:
     sharing, rollouts = _offloading(Sharing(inputs, placement, models))
     models = {role: replace(model, others=sharing.others(role)) for role, model in models.items()}
     copies_state, needed = _host_memory(inputs, placement, models, sharing.offloaded)
-    found = Estimate(inputs, placement, tuple(models.values()), rollouts, sharing.offloaded, copies_state, needed)
+    found = Estimate(
+        inputs,
+        placement,
+        tuple(models.values()),
+        rollouts,
+        sharing.offloaded,
+        copies_state,
+        needed,
+        streams_frozen=sharing.streams_frozen,
+    )
     return replace(found, problems=tuple(problems_of(found)), notes=tuple(notes_of(found)))
 
 
@@ -72,20 +87,28 @@ def _offloading(sharing: Sharing) -> tuple[Sharing, tuple[RolloutEstimate, ...]]
     """Let the actor offload as little as leaves its rollouts enough room, and return the rollouts then."""
     inputs, generating = sharing.inputs, [placed for placed in sharing.placement.roles if not placed.layout.is_training]
     rollouts: tuple[RolloutEstimate, ...] = ()
-    for offloaded in _offload_steps(sharing, [placed.role for placed in generating]):
-        sharing = replace(sharing, offloaded=offloaded)
+    for offloaded, streams_frozen in _offload_steps(sharing, [placed.role for placed in generating]):
+        sharing = replace(sharing, offloaded=offloaded, streams_frozen=streams_frozen)
         rollouts = tuple(_rollout(sharing, placed) for placed in generating)
         if all(_has_room(rollout, inputs) for rollout in rollouts):
             break
     return sharing, rollouts
 
 
-def _offload_steps(sharing: Sharing, generating: list[str]) -> Iterator[tuple[Offloadable, ...]]:
-    """Yield what the actor could offload, from the least to the most; nothing if no rollout shares its GPUs."""
-    if sharing.inputs.on_gpus and any("actor" in sharing.placement.sharers(role) for role in generating):
-        yield from offload_steps(sharing.inputs.actor.leaves)
-    else:
-        yield ()
+def _offload_steps(sharing: Sharing, generating: list[str]) -> Iterator[tuple[tuple[Offloadable, ...], bool]]:
+    """Yield what the actor could offload, and whether frozen weights are sent from host memory, from the least on.
+
+    It is nothing if no rollout shares its GPUs.
+    """
+    offloaded: tuple[Offloadable, ...] = ()
+    if not sharing.inputs.on_gpus or not any("actor" in sharing.placement.sharers(role) for role in generating):
+        yield offloaded, False
+        return
+    for offloaded in offload_steps(sharing.inputs.actor.leaves):
+        yield offloaded, False
+    actor = sharing.models["actor"]
+    if may_stream_frozen(actor.placed.layout, actor.memory, offloaded):
+        yield offloaded, True
 
 
 def _rollout(sharing: Sharing, placed: RolePlacement) -> RolloutEstimate:
@@ -94,7 +117,8 @@ def _rollout(sharing: Sharing, placed: RolePlacement) -> RolloutEstimate:
     arriving = rollout.memory.weights + sharing.asleep(role) + others
     if "actor" in sharing.placement.sharers(role):
         stages = sharing.models["actor"].memory
-        arriving += max(kept_while_sending(stage, sharing.offloaded) for stage in stages) - sharing.kept("actor", role)
+        kept = (kept_while_sending(stage, sharing.offloaded, streams_frozen=sharing.streams_frozen) for stage in stages)
+        arriving += max(kept) - sharing.kept("actor", role)
     return replace(rollout, arriving=arriving)
 
 

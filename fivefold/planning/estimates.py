@@ -77,6 +77,8 @@ class Estimate:
     """Host memory that the roles need, by node."""
     problems: tuple[str, ...] = ()
     """Reasons why it cannot run, one per line."""
+    streams_frozen: bool = False
+    """Whether weights that the actor does not train go to the rollout from host memory."""
     notes: tuple[str, ...] = ()
     """What is wasteful or uncertain though it runs, one per line."""
 

@@ -66,6 +66,8 @@ class RankMemory:
     """CUDA context and NCCL, which are not in torch's statistics."""
     host_reference: int = 0
     """Host memory of a reference's weights that are off the GPU, and of its EMA."""
+    frozen: int = 0
+    """Bytes of `weights` that are not trained, and may pass through the GPU part by part on their way to a rollout."""
 
     @property
     def resident(self) -> int:
@@ -148,6 +150,7 @@ def _stage_memory(
         temporaries=temporaries,
         buffers=_buffers(layout, shape, work, stream),
         context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
+        frozen=weights - parameters.total * work.element_bytes,
     )
 
 

@@ -195,6 +195,8 @@ def _rollout_turns(estimate: Estimate, rollout: RolloutEstimate) -> Iterator[str
     moved = _parts(models["actor"], estimate.offloaded) if "actor" in sharers else []
     stay = f"{' and '.join(staying)} stay on the devices" if staying else "nothing stays"
     go = f", and the {' and '.join(moved)} of actor are offloaded" if moved else ""
+    if estimate.streams_frozen:
+        go += ", and frozen weights are sent from host memory"
     yield (
         f"{role} and {' and '.join(sharers)} take turns on the same devices: {role} sleeps while they train or score; "
         f"while it generates, {stay}{go}"

@@ -152,7 +152,9 @@ class Cluster:
     def _may_keep(self, stage: RankMemory) -> bool:
         if self.most_kept is None:
             return True
-        arriving = max(engine.weights for engine in self.engines) + kept_while_sending(stage, self.offloadable)
+        streams = self.backend == "megatron" and "params" in self.offloadable
+        kept = kept_while_sending(stage, self.offloadable, streams_frozen=streams)
+        arriving = max(engine.weights for engine in self.engines) + kept
         return stage.kept(self.offloadable) <= self.most_kept and arriving + self.reserved <= self.gpu.memory
 
     def memory(

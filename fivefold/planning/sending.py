@@ -6,7 +6,7 @@ needs a copy to send from.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from fivefold.config.schema.role import Offloadable
 from fivefold.families.shape import ModelShape
@@ -16,6 +16,10 @@ from fivefold.planning.inputs import Inputs
 from fivefold.planning.memory import RankMemory
 from fivefold.weights.table import overlaps, pick
 from fivefold.weights.transport import GATHER_BYTES, Transport
+
+_MERGING = 7
+"""Copies of a part of the weights, in their dtype, while adapters are merged into it: in float32, the weights, what is
+added in two arrangements, and the sum."""
 
 
 def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transport, *, element_bytes: int) -> int:
@@ -29,17 +33,31 @@ def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transpor
     """
     largest = element_bytes * shape.hidden * max(shape.vocab, shape.ffn_hidden if not all(shape.moe_layers) else 0)
     is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
-    return transport.device_bytes(largest) + (max(GATHER_BYTES, largest) if is_cut else 0)
+    merging = 0 if shape.adapters is None else _MERGING * GATHER_BYTES
+    return transport.device_bytes(largest) + (max(GATHER_BYTES, largest) if is_cut else 0) + merging
 
 
-def kept_while_sending(stage: RankMemory, offloaded: Collection[Offloadable]) -> int:
+def kept_while_sending(stage: RankMemory, offloaded: Collection[Offloadable], *, streams_frozen: bool) -> int:
     """Return the bytes that a rank of the actor has on its GPU while its weights go to the rollout.
 
     Args:
         stage: its memory, with the buckets.
         offloaded: what it moves off the GPU for the rollout.
+        streams_frozen: whether weights that are not trained stay in host memory, and pass through the GPU.
     """
-    return stage.kept([part for part in offloaded if part != "params"]) + stage.sending
+    kept = stage.kept([part for part in offloaded if part != "params"]) + stage.sending
+    return kept - stage.frozen if streams_frozen else kept
+
+
+def may_stream_frozen(layout: ParallelLayout, stages: Iterable[RankMemory], leaves: Collection[Offloadable]) -> bool:
+    """Return whether weights may go to a rollout from host memory: there are some that are not trained.
+
+    Args:
+        layout: layout of the actor.
+        stages: memory of a rank of each stage.
+        leaves: what may be offloaded.
+    """
+    return layout.backend == "megatron" and "params" in leaves and any(stage.frozen for stage in stages)
 
 
 def overlapping_transport(inputs: Inputs, placement: Placement) -> Transport | None:

@@ -22,6 +22,8 @@ class Sharing:
     models: Mapping[str, ModelEstimate]
     offloaded: tuple[Offloadable, ...] = ()
     """What the actor moves off its GPUs for a rollout."""
+    streams_frozen: bool = False
+    """Whether weights that the actor does not train go to a rollout from host memory."""
 
     def others(self, worker: str) -> int:
         """Return the bytes that all other roles keep on the GPUs of a role while it works."""

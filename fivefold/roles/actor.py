@@ -19,16 +19,25 @@ from fivefold.weights.host_memory import THROUGH_HOST
 class Actor(TrainedModel):
     """The actor's methods; each runs in all of its processes."""
 
-    def __init__(self, trainer: Trainer, away: tuple[Offloadable, ...] = (), *, verifies: bool = False) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        away: tuple[Offloadable, ...] = (),
+        *,
+        streams_frozen: bool = False,
+        verifies: bool = False,
+    ) -> None:
         """Take the processes.
 
         Args:
             trainer: the processes.
             away: what moves off the devices while a rollout that shares them is awake. The weights are added if the
                 rollout's cache does not fit next to them.
+            streams_frozen: whether weights that are not trained stay in host memory while they are sent to the rollout.
             verifies: whether weights have checksums where they are sent to a model that follows the actor.
         """
         super().__init__(trainer, Turn(away))
+        self.streams_frozen = streams_frozen
         self._verifies = verifies
 
     def advantage_moments(self, batch: RemoteBatch, change: BatchChange) -> Moments:

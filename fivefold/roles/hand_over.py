@@ -55,7 +55,8 @@ class RolesInTurn(Roles):
 
         Two copies of the weights are then on the devices, and nothing else that can wait: gradients and optimizer state
         leave before, and the rollout's cache, which takes what the others leave, comes once the actor has freed the
-        rest. A server that has died while it slept is started again.
+        rest. Where two copies do not fit, the weights that the actor does not train come from host memory. A server
+        that has died while it slept is started again.
         """
         actor, room = self.actor, CacheRoom(self.rollout.device_share)
         if self.rollout.version is not None:
@@ -63,7 +64,8 @@ class RolesInTurn(Roles):
             with self.training(timers):
                 pass
         with timers.phase("hand-over"):
-            actor.offload([kind for kind in actor.away if kind != "params"])
+            waiting = [kind for kind in actor.away if kind != "params" or actor.streams_frozen]
+            actor.offload(waiting)
             actor.release()
             free = actor.free_memory()
             while not self.rollout.wake_weights():
@@ -73,7 +75,7 @@ class RolesInTurn(Roles):
                 self.rollout.revive()
                 free = actor.free_memory()
             room.weights_woke(free, actor.free_memory())
-            actor.onload([kind for kind in actor.away if kind == "params"])
+            actor.onload([kind for kind in actor.away if kind not in waiting])
         super()._send_weights(version, timers)
         with timers.phase("hand-over"):
             actor.release()

@@ -20,7 +20,7 @@ from fivefold.engine.contract import Offloadable
 from fivefold.engine.packing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.layout.placement import Placement
-from fivefold.planning.decisions import WhileGenerating, copies_state, while_generating
+from fivefold.planning.decisions import ALWAYS_ON_DEVICE, WhileGenerating, copies_state, while_generating
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models, Roles
 from fivefold.roles.frozen import FrozenModel, HostedModel
@@ -60,7 +60,7 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         groups, together = session.launch(replicas), []
         groups["rollout"].call(RolloutWorker.sleep)
     groups |= _start(session, recipe, placement, specs, together)
-    models = _models(recipe, placement, specs, groups, waiting.offloaded, verifies=route.checksum)
+    models = _models(recipe, placement, specs, groups, waiting, verifies=route.checksum)
     in_turn = bool(placement.sharers("rollout"))
     is_server = placement["rollout"].layout.is_server
     rollout = Rollout(groups["rollout"], shares_devices=in_turn, is_server=is_server)
@@ -130,7 +130,7 @@ def _models(
     placement: Placement,
     specs: Mapping[str, TrainerSpec],
     groups: Mapping[str, WorkerGroup],
-    offloaded: tuple[Offloadable, ...] = (),
+    waiting: WhileGenerating = ALWAYS_ON_DEVICE,
     *,
     verifies: bool = False,
 ) -> Models:
@@ -141,14 +141,19 @@ def _models(
         placement: the roles on their devices.
         specs: what the processes were built from, by role.
         groups: the processes, by role.
-        offloaded: what the actor moves off its devices while a rollout is awake there.
+        waiting: how the actor waits while a rollout is awake on its devices.
         verifies: whether the actor's weights have checksums where they are sent.
     """
     roles = roles_of(recipe)
-    actor = Actor(_trainer(groups["actor"], specs["actor"]), offloaded, verifies=verifies)
+    actor = Actor(
+        _trainer(groups["actor"], specs["actor"]),
+        waiting.offloaded,
+        streams_frozen=waiting.streams_frozen,
+        verifies=verifies,
+    )
     further = {
         name: TrainedModel(
-            _trainer(groups[name], spec), _turn(roles[name], placement, actor, offloaded or _asked(recipe))
+            _trainer(groups[name], spec), _turn(roles[name], placement, actor, waiting.offloaded or _asked(recipe))
         )
         for name, spec in specs.items()
         if name != "actor" and roles[name].trained is not None
@@ -256,7 +261,7 @@ def _while_generating(recipe: TrainRecipe, placement: Placement, gpu_memory: int
     """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
     sharers = placement.sharers("rollout")
     if not sharers:
-        return WhileGenerating(0, ())
+        return ALWAYS_ON_DEVICE
     if placement.is_cpu:
         return WhileGenerating(0, _asked(recipe) if "actor" in sharers else ())
     return while_generating(recipe, _folders(recipe), gpu_memory=gpu_memory)

@@ -57,3 +57,21 @@ def test_a_gpu_without_room_for_both_copies_is_a_problem() -> None:
     assert any(
         line.startswith("rollout: while new weights arrive, a GPU holds 100.8 GB, of the 84.9") for line in problems
     )
+
+
+def test_frozen_weights_are_sent_from_the_host_where_two_copies_do_not_fit() -> None:
+    alone = ("actor.backend=megatron:d1", "rollout.backend=vllm:d1", "cluster.n_gpus_per_node=1", "actor.lora.rank=32")
+    short = (*alone, "actor.mb_spec.max_tokens_per_mb=8192", "cluster.host_memory_gib=128")
+    actor, rollout, problems = roles("h100-80g", *short)
+    asleep = 4_600_000_000
+    trained = actor["weights"] - actor["frozen"]
+    assert 0.3e9 < trained < 1e9
+    assert rollout["memory"]["arriving"] == pytest.approx(
+        rollout["memory"]["weights"] + asleep + trained + actor["context"] + actor["sending"], abs=1e8
+    )
+    assert problems == []
+    _, roomy, problems = roles("h200-141g", *short)
+    assert roomy["memory"]["arriving"] == pytest.approx(rollout["memory"]["arriving"] + actor["frozen"], abs=1e8)
+    assert problems == []
+    _, _, problems = roles("h100-80g", *short, "actor.offload.params=false")
+    assert any("rollout: a rank needs" in line or "while new weights arrive" in line for line in problems)

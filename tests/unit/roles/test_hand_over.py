@@ -92,10 +92,11 @@ class SharedGroup:
 
 
 class SharedActor(Actor):
-    def __init__(self, device: Device, offloaded: tuple[Offloadable, ...]) -> None:
+    def __init__(self, device: Device, offloaded: tuple[Offloadable, ...], *, streams_frozen: bool = False) -> None:
         layout = parse_role("megatron:d2").resolve(2)
         planner = BatchPlanner.of(EngineConfig(path="nowhere"), layout, find_shape("Qwen3-0.6B"))
-        super().__init__(Trainer(SharedGroup(device), planner), away=offloaded)  # type: ignore[arg-type]
+        trainer = Trainer(SharedGroup(device), planner)  # type: ignore[arg-type]
+        super().__init__(trainer, away=offloaded, streams_frozen=streams_frozen)
         self._device = device
         for kind, size in SIZES.items():
             device.set(kind, size)
@@ -110,9 +111,11 @@ class SharedSync(WeightSync):
 
     def __init__(self, device: Device, rollout: SharedRollout) -> None:
         self._device, self._rollout = device, rollout
+        self.needs = PARAMS
+        """Bytes of the actor's weights on the device while they are sent."""
 
     def send(self, version: int) -> None:
-        assert self._device.used["params"] == PARAMS
+        assert self._device.used["params"] == self.needs
         self._device.set("buckets", BUCKETS)
         self._rollout.take_weights(version)
         self._device.set("buckets", 0)
@@ -142,6 +145,22 @@ def test_the_cache_comes_last_and_gets_all_that_the_actor_leaves(offloaded: tupl
         assert rollout.used_while_sent == PARAMS + PARAMS + BUCKETS + kept - ("params" not in offloaded) * PARAMS
     assert device.peak == memory
     assert set(timers.take()) == {"hand-over", "weight sync"}
+
+
+def test_weights_that_are_sent_from_the_host_are_never_on_the_device_twice() -> None:
+    device, timers = Device(), PhaseTimers()
+    actor = SharedActor(device, OFFLOADABLE, streams_frozen=True)
+    rollout = SharedRollout(device, PARAMS + BUCKETS)
+    roles = roles_of(actor, rollout)
+    assert isinstance(roles.sync, SharedSync)
+    roles.sync.needs = 0
+    for step in range(3):
+        if step > 0:
+            with roles.training(timers):
+                actor.train()
+        roles.send_weights(step, timers)
+        assert rollout.used_while_sent == PARAMS + BUCKETS
+        assert device.used["params"] == 0
 
 
 class ServerRollout(SharedRollout):
