@@ -30,6 +30,8 @@ class PackedAttention:
     attend to."""
     second_keys_K: torch.Tensor | None = None
     """int64 [K2]: the same for the second chunks."""
+    spans: tuple[int, ...] = ()
+    """Tokens of each packed sequence, padding included; with context parallelism, of the whole sequences."""
 
 
 def zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
@@ -62,7 +64,7 @@ def zigzag_attention(
             start += span
         keys.append(torch.cat(prefixes).to(device, non_blocking=True))
     plan = plan_attention(entries, flash=flash, device=device)
-    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1])
+    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1], spans=tuple(spans))
 
 
 def gathered_keys(local: torch.Tensor, packed: PackedAttention, cp_group: dist.ProcessGroup) -> torch.Tensor:

@@ -16,6 +16,7 @@ from fivefold.families.qwen2 import QWEN2
 from fivefold.families.qwen2_moe import QWEN2_MOE
 from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_moe import QWEN3_MOE
+from fivefold.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -25,6 +26,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
         MIXTRAL,
         GLM4_MOE,
         GLM4_MOE_LITE,

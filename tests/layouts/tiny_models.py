@@ -72,6 +72,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2MoeConfig",
         {**_BASE, **_MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        # A key head serves two value heads; gated delta nets and attention layers both come with and without experts.
+        {
+            **_QWEN3_MOE,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         {
@@ -160,7 +176,10 @@ def save_models(folder: Path) -> None:
 
 def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits."""
-    if tensor.ndim == 1 and not name.endswith("bias"):
+    if name.endswith("A_log"):
+        # Decays of a few tokens up to some tens of them.
+        tensor.uniform_(-4.0, 0.0, generator=generator)
+    elif tensor.ndim == 1 and not name.endswith("bias"):
         tensor.uniform_(0.5, 1.5, generator=generator)
     else:
         tensor.normal_(std=0.2, generator=generator)
