@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from fivefold.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
 from fivefold.engine.kernels.delta_rule import gated_delta_rule, packed_convolution
 from fivefold.families.delta_net import DeltaNet
 
@@ -30,7 +32,38 @@ class DeltaWeights:
     """Weight of the norm of each value head's output."""
 
 
+    def share(self, group: dist.ProcessGroup) -> DeltaWeights:
+        """Return the parameters of this rank's equal share of the heads."""
+        size, rank = group.size(), group.rank()
+        conv, decay, bias = (each.chunk(size)[rank] for each in (self.conv_C1K, self.decay_V, self.bias_V))
+        return DeltaWeights(conv, decay, bias, self.norm_E)
+
+
 def mix_tokens(
+    projected_TC: torch.Tensor,
+    weights: DeltaWeights,
+    sizes: DeltaNet,
+    spans: tuple[int, ...],
+    eps: float,
+    cp_group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Return the gated output [T, value heads * E] of some key heads and their value heads.
+
+    Args:
+        projected_TC: the projection of this rank's tokens, as `_mix` takes it.
+        weights: the other parameters of the same heads.
+        sizes: sizes of the whole layer.
+        spans: tokens of each packed sequence.
+        eps: epsilon of the norm.
+        cp_group: the ranks that share the sequences. Each computes a share of the heads.
+    """
+    if cp_group.size() == 1:
+        return _mix(projected_TC, weights, sizes, spans, eps)
+    whole = heads_of_all_tokens(projected_TC, spans, cp_group)
+    return tokens_of_all_heads(_mix(whole, weights.share(cp_group), sizes, spans, eps), spans, cp_group)
+
+
+def _mix(
     projected_TC: torch.Tensor, weights: DeltaWeights, sizes: DeltaNet, spans: tuple[int, ...], eps: float
 ) -> torch.Tensor:
     """Return the gated output [T, value heads * E] of some key heads and their value heads.

@@ -1,7 +1,8 @@
 """A gated delta net (Yang et al. 2024, https://arxiv.org/abs/2412.06464) as the token mixer of a layer.
 
 Tensor parallelism divides the heads: key heads, and the value heads of each. The rows of the projection and of the
-convolution are grouped by key head, whatever their order is in files. Each rank sees all tokens of its sequences.
+convolution are grouped by key head, whatever their order is in files. Context-parallel ranks exchange the tokens of all
+heads for all tokens of some.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.sizes, self.eps = sizes, config.layernorm_epsilon
         self.recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        tp = pg_collection.tp.size()
+        tp, self.cp_group = pg_collection.tp.size(), pg_collection.cp
         options = {"config": config, "bias": False, "tp_group": pg_collection.tp, "init_method": config.init_method}
         self.in_proj = ColumnParallelLinear(config.hidden_size, sizes.input_width, **options)
         self.conv1d = _Weight(_empty(config, divide(sizes.convolved_width, tp), 1, sizes.kernel))
@@ -67,7 +68,7 @@ class GatedDeltaNet(nn.Module):
 
     def _mix(self, projected: torch.Tensor, *, spans: tuple[int, ...]) -> torch.Tensor:
         weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight)
-        return mix_tokens(projected.squeeze(1), weights, self.sizes, spans, self.eps).unsqueeze(1)
+        return mix_tokens(projected.squeeze(1), weights, self.sizes, spans, self.eps, self.cp_group).unsqueeze(1)
 
 
 class _Weight(nn.Module):
