@@ -26,7 +26,7 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.mapping import WeightMapping
-from fivefold.bridge.megatron_names import Spec, check_rotation, layer_of, written_spelling
+from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.shard_plan import TensorSpec
@@ -90,7 +90,7 @@ def convert_to_torch_dist(
     """
     target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
     shape = load_shape(folder)
-    check_rotation(shape)
+    check_layers(shape)
     check_weights(folder, shape)
     is_alike = len(set(shape.moe_layers)) == 1
     with HFWeights(folder) as weights, written_beside(target) as partial:

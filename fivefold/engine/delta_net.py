@@ -1,8 +1,8 @@
 """What a gated delta net does between its projections, on packed sequences: every engine has the same.
 
-    projection ─> q k v ─convolution, silu─> gated delta rule ─norm─> * silu(z) ─> output projection
-              └─> z                                      ^
-              └─> b, a ─> beta, decay ───────────────────┘
+projection ─> q k v ─convolution, silu─> gated delta rule ─norm─> * silu(z) ─> output projection
+          └─> z                                      ^
+          └─> b, a ─> beta, decay ───────────────────┘
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class DeltaWeights:
     """Offset of each value head's decay (`dt_bias`)."""
     norm_E: torch.Tensor
     """Weight of the norm of each value head's output."""
-
 
     def share(self, group: dist.ProcessGroup) -> DeltaWeights:
         """Return the parameters of this rank's equal share of the heads."""

@@ -102,7 +102,9 @@ def read_delta_layers(config: HFConfig, n_layers: int) -> tuple[bool, ...]:
         interval = config.integer("full_attention_interval")
         kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(n_layers)]
     if strays := sorted(set(kinds) - {"linear_attention", "full_attention"}):
-        raise config.error(f"layer_types has {', '.join(strays)}; only linear_attention and full_attention are supported")
+        raise config.error(
+            f"layer_types has {', '.join(strays)}; only linear_attention and full_attention are supported"
+        )
     if len(kinds) != n_layers:
         raise config.error(f"layer_types has {len(kinds)} entries for num_hidden_layers={n_layers}")
     if "full_attention" not in kinds:

@@ -39,6 +39,7 @@ QWEN3_NEXT = Family(
     defaults={
         "full_attention_interval": 4,
         "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
         "norm_topk_prob": True,
         "partial_rotary_factor": 0.25,
     },

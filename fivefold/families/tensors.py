@@ -175,7 +175,12 @@ def _latents(shape: ModelShape, latent: LatentAttention, attention: str, layer: 
 
 def _delta_net(hidden: int, delta: DeltaNet, layer: int) -> Iterator[WeightTensor]:
     """Yield what one gated delta net is made of. Tensor parallelism divides the heads."""
-    prefix, key, value, heads = f"model.layers.{layer}.linear_attn", delta.key_width, delta.value_width, delta.n_value_heads
+    prefix, key, value, heads = (
+        f"model.layers.{layer}.linear_attn",
+        delta.key_width,
+        delta.value_width,
+        delta.n_value_heads,
+    )
     convolved = (key, key, value)
     yield WeightTensor(f"{prefix}.dt_bias", (heads,), "rows", layer)
     yield WeightTensor(f"{prefix}.A_log", (heads,), "rows", layer)

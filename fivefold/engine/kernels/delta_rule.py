@@ -115,7 +115,12 @@ def _chunks(x_TVD: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
 
 
 def _by_steps(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, sums_MVC: torch.Tensor, plan: ChunkPlan
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    beta: torch.Tensor,
+    sums_MVC: torch.Tensor,
+    plan: ChunkPlan,
 ) -> torch.Tensor:
     """Return the outputs [M, V, C, E] of chunks; `sums_MVC` are the sums of the decays up to each token of a chunk."""
     is_future_CC = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)

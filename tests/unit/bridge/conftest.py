@@ -26,6 +26,16 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": hf.Qwen3Config(**base, tie_word_embeddings=False),
         "qwen3_moe": hf.Qwen3MoeConfig(**base, **moe, mlp_only_layers=[1]),
         "qwen2_moe": hf.Qwen2MoeConfig(**qwen2, **moe, shared_expert_intermediate_size=24),
+        "qwen3_next": hf.Qwen3NextConfig(
+            **{**base, "head_dim": 8},
+            **moe,
+            shared_expert_intermediate_size=24,
+            linear_num_key_heads=8,
+            linear_num_value_heads=16,
+            linear_key_head_dim=2,
+            linear_value_head_dim=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
         "mixtral": hf.MixtralConfig(**base, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
         "glm4_moe": hf.Glm4MoeConfig(
             **base,

@@ -43,6 +43,16 @@ KEYS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
+    "qwen3_next": {
+        **MOE,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 7,
+        "full_attention_interval": 3,
+    },
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from fivefold.rollout.replica import ReplicaSpec
@@ -43,6 +44,14 @@ COMMON: dict[str, Any] = {
     "eos_token_id": END,
     "bos_token_id": 1,
     **ATTENTION,
+}
+DELTA_NET = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -70,6 +79,15 @@ YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
     "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        # With larger weights transformers' own step by step decoding is 1e-3 away from its forward pass.
+        **{**COMMON, **DELTA_NET, "initializer_range": 0.2},
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **COMMON,
         head_dim=16,

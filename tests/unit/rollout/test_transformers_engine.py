@@ -27,7 +27,7 @@ from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
 FAMILIES = ["llama", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"]
-FAMILIES += ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"]
+FAMILIES += ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"]
 VOCABULARY = 67
 END = 2
 
@@ -405,7 +405,7 @@ def test_the_cache_is_replaced_layer_by_layer(change: str) -> None:
     for layer in range(n_layers):
         cache.update(torch.ones(2, 1, 4, 2), torch.ones(2, 1, 4, 2), layer)
     cache.length = cache._keys[0].shape[2]
-    with _LiveBuffers([*cache._keys, *cache._values]) as live:
+    with _LiveBuffers([*cache._keys.values(), *cache._values.values()]) as live:
         if change == "grow":
             cache.begin_token()
         else:
