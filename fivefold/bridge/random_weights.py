@@ -15,8 +15,9 @@ class RandomWeights:
     """Stands in for a folder of safetensors. Each tensor is drawn from a generator seeded by the seed and its name.
 
     Matrices are normal with the config's `initializer_range`, norms are 1 (0 where they multiply by 1 + weight) and
-    biases 0, as transformers initialises these families. So are the decays of gated delta nets, up to 16 a token. All numbers are exact in `dtype`, which is the model's, so that master weights of a higher precision
-    are the same in every engine, whether it takes them from here or from the model.
+    biases 0, as transformers initialises these families; so are the decays of gated delta nets. All numbers are exact
+    in `dtype`, which is the model's, so that master weights of a higher precision are the same in every engine, whether
+    it takes them from here or from the model.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.lora import LoraConfig
@@ -21,6 +21,14 @@ from fivefold.families.delta_net import DeltaNet
 LayerKind = Literal["full", "latent", "delta"]
 """How a layer mixes tokens: attention with keys and values of every token, the same made of latents (MLA), or a state
 of fixed size (a gated delta net)."""
+
+
+class LayerSort(NamedTuple):
+    """What layers of a model may differ in; layers of one sort cost the same."""
+
+    is_delta: bool
+    """Whether it is a gated delta net, and not attention."""
+    is_moe: bool
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,12 @@ class ModelShape:
         """How each layer mixes tokens."""
         own: LayerKind = "full" if self.latent is None else "latent"
         return tuple("delta" if is_delta else own for is_delta in self.delta_layers) or (own,) * self.n_layers
+
+    @property
+    def layer_sorts(self) -> tuple[LayerSort, ...]:
+        """The sort of each layer."""
+        kinds = zip(self.layer_kinds, self.moe_layers, strict=True)
+        return tuple(LayerSort(kind == "delta", is_moe) for kind, is_moe in kinds)
 
     @property
     def n_delta_layers(self) -> int:

@@ -73,8 +73,8 @@ def _split_mlps(mlp: Any) -> list[Any]:
 def is_used_in_parts(mapping: WeightMapping) -> bool:
     """Return whether all ranks have a parameter whole and a part of its gradient each, which is summed over the group.
 
-    They are the norms of queries and keys, of the outputs of gated delta nets, what makes the latents of multi-head latent attention, and the matrices of
-    adapters that are not cut.
+    They are the norms of queries and keys, and of the outputs of gated delta nets, what makes the latents of multi-head
+    latent attention, and the matrices of adapters that are not cut.
     """
     path, _, name = mapping.parameter.removesuffix(".weight").rpartition(".")
     is_shared = (

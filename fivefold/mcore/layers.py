@@ -104,7 +104,7 @@ class PackedSelfAttention(SelfAttention):
         return (output if gate is None else output * torch.sigmoid(gate)).unsqueeze(1)
 
     def _without_gate(self, projected_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the joint projection without output gates, and these [T, heads * D], of which each head follows its query."""
+        """Return the joint projection without output gates, and these [T, heads * D]. A head's follows its query."""
         if not self.config.attention_output_gate:
             return projected_TC, None
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fivefold.families.shape import ModelShape
+from fivefold.families.shape import LayerSort, ModelShape
 from fivefold.families.tensors import ADAPTERS, EMBEDDING, tensors
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
@@ -24,6 +25,10 @@ class Stage:
     has_embedding: bool
     has_head: bool
     """Whether it has the final norm and the output layer."""
+
+    def sorts(self, shape: ModelShape) -> Counter[LayerSort]:
+        """Return how many layers of each sort it has."""
+        return Counter(shape.layer_sorts[layer] for chunk in self.chunks for layer in chunk)
 
     @property
     def n_layers(self) -> int:

@@ -121,13 +121,15 @@ class RowCache(Cache):
         """Return the last inputs of a layer's convolution, which the layer changes in place; None before a prompt."""
         return None if self._target is not None else self._convolved[layer_idx]
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
-    ) -> Tensor:
-        """Store the last inputs [B, channels, Q] of a convolution over prompts; return all of them."""
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the last inputs [B, channels, Q] of a convolution over prompts; return all of them.
+
+        `kwargs` has `conv_kernel_size`, how many of them the convolution sees.
+        """
         assert self._target is not None, "single tokens change the state in place"
-        kept = conv_states[..., -conv_kernel_size:]
-        self._convolved.store(layer_idx, pad(kept, (conv_kernel_size - kept.shape[-1], 0)), self._target)
+        width: int = kwargs["conv_kernel_size"]
+        kept = conv_states[..., -width:]
+        self._convolved.store(layer_idx, pad(kept, (width - kept.shape[-1], 0)), self._target)
         return conv_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -60,7 +61,7 @@ def plan_chunks(spans: tuple[int, ...], device: torch.device) -> ChunkPlan:
 
 @lru_cache(maxsize=64)
 def _plan_convolution(spans: tuple[int, ...], kernel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each token with kernel - 1 rows of padding (index T) before each sequence, and their places."""
+    """Return the index of each token, with kernel - 1 paddings (index T) before each sequence, and each token's place."""
     n_tokens, rows, start = sum(spans), [], 0
     for span in spans:
         rows += [torch.full((kernel - 1,), n_tokens), torch.arange(start, start + span)]
@@ -97,12 +98,20 @@ def gated_delta_rule(
     """
     plan = plan_chunks(tuple(spans), query_THD.device)
     per_head = value_TVE.shape[1] // key_THD.shape[1]
-    query, key = (
-        _chunks(_unit(heads_THD.float()).repeat_interleave(per_head, dim=1), plan) for heads_THD in (query_THD, key_THD)
+
+    def compute(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay_TV: torch.Tensor, beta_TV: torch.Tensor
+    ) -> torch.Tensor:
+        query, key = (_chunks(_unit(heads.float()).repeat_interleave(per_head, dim=1), plan) for heads in (query, key))
+        value, beta, decay = (_chunks(each.float(), plan) for each in (value, beta_TV[..., None], decay_TV[..., None]))
+        output_MVCE = _by_steps(query * query.shape[-1] ** -0.5, key, value, beta, decay.squeeze(-1).cumsum(-1), plan)
+        return output_MVCE.transpose(1, 2).flatten(0, 1)[plan.places_T].to(value_TVE.dtype)
+
+    # The chunks of a layer take ten times the memory of its inputs, so that the backward pass computes them again.
+    output: torch.Tensor = checkpoint(
+        compute, query_THD, key_THD, value_TVE, decay_TV, beta_TV, use_reentrant=False, preserve_rng_state=False
     )
-    value, beta, decay = (_chunks(each.float(), plan) for each in (value_TVE, beta_TV[..., None], decay_TV[..., None]))
-    output_MVCE = _by_steps(query * query.shape[-1] ** -0.5, key, value, beta, decay.squeeze(-1).cumsum(-1), plan)
-    return output_MVCE.transpose(1, 2).flatten(0, 1)[plan.places_T].to(value_TVE.dtype)
+    return output
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
