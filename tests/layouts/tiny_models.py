@@ -83,9 +83,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 10,
-            "rms_norm_eps": 1e-5,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 6,
+            "rms_norm_eps": 1e-2,
         },
     ),
     "glm4_moe": (
@@ -149,6 +149,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
 DENSE = ("llama", "qwen2", "qwen3")
+HYBRID = ("qwen3_next",)
+"""Models with gated delta nets, whose norms multiply by 1 + weight."""
 ALIKE = ("deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
@@ -163,7 +165,7 @@ def save_models(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(len(name))
         for key, parameter in model.named_parameters():
-            _randomize(key, parameter.data, generator)
+            _randomize(key, parameter.data, generator, is_zero_centered=name in HYBRID)
         offsets = {key: value for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")}
         for offset_E in offsets.values():
             offset_E.normal_(std=0.2, generator=generator)
@@ -174,12 +176,20 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / f"{name}-bf16")
 
 
-def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits."""
+def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator, *, is_zero_centered: bool) -> None:
+    """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits.
+
+    Gated delta nets scale queries and keys to one length: where these are short, gradients are large, and so is the
+    rounding error in them.
+    """
     if name.endswith("A_log"):
         # Decays of a few tokens up to some tens of them.
-        tensor.uniform_(-4.0, 0.0, generator=generator)
+        tensor.uniform_(-3.0, 1.5, generator=generator)
+    elif name.endswith("conv1d.weight"):
+        tensor.normal_(std=0.6, generator=generator)
+    elif is_zero_centered and name.endswith("norm.weight") and "linear_attn" not in name:
+        tensor.uniform_(-0.5, 0.5, generator=generator)
     elif tensor.ndim == 1 and not name.endswith("bias"):
         tensor.uniform_(0.5, 1.5, generator=generator)
     else:
-        tensor.normal_(std=0.2, generator=generator)
+        tensor.normal_(std=0.12 if is_zero_centered else 0.2, generator=generator)
