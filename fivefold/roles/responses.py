@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.batch import cuts_of
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason, cuts_of
+from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason
 
 
 @dataclass(frozen=True)
