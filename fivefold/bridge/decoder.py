@@ -14,7 +14,7 @@ from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import LayerKind, ModelShape
-from fivefold.families.tensors import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, WeightTensor, tensors
+from fivefold.families.tensors import OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, WeightTensor, embedding, tensors
 
 VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
 """Names of a value head's tensors in the folders of TRL's models."""
@@ -71,8 +71,10 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
-    patterns = (pattern for pattern, _ in find_family(shape.family).ignored)
+    family = find_family(shape.family)
+    patterns = (pattern for pattern, _ in family.ignored)
     is_known = is_tied_output or is_other_head or is_further_layer(name, shape)
+    is_known |= family.keeps(name)
     return is_known or any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
@@ -89,19 +91,19 @@ def is_optional(name: str, shape: ModelShape) -> bool:
 
 def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
     by_name = {tensor.name: tensor for tensor in tensors(shape)}
-    yield mapping_of("embedding.word_embeddings.weight", by_name[EMBEDDING])
+    yield mapping_of("embedding.word_embeddings.weight", by_name[embedding(shape)])
     for layer, is_moe in enumerate(shape.moe_layers):
         for parameter, names in _layer(shape, family, shape.layer_kinds[layer], is_moe=is_moe):
-            found = [by_name[f"model.layers.{layer}.{name}"] for name in names]
+            found = [by_name[family.in_files(f"model.layers.{layer}.{name}")] for name in names]
             yield mapping_of(f"decoder.layers.{layer}.{parameter}", *found, n_units=_n_units(shape, parameter))
             yield from _adapters(f"decoder.layers.{layer}.{parameter}", found, by_name)
-    yield mapping_of("decoder.final_layernorm.weight", by_name["model.norm.weight"])
+    yield mapping_of("decoder.final_layernorm.weight", by_name[family.in_files("model.norm.weight")])
     if shape.value_head:
         yield mapping_of("output_layer.weight", by_name[VALUE_WEIGHT])
         if shape.value_bias:
             yield mapping_of("output_layer.bias", by_name[VALUE_BIAS])
     elif shape.tied_embeddings:
-        yield TiedOutput("output_layer.weight", (by_name[EMBEDDING],))
+        yield TiedOutput("output_layer.weight", (by_name[embedding(shape)],))
     else:
         yield mapping_of("output_layer.weight", by_name[OUTPUT])
 

@@ -95,7 +95,7 @@ def convert_to_torch_dist(
     is_alike = len(set(shape.moe_layers)) == 1
     with HFWeights(folder) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
-            check_tied_output(weights)
+            check_tied_output(shape, weights)
         writer = _Writer(shape, weights, dtype, spec, stacked=stacked and is_alike)
         writer.write(partial, progress)
         copy_configs(partial, folder, writer.main_dtype)
@@ -136,7 +136,7 @@ def convert_from_torch_dist(
     shape = load_shape(described)
     with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
-            check_tied_output(weights)
+            check_tied_output(shape, weights)
         tensors = (
             {name: TensorSpec(weights.dtype(name), full) for name, full in expected_tensors(shape).items()}
             if dtype is None

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets, full attention with output gates in every fourth layer, and experts.
 
-The weights for multi-token prediction that its files hold are not read and not written.
+The weights for multi-token prediction that its files hold are not trained, and written again unchanged.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from fivefold.families.decoder import add_experts, read_dense, sparse_layers
 from fivefold.families.delta_net import read_delta_layers, read_delta_net
-from fivefold.families.family import Family, MLPNames, MoENames
+from fivefold.families.family import Family, MoENames
 from fivefold.families.hf_config import HFConfig
+from fivefold.families.qwen2_moe import SHARED, SHARED_GATE
 from fivefold.families.shape import ModelShape
 
 
@@ -43,13 +44,6 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
         "partial_rotary_factor": 0.25,
     },
-    moe=MoENames(
-        shared=MLPNames(
-            gate="mlp.shared_expert.gate_proj.weight",
-            up="mlp.shared_expert.up_proj.weight",
-            down="mlp.shared_expert.down_proj.weight",
-        ),
-        shared_gate="mlp.shared_expert_gate.weight",
-    ),
-    ignored=((r"mtp\..+", "multi-token prediction is not trained"),),
+    moe=MoENames(shared=SHARED, shared_gate=SHARED_GATE),
+    kept=(r"mtp\..+",),
 )

@@ -15,6 +15,7 @@ from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
 from fivefold.families.qwen2_moe import QWEN2_MOE
 from fivefold.families.qwen3 import QWEN3
+from fivefold.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from fivefold.families.qwen3_moe import QWEN3_MOE
 from fivefold.families.qwen3_next import QWEN3_NEXT
 
@@ -27,6 +28,10 @@ FAMILIES: Mapping[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_5_TEXT,
+        QWEN3_5_MOE_TEXT,
         MIXTRAL,
         GLM4_MOE,
         GLM4_MOE_LITE,

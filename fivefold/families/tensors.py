@@ -23,7 +23,7 @@ Cut = Literal["whole", "rows", "columns", "vocabulary"]
 """How tensor parallelism cuts a tensor: not at all, its rows (outputs), its columns (inputs), or its rows, padded to a
 multiple of the ranks, as the vocabulary is."""
 
-EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 """A value head: the names of a model for token classification with one label. A model for sequence classification,
@@ -90,13 +90,19 @@ ADAPTERS = Trained(only=(adapter_name("*", "A"), adapter_name("*", "B"), VALUE_W
 """The adapters, and a value head, which begins at 0."""
 
 
+def embedding(shape: ModelShape) -> str:
+    """Return the name of the embedding."""
+    return find_family(shape.family).in_files(_EMBEDDING)
+
+
 def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
     """Return the tensors of a model, in its order; each weight that has an adapter comes before it.
 
     Raises:
         ValueError: a family that is not known, or one that names no experts where the shape has them.
     """
-    own = _tensors(shape, find_family(shape.family))
+    family = find_family(shape.family)
+    own = (replace(tensor, name=family.in_files(tensor.name)) for tensor in _tensors(shape, family))
     if shape.adapters is None:
         return tuple(own)
     return tuple(each for tensor in own for each in (tensor, *_adapter(tensor, shape.adapters)))
@@ -116,7 +122,7 @@ def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTen
 
 def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:
     table = (shape.vocab, shape.hidden)
-    yield WeightTensor(EMBEDDING, table, "vocabulary")
+    yield WeightTensor(_EMBEDDING, table, "vocabulary")
     for layer, is_moe in enumerate(shape.moe_layers):
         yield _norm(f"model.layers.{layer}.input_layernorm.weight", shape.hidden, layer)
         if shape.layer_kinds[layer] == "delta" and shape.delta is not None:

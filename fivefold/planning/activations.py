@@ -129,8 +129,8 @@ def delta_net_bytes(sizes: DeltaNet, layout: ParallelLayout, work: Workload, tok
 
     Saved are the convolution's input and output, its activation, and of the value heads: outputs before and after the
     norm, the gate and its activation, their product, and betas and decays. The backward pass computes the chunks again
-    in float32. At its peak there are, for each token of a value head and counted on a CPU, twelve tensors of keys, three
-    and a half of values, five of products with the tokens of its chunk, and the states between the chunks.
+    in float32. At its peak there are, for each token of a value head, twelve tensors of keys, three and a half of
+    values, five of products with the tokens of its chunk, and the states between the chunks, as counted on a CPU.
     """
     element, heads = work.element_bytes, sizes.n_value_heads
     saved = tokens / layout.tp * element * 3 * sizes.convolved_width

@@ -61,7 +61,7 @@ def plan_chunks(spans: tuple[int, ...], device: torch.device) -> ChunkPlan:
 
 @lru_cache(maxsize=64)
 def _plan_convolution(spans: tuple[int, ...], kernel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each token, with kernel - 1 paddings (index T) before each sequence, and each token's place."""
+    """Return each token's index, with kernel - 1 paddings (index T) before each sequence, and each token's place."""
     n_tokens, rows, start = sum(spans), [], 0
     for span in spans:
         rows += [torch.full((kernel - 1,), n_tokens), torch.arange(start, start + span)]
