@@ -62,6 +62,8 @@ CASES = [
     ("fsdp:c2", "deepseek_v2"),
     ("fsdp:d1", "qwen3_next"),
     ("fsdp:d2t2", "qwen3_next"),
+    ("fsdp:d2t2", "qwen3_5"),
+    ("fsdp:t2c2", "qwen3_5_moe"),
     ("fsdp:t2c2", "qwen3_next"),
 ]
 

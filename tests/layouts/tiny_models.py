@@ -57,6 +57,18 @@ _LATENT = {
     },
 }
 
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 1e-2,
+}
+_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32}
+_VISION |= {"num_position_embeddings": 4, "patch_size": 2}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_BASE, "rope_parameters": _LLAMA3_ROPE}),
     "qwen2": ("Qwen2Config", {**_BASE, "tie_word_embeddings": True}),
@@ -77,15 +89,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # A key head serves two value heads; gated delta nets and attention layers both come with and without experts.
         {
             **_QWEN3_MOE,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            **_DELTA_NET,
             "mlp_only_layers": [2],
             "shared_expert_intermediate_size": 24,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 6,
-            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Config", {"text_config": {**_BASE, **_DELTA_NET}, "vision_config": _VISION}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {
+                **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
+                **_MOE,
+                **_DELTA_NET,
+                "shared_expert_intermediate_size": 24,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _VISION,
+            "tie_word_embeddings": True,
         },
     ),
     "glm4_moe": (
@@ -148,8 +169,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
-DENSE = ("llama", "qwen2", "qwen3")
-HYBRID = ("qwen3_next",)
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5")
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with gated delta nets, whose norms multiply by 1 + weight."""
 ALIKE = ("deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
@@ -162,7 +183,9 @@ def save_models(folder: Path) -> None:
 
     for name, (config_class, arguments) in MODELS.items():
         config = getattr(transformers, config_class)(**arguments)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        sees = hasattr(config, "vision_config")
+        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(len(name))
         for key, parameter in model.named_parameters():
             _randomize(key, parameter.data, generator, is_zero_centered=name in HYBRID)
