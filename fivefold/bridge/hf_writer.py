@@ -27,7 +27,7 @@ from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
 from fivefold.bridge.weight_files import TOKENIZER_FILES, survey
 from fivefold.families.read import load_shape
-from fivefold.families.registry import find_family
+from fivefold.families.registry import FAMILIES
 from fivefold.families.shape import ModelShape
 from fivefold.json_text import parsed
 
@@ -57,17 +57,19 @@ def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]
     }
 
 
-def kept_specs(source: Path, shape: ModelShape) -> dict[str, TensorSpec]:
-    """Return dtype and shape of the tensors in the folder `source` that a model of `shape` keeps as they are.
+def kept_specs(source: Path) -> dict[str, TensorSpec]:
+    """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
 
-    A critic or a reward model keeps none, nor is anything kept of a folder without weights.
+    Nothing is kept of a folder without weights.
     """
-    family, stored = find_family(shape.family), survey(source)
-    if shape.value_head or not family.kept:
+    file = source / "config.json"
+    model_type = parsed(file.read_text()).get("model_type") if file.is_file() else None
+    family = next((family for family in FAMILIES.values() if family.model_type == model_type), None)
+    if family is None or not family.kept:
         return {}
     return {
         name: TensorSpec(DTYPES[tensor.dtype], tensor.shape)
-        for name, tensor in stored.tensors.items()
+        for name, tensor in survey(source).tensors.items()
         if family.keeps(name) and tensor.dtype in DTYPES
     }
 
@@ -106,7 +108,7 @@ def save_hf(
     source = resolve_model_folder(config_source)
     if tensors is None:
         tensors, weights = _described(source, weights)
-    kept = kept_specs(source, load_shape(source)) if scores is None else {}
+    kept = kept_specs(source) if scores is None else {}
     plan = plan_shards({**tensors, **kept}, max_shard_bytes)
     new = HFFolder(folder, plan, source, tokenizer_source, scores=scores, kept=kept)
     partial = new.begin()

@@ -67,7 +67,7 @@ class SavingVerbs(ABC):
             OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
         self._require("params")
-        kept = kept_specs(self._folder, self.shape)
+        kept = {} if self.shape.value_head else kept_specs(self._folder)
         plan = plan_shards({**tensor_specs(self.shape, getattr(torch, self.config.dtype)), **kept}, max_shard_bytes)
         new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape), kept=kept)
         save_blocks(new, self._blocks())

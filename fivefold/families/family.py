@@ -79,6 +79,8 @@ class Family:
         (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
     )
     """Tensors that files may hold and loading need not use: (regular expression of the whole name, reason)."""
+    inner_type: str | None = None
+    """`model_type` of the config of the language model, where this is inside another model's; None: it is not."""
     body: str = "model."
     """What precedes the names of all tensors but the output layer's, in files; transformers' is `model.` in memory."""
     kept: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and with experts: gated delta nets, and full attention in every fourth layer.
 
 Their folders hold models that see images. The language model inside is trained; the tensors for images and for
-multi-token prediction stay as they are, and are written again unchanged. The language model alone, as transformers
-writes it, is a family too.
+multi-token prediction stay as they are, and are written again unchanged.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ QWEN3_5 = Family(
     "qwen3_5",
     read=lambda config: _read_dense(config.inside("text_config")),
     defaults=_DEFAULTS,
+    inner_type="qwen3_5_text",
     body=_BODY,
     kept=_KEPT,
 )
@@ -64,8 +64,7 @@ QWEN3_5_MOE = Family(
     read=lambda config: _read_moe(config.inside("text_config")),
     defaults=_MOE_DEFAULTS,
     moe=_MOE,
+    inner_type="qwen3_5_moe_text",
     body=_BODY,
     kept=_KEPT,
 )
-QWEN3_5_TEXT = Family("qwen3_5_text", read=_read_dense, defaults=_DEFAULTS, body=_BODY, kept=_KEPT)
-QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", read=_read_moe, defaults=_MOE_DEFAULTS, moe=_MOE, body=_BODY, kept=_KEPT)

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fivefold.bridge.finite import not_finite_error
 from fivefold.bridge.weight_files import survey
-from fivefold.families.registry import FAMILIES
+from fivefold.families.registry import family_in_memory
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_names import not_finite
 
@@ -164,7 +164,7 @@ def _files(path: str) -> dict[str, str]:
 def _check_full_attention(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or []
     # Gated delta nets of families that are known keep their states in the cache.
-    states = {"linear_attention"} if config.model_type in FAMILIES else set()
+    states = {"linear_attention"} if family_in_memory(config.model_type) is not None else set()
     others = sorted(set(layer_types).difference({"full_attention"}, states))
     window = getattr(config, "sliding_window", None)
     # Families that list the kind of each layer use the window in those layers alone.
