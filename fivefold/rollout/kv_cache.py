@@ -15,6 +15,7 @@ A gated delta net keeps a state for each row whatever its length, in `RowStates`
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class RowCache(Cache):
             n_rows: number of rows to decode.
             prompt_length: tokens of the longest prompt.
         """
-        super().__init__(layers=[])
+        super().__init__(layers=_StatesOfLayers(self))
         self.length = prompt_length
         """Number of columns in use, with the columns of the current forward."""
         self._n_rows = n_rows
@@ -113,6 +114,10 @@ class RowCache(Cache):
         values[:, :, self.length - 1] = value_states[:, :, 0]
         return keys[:, :, : self.length], values[:, :, : self.length]
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether the next forward appends tokens to what the cache holds."""
+        return self._target is None
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return whether convolutions keep more inputs than they need; they do not."""
         return False
@@ -152,6 +157,21 @@ class RowCache(Cache):
     def _allocate(self, states: Tensor) -> Tensor:
         # Padding is masked, but a weight of 0 times an uninitialised NaN would still be NaN: fill with zeros.
         return states.new_zeros(self._n_rows, states.shape[1], self.length + _GROWTH, states.shape[3])
+
+
+class _StatesOfLayers(list[Any]):
+    """An empty list of layers, which gives the states of each, where releases of transformers before 5.24 look."""
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, layer: Any) -> Any:
+        return SimpleNamespace(
+            record_past=self._cache.is_recording_past(layer),
+            conv_states=[self._cache.get_conv_state(layer)],
+            recurrent_states=[self._cache.get_recurrent_state(layer)],
+        )
 
 
 class RowStates:
