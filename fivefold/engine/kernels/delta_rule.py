@@ -104,7 +104,8 @@ def gated_delta_rule(
     ) -> torch.Tensor:
         query, key = (_chunks(_unit(heads.float()).repeat_interleave(per_head, dim=1), plan) for heads in (query, key))
         value, beta, decay = (_chunks(each.float(), plan) for each in (value, beta_TV[..., None], decay_TV[..., None]))
-        output_MVCE = _by_steps(query * query.shape[-1] ** -0.5, key, value, beta, decay.squeeze(-1).cumsum(-1), plan)
+        query, sums = query * query.shape[-1] ** -0.5, _running_sums(decay.squeeze(-1))
+        output_MVCE = _by_steps(query, key, value, beta, sums, plan)
         return output_MVCE.transpose(1, 2).flatten(0, 1)[plan.places_T].to(value_TVE.dtype)
 
     # The chunks of a layer take ten times the memory of its inputs, so that the backward pass computes them again.
@@ -112,6 +113,11 @@ def gated_delta_rule(
         compute, query_THD, key_THD, value_TVE, decay_TV, beta_TV, use_reentrant=False, preserve_rng_state=False
     )
     return output
+
+
+def _running_sums(decay_MVC: torch.Tensor) -> torch.Tensor:
+    """Return the sums up to each token of a chunk, without torch.cumsum: deterministic mode refuses it on GPUs."""
+    return decay_MVC @ torch.ones(CHUNK, CHUNK, device=decay_MVC.device).triu()
 
 
 def _unit(heads: torch.Tensor) -> torch.Tensor:
