@@ -129,14 +129,14 @@ def delta_net_bytes(sizes: DeltaNet, layout: ParallelLayout, work: Workload, tok
 
     Saved are the convolution's input and output, its activation, and of the value heads: outputs before and after the
     norm, the gate and its activation, their product, and betas and decays. The backward pass computes the chunks again
-    in float32. At its peak there are, for each token of a value head, twelve tensors of keys, three and a half of
+    in float32. At its peak there are, for each token of a value head, eleven tensors of keys, three and a half of
     values, five of products with the tokens of its chunk, and the states between the chunks, as counted on a CPU.
     """
     element, heads = work.element_bytes, sizes.n_value_heads
     saved = tokens / layout.tp * element * 3 * sizes.convolved_width
     saved += tokens / layout.tp * heads * (sizes.value_dim * (3 * _FLOAT + 4 * element) + 4 * _FLOAT + 2 * element)
     states = 1.1 * sizes.key_dim * sizes.value_dim / CHUNK
-    of_chunks = 12 * sizes.key_dim + 2 * sizes.key_width / heads + 3.5 * sizes.value_dim + 5 * CHUNK + states
+    of_chunks = 11 * sizes.key_dim + 2 * sizes.key_width / heads + 3.5 * sizes.value_dim + 5 * CHUNK + states
     return saved, _FLOAT * tokens / layout.tp * heads * of_chunks
 
 
