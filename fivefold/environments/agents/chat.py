@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -14,6 +15,8 @@ from fivefold.environments.agents.session import MODEL, Refused, Session
 from fivefold.environments.agents.tree import Turn
 from fivefold.json_text import parsed, parsed_object
 
+_MARK = "\ue000answer\ue001"
+"""Stands for an answer whose text a template must not see; templates may strip or split ordinary text."""
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A call in the form that Qwen's and Hermes' templates teach."""
 
@@ -26,8 +29,7 @@ class Chat:
     def __init__(self, session: Session) -> None:
         """Begin without a message."""
         self._session = session
-        self._answered: list[tuple[list[Message], Message, str]] = []
-        """For each answer: the messages before it, the message that the client got, and what was sampled."""
+        self._answered: list[_Answered] = []
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request to `/chat/completions`.
@@ -46,28 +48,53 @@ class Chat:
             self._rendered(messages, tools if uses_tools else None), body, has_special_tokens=True
         )
         message, reason = _message(turn, len(self._answered), parses=uses_tools)
-        self._answered.append((messages, _canonical(message), turn.visible_text))
+        self._answered.append(_Answered(messages, _canonical(message), turn))
         return _reply("chat.completion", body, turn, {"message": message, "finish_reason": reason})
 
     def _rendered(self, messages: Sequence[Message], tools: Any) -> str:
         """Return messages as a text. Answers are written as they were sampled, however a client repeats them."""
-        as_sampled = [self._as_sampled(messages[:number], message) for number, message in enumerate(messages)]
+        answers = [self._answer(messages[:number], message) for number, message in enumerate(messages)]
+        as_sampled = [
+            {name: value for name, value in message.items() if value is not None}
+            if answer is None
+            else {"role": "assistant", "content": answer.visible_text}
+            for message, answer in zip(messages, answers, strict=True)
+        ]
+        last = max((number for number, answer in enumerate(answers) if answer is not None), default=None)
+        if not self._session.keeps_thinking or last is None:
+            return self._by_template(as_sampled, tools)
+        as_sampled[last] = {"role": "assistant", "content": _MARK}
+        _, mark, after = self._by_template(as_sampled, tools).rpartition(_MARK)
+        kept = answers[last]
+        if kept is None or not mark:
+            raise Refused(
+                "environment.keep_thinking=true needs a chat template that writes every answer: set it to false"
+            )
+        return kept.before_text + kept.visible_text + after
+
+    def _by_template(self, messages: Sequence[Message], tools: Any) -> str:
         tokenizer = self._session.tokenizer
         if not tokenizer.chat_template:
             raise Refused("the tokenizer has no chat template: ask /completions with a text, or use an instruct model")
         try:
             return str(
-                tokenizer.apply_chat_template(as_sampled, tools=tools, tokenize=False, add_generation_prompt=True)
+                tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise Refused(f"the chat template refuses the messages: {error}") from error
 
-    def _as_sampled(self, before: Sequence[Message], message: Message) -> Message:
-        if message["role"] == "assistant":
-            for earlier, answer, sampled in self._answered:
-                if earlier == list(before) and answer == message:
-                    return {"role": "assistant", "content": sampled}
-        return {name: value for name, value in message.items() if value is not None}
+    def _answer(self, before: Sequence[Message], message: Message) -> Turn | None:
+        """Return what was sampled as a message of the client's; None: the client made it."""
+        same = (each.turn for each in self._answered if each.before == list(before) and each.message == message)
+        return next(same, None)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    before: list[Message]
+    message: Message
+    """What the client got."""
+    turn: Turn
 
 
 async def complete_text(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Session:
         self._task = task
         self._client = client
         self._config = config
+        self.keeps_thinking = config.keep_thinking
         self.tokenizer = tokenizer
         self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
         self._answers: dict[str | tuple[int, ...], asyncio.Task[Turn]] = {}
