@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from typing import Any
 
 import jinja2
 
+from fivefold.environments.agents.parsing import Answer
 from fivefold.environments.agents.session import MODEL, Refused, Session
 from fivefold.environments.agents.tree import Turn
-from fivefold.json_text import parsed, parsed_object
+from fivefold.json_text import parsed
 
 _MARK = "\ue000answer\ue001"
 """Stands for an answer whose text a template must not see; templates may strip or split ordinary text."""
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""A call in the form that Qwen's and Hermes' templates teach."""
 
 Message = dict[str, Any]
 
@@ -43,11 +41,11 @@ class Chat:
             raise Refused(f"tool_choice={body['tool_choice']!r} is not supported: the policy chooses (auto), or none")
         if (form := body.get("response_format")) and form.get("type", "text") != "text":
             raise Refused(f"response_format={form!r} is not supported: leave it out")
-        uses_tools = tools is not None and body.get("tool_choice") != "none"
-        turn = await self._session.complete(
-            self._rendered(messages, tools if uses_tools else None), body, has_special_tokens=True
-        )
-        message, reason = _message(turn, len(self._answered), parses=uses_tools)
+        if body.get("tool_choice") == "none":
+            tools = None
+        turn = await self._session.complete(self._rendered(messages, tools), body, has_special_tokens=True)
+        message = _message(self._session.parser(turn, tools or ()), len(self._answered))
+        reason = "tool_calls" if "tool_calls" in message else turn.completion.finish_reason
         self._answered.append(_Answered(messages, _canonical(message), turn))
         return _reply("chat.completion", body, turn, {"message": message, "finish_reason": reason})
 
@@ -60,13 +58,13 @@ class Chat:
             else {"role": "assistant", "content": answer.visible_text}
             for message, answer in zip(messages, answers, strict=True)
         ]
-        last = max((number for number, answer in enumerate(answers) if answer is not None), default=None)
-        if not self._session.keeps_thinking or last is None:
+        answered = [(number, answer) for number, answer in enumerate(answers) if answer is not None]
+        if not self._session.keeps_thinking or not answered:
             return self._by_template(as_sampled, tools)
+        last, kept = answered[-1]
         as_sampled[last] = {"role": "assistant", "content": _MARK}
         _, mark, after = self._by_template(as_sampled, tools).rpartition(_MARK)
-        kept = answers[last]
-        if kept is None or not mark:
+        if not mark:
             raise Refused(
                 "environment.keep_thinking=true needs a chat template that writes every answer: set it to false"
             )
@@ -186,36 +184,22 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _message(turn: Turn, number: int, *, parses: bool) -> tuple[Message, str]:
-    """Return an answer as the client gets it, and why it ended."""
-    text = turn.visible_text
-    calls: list[Message] = []
-    for found in _CALL.finditer(text) if parses else ():
-        call = _parsed(found[1])
-        if call is None:
-            # The agent sees the text, and may tell the model what is wrong with it.
-            return {"role": "assistant", "content": text}, turn.completion.finish_reason
-        name, arguments = call
-        calls.append(
+def _message(answer: Answer, number: int) -> Message:
+    """Return an answer as the client gets it, the `number`-th of its session."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.thoughts is not None:
+        message["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
             {
-                "id": f"call_{number}_{len(calls)}",
+                "id": f"call_{number}_{place}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }
-        )
-    if not calls:
-        return {"role": "assistant", "content": text}, turn.completion.finish_reason
-    return {"role": "assistant", "content": _CALL.sub("", text).strip() or None, "tool_calls": calls}, "tool_calls"
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and the arguments of a call; None: it is none."""
-    try:
-        call = parsed_object(text)
-    except ValueError:
-        return None
-    name, arguments = call.get("name"), call.get("arguments", {})
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+            for place, (name, arguments) in enumerate(answer.calls)
+        ]
+    return message
 
 
 def _reply(kind: str, body: Mapping[str, Any], turn: Turn, choice: Mapping[str, Any]) -> dict[str, Any]:
