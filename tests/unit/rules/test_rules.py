@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from fivefold.layout.parser import parse_backend
 from fivefold.rules.layouts import layout_problems
 from fivefold.rules.recipe import check_recipe
 
+HYBRID = find_shape("Qwen3.5-35B-A3B")
 MOE = ModelShape(
     family="qwen2_moe",
     n_layers=12,
@@ -69,6 +71,7 @@ def test_a_layout_that_divides_every_size_is_accepted(text: str) -> None:
         ("megatron:t4", replace(DENSE, ffn_hidden=90), "90 columns of the MLP cannot be split over t4"),
         ("megatron:t4", replace(MOE, moe_layers=(False,) + (True,) * 11), "90 columns of the MLP"),
         ("megatron:t4", replace(MOE, shared_expert_ffn_hidden=38), "38 columns of the shared expert"),
+        ("megatron:t2c16", HYBRID, "16 key heads of gated delta nets cannot be split over t2 x c16"),
         ("megatron:p8v2", MOE, "12 layers are too few for p8*v2 = 16"),
         ("megatron:d4e4", MOE, "6 experts cannot be split over e4"),
         ("megatron:(attn:d3|ffn:t3)", MOE, "20 columns of an expert cannot be split over ffn t3"),
@@ -227,6 +230,22 @@ def test_mbridge_has_no_latent_attention() -> None:
     check_recipe(recipe(actor=actor), MOE)
     with pytest.raises(RecipeError, match=r"bridge_type=mbridge has no latent attention, which deepseek_v3 needs"):
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"megatron": {"bridge_type": "mbridge"}}, "bridge_type=mbridge has no gated delta nets, which qwen3_5_moe"),
+        ({"megatron": {"kernels": "te"}}, "kernels=te has no gated delta nets, which qwen3_5_moe needs"),
+        ({"lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
+        ({"backend": "fsdp:d2", "lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
+    ],
+)
+def test_what_gated_delta_nets_do_not_do_is_refused(section: dict[str, Any], message: str) -> None:
+    actor = {"path": "m", "backend": "megatron:d2"}
+    check_recipe(recipe(actor=actor), HYBRID)
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_recipe(recipe(actor={**actor, **section}), HYBRID)
 
 
 def test_adapters_need_layers_that_have_them() -> None:
