@@ -254,6 +254,8 @@ class Sample:
     """Name of the reward by which the completion counts as right; None: the sum."""
     n_turns: int = 1
     """Number of completions of the episode."""
+    n_sequences: int = 1
+    """Number of sequences that it is trained as."""
     transcript: str | None = None
     """Of several turns: all that comes after the prompt, with the environment's answers in ⟦brackets⟧."""
     moves: Sequence[Move] = ()
@@ -305,6 +307,7 @@ class Sample:
             self.weights if weights is None else weights,
             accuracy_of or self.accuracy_of,
             self.n_turns,
+            self.n_sequences,
             self.transcript,
             self.moves,
         )

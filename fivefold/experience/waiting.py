@@ -330,6 +330,7 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "versions": list(sample.versions),
         "rewards": dict(sample.rewards),
         "n_turns": sample.n_turns,
+        "n_sequences": sample.n_sequences,
         "transcript": sample.transcript,
         "moves": [(move.start, move.n_tokens, dict(move.rewards), move.state) for move in sample.moves],
     }

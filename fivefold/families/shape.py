@@ -357,6 +357,13 @@ class ModelShape:
         return sum(self.projection_weights(kind) for kind in self.layer_kinds)
 
     @property
+    def layer_matrix_weights(self) -> int:
+        """Weights of all layers that are matrices of projections, MLPs and experts, but not of routers."""
+        experts = self.n_experts * self.expert_parameters + self.shared_expert_parameters
+        mlps = self.n_moe_layers * experts + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
+        return self.all_projection_weights + mlps
+
+    @property
     def _delta(self) -> DeltaNet:
         assert self.delta is not None, "a layer is a gated delta net, and its sizes are not given"
         return self.delta

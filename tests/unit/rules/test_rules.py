@@ -301,11 +301,27 @@ def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[st
     def asked(backend: str, *arguments: str) -> TrainRecipe:
         return recipe(rollout={"backend": backend, "server_args": [*quantized, *arguments]})
 
-    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: add --enforce-eager"):
+    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: drop"):
         check_recipe(asked("vllm:d2"), latent)
     check_recipe(asked("vllm:d2", "--enforce-eager"), latent)
     check_recipe(asked("sglang:d2"), latent)
     check_recipe(asked("vllm:d2"), MOE)
+
+
+def test_vllm_alone_quantizes_bfloat16_weights_that_it_gets() -> None:
+    def asked(backend: str, **keys: Any) -> TrainRecipe:
+        return recipe(rollout={"backend": backend, "quantization": "fp8_per_block", **keys})
+
+    check_recipe(asked("vllm:d2"), MOE)
+    with pytest.raises(RecipeError, match=r"quantization=fp8_per_block is for vLLM"):
+        check_recipe(asked("sglang:d2"), MOE)
+    with pytest.raises(RecipeError, match=r"and -q in rollout\.server_args say the same"):
+        check_recipe(asked("vllm:d2", server_args=["-q", "fp8"]), MOE)
+    with pytest.raises(RecipeError, match=r"and they are float32"):
+        check_recipe(asked("vllm:d2", dtype="float32"), MOE)
+    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights"):
+        check_recipe(asked("vllm:d2"), find_shape("DeepSeek-V3"))
+    check_recipe(asked("vllm:d2", server_args=["--enforce-eager"]), find_shape("DeepSeek-V3"))
 
 
 def test_a_server_on_shared_devices_cannot_keep_keys_and_values_of_older_weights() -> None:
