@@ -31,7 +31,7 @@ class RandomWeights:
         has_zero_centered_norms: bool = False,
     ) -> None:
         config = parsed((Path(folder) / "config.json").read_text())
-        # The language model of a model that sees images has a config of its own, inside the other one.
+        # The language model of a model that sees images has its own config, inside the other one.
         text = config.get("text_config") or config
         self._std = float(text.get("initializer_range", 0.02))
         self._shapes = dict(shapes)

@@ -139,7 +139,7 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
 
 
 def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensor, or each expert's matrices, if it holds those of all experts."""
+    """Yield the tensor; in place of one that holds all experts' matrices, yield each matrix."""
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:
         yield name, tensor

@@ -121,7 +121,7 @@ def build_model(
         device: the device that it will be on.
     """
     register_attention()
-    # The language model of a model that sees images has a config of its own, inside the other one.
+    # The language model of a model that sees images has its own config, inside the other one.
     hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES).get_text_config()
     dtype = getattr(torch, config.dtype)
     with torch.device("meta"), no_init_weights():

@@ -115,7 +115,7 @@ def _mixer(
     if is_delta and shape.delta is not None:
         saved, backward = delta_net_bytes(shape.delta, layout, work, tokens)
         return norms + saved, backward
-    # The backward pass of attention needs less than that of any MLP.
+    # Attention needs less in its backward pass than any MLP.
     return norms + _attention(shape, layout, work, tokens), 0.0
 
 

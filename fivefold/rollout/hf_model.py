@@ -53,7 +53,7 @@ def build_model(
     """
     register_attention()
     with _reading("config.json"):
-        # The language model of a model that sees images has a config of its own, inside the other one.
+        # The language model of a model that sees images has its own config, inside the other one.
         config = AutoConfig.from_pretrained(path).get_text_config()
         _check_full_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an

@@ -35,7 +35,7 @@ class ChunkPlan:
     rows_MC: torch.Tensor
     """int64: index of each token; T is padding."""
     per_step: tuple[int, ...]
-    """Chunks of each step, which are those of the first sequences."""
+    """Chunks of each step, one of each of the first sequences."""
     places_T: torch.Tensor
     """int64: place of each token among the M * C."""
 
@@ -71,7 +71,7 @@ def _plan_convolution(spans: tuple[int, ...], kernel: int, device: torch.device)
 
 
 def packed_convolution(x_TC: torch.Tensor, weight_C1K: torch.Tensor, spans: Sequence[int]) -> torch.Tensor:
-    """Convolve each channel over the last K tokens of its sequence, before the first of which there are zeros."""
+    """Convolve each channel over the last K tokens of its sequence. Zeros precede the first token."""
     rows_P, places_T = _plan_convolution(tuple(spans), weight_C1K.shape[-1], x_TC.device)
     padded_CP = F.pad(x_TC, (0, 0, 0, 1))[rows_P].t()
     convolved = F.conv1d(padded_CP[None], weight_C1K, groups=len(weight_C1K))[0].t()
@@ -86,7 +86,7 @@ def gated_delta_rule(
     beta_TV: torch.Tensor,
     spans: Sequence[int],
 ) -> torch.Tensor:
-    """Return the outputs [T, V, E] of V value heads, each V / H of which share a head of queries and keys.
+    """Return the outputs [T, V, E] of V value heads. V / H of them share a head of queries and keys.
 
     Args:
         query_THD: queries, which are scaled to length 1 / sqrt(D).
