@@ -306,7 +306,7 @@ def _silent_notes(recipe: Recipe, draft: Draft) -> list[str]:
             "no reward was converted, so reward.fn=math judges all responses: 1 for the right final answer, else 0. "
             "Where the source judges otherwise, by the data source for example, write reward.fn or reward.rewards"
         )
-    if recipe.gconfig.truncates_distribution and recipe.actor.rollout_correction.method == "auto":
+    if recipe.gconfig.alterations and recipe.actor.rollout_correction.method == "auto":
         notes.append(
             "with top_p, top_k or min_new_tokens the rollout samples from a cut distribution, so that its mismatch "
             "with the trainer is neither measured nor corrected (actor.rollout_correction)"

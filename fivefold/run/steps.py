@@ -93,7 +93,7 @@ class _Loop:
     def begin(self, state: RunState) -> RunState:
         """Prepare the first step, and evaluate models that are not trained yet. Returns the state then."""
         self.training.begin(state)
-        if state.step == 0:
+        if state.step == 0 and self.setup.evaluates_first:
             evaluation = self.training.evaluate(0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         self.run.timers.take()

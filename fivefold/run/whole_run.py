@@ -65,6 +65,11 @@ class RunSetup(ABC, Generic[Item]):
         return PeriodicConfig()
 
     @property
+    def evaluates_first(self) -> bool:
+        """Whether held-out data are evaluated before the first step."""
+        return True
+
+    @property
     def expert_sampler(self) -> EpochSampler[Any] | None:
         """Reads an expert's examples; None: there are none."""
         return None
