@@ -83,6 +83,8 @@ class Reinforcement:
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
         self._texts = TokenTexts(setup.ground.tokenizer)
         self._was_told_of_no_signal = False
+        self._sent: int | None = None
+        """Version of the weights that the rollout got last; None: it got none."""
 
     def needs_rollout_logprobs(self) -> bool:
         """Return whether the next loss reads the rollout's log-prob of every token."""
@@ -99,7 +101,7 @@ class Reinforcement:
         # Written before the update: if it fails, its samples are where the search begins.
         n_logged = self._write_samples(experience.samples, step, samples)
         prepared, outcome = self._train(experience, step, n_logged, samples)
-        if outcome.problem is None:
+        if outcome.problem is None and step % self._setup.recipe.rollout.sync_freq_steps == 0:
             self._send_weights(step)
         seconds, whole = self._timers.take(), time.perf_counter() - began
         worked = Worked(prepared.batch, prepared.batch, outcome.given, outcome.trained)
@@ -121,11 +123,14 @@ class Reinforcement:
         return StepDone(after, metrics, seconds, whole, outcome.problem, outcome.news, shown)
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Evaluate the model after a step, whose weights are those that were sent last."""
+        """Evaluate the model after a step."""
         self.source.stream.settle()
         evaluator, run = self._setup.evaluator, self._run
         if evaluator is None:
             return None
+        if self._sent != step:
+            self._send_weights(step)
+            self.source.stream.settle()
         with self._timers.phase("evaluation"):
             evaluation = evaluator.run(self.source.stream)
         when = f"after step {step}" if step else "before training"
@@ -153,6 +158,7 @@ class Reinforcement:
         """Give the rollout the actor's weights: while the next step runs, or at once if the route does not allow it."""
         roles, timers = self._roles, self._timers
         self.source.stream.settle()
+        self._sent = version
         if self._setup.route.overlaps_training:
             give = partial(roles.give_weights, roles.copy_weights(timers), version, timers)
             self.source.weights_follow(version, give)

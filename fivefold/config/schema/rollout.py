@@ -135,12 +135,24 @@ class RolloutConfig(RoleConfig):
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
     the engine (docs/rollout.md)."""
+    sync_freq_steps: Positive = 1
+    """Training steps from one update of the rollout's weights to the next, which `max_head_offpolicyness` must allow:
+    it is at least one less. An evaluation and a run that resumes update them too."""
     overlap_weight_sync: bool | None = None
     """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
     `max_head_offpolicyness` above 0 and separate devices. null: if weights go through host memory anyway, with
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
+
+    @rule
+    def _updates(self) -> Iterator[str]:
+        if self.sync_freq_steps > self.max_head_offpolicyness + 1:
+            yield (
+                f"sync_freq_steps={self.sync_freq_steps} makes weights up to {self.sync_freq_steps - 1} training steps "
+                f"old, and max_head_offpolicyness={self.max_head_offpolicyness} allows fewer: raise the second to "
+                f"{self.sync_freq_steps - 1}, or lower the first"
+            )
 
     @property
     def takes_turns(self) -> bool | None:
