@@ -168,7 +168,7 @@ def _cut(
             return rendered
         case side:
             kept = rendered.token_ids[-most:] if side == "left" else rendered.token_ids[:most]
-            return replace(rendered, text=str(tokenizer.decode(kept)), token_ids=kept)
+            return replace(rendered, text=str(tokenizer.decode(list(kept))), token_ids=kept)
 
 
 def render(
@@ -178,8 +178,9 @@ def render(
 
     Args:
         prompt: a text, or a list of chat messages, which may be written as a text of JSON.
-        config: `system_prompt` begins each chat. `apply_chat_template` None renders messages and leaves texts as they are; True renders a text too, as a
-            single message of a user; False allows texts only, and takes messages in JSON for one.
+        config: `apply_chat_template` None renders messages and leaves texts as they are; True renders a text too, as a
+            single message of a user; False allows texts only, and takes messages in JSON for one. `system_prompt`
+            begins each chat.
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
         at_most: number of tokens beyond which the prompt is too long. Of a prompt with far more, only the beginning is

@@ -39,8 +39,8 @@ class ChatTemplate:
             text = user_path(given).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"chat_template={given!r:.200} is no readable file ({error}), and has no {{{{ or {{% of a template: give "
-                "the path of a Jinja file, or the template itself"
+                f"chat_template={given!r:.200} is no readable file ({error}), and has no {{{{ or {{% of a template: "
+                "give the path of a Jinja file, or the template itself"
             ) from error
         return cls(text, recipe.chat_template_kwargs)
 

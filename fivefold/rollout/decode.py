@@ -117,7 +117,7 @@ class Wave:
         return tokens_B
 
     def _seen_tokens(self) -> Tensor | None:
-        """Return, for each row, which tokens its prompt and its completion have; None if there is no penalty on them."""
+        """Return which tokens each row's prompt and completion have; None if there is no penalty on them."""
         if self._sampling.repetition_penalty == 1.0:
             return None
         if self._seen is None:

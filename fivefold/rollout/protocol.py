@@ -68,6 +68,7 @@ def n_begun(requests: Sequence[GenerationRequest]) -> int:
     """Return the number of tokens that completions have so far."""
     return sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
 
+
 NEVER = -1e9
 """Logit, or bias of one, of a token that is not sampled: its probability is 0 in float32. Servers take no infinity."""
 

@@ -77,7 +77,7 @@ class ReplicaSpec:
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     trust_remote_code: bool = False
     """Whether code of the tokenizer's folder is run."""
-    chat: ChatTemplate = ChatTemplate()
+    chat: ChatTemplate = field(default_factory=ChatTemplate)
     """What becomes of the tokenizer's chat template."""
     max_restarts: int = 0
     """Times that a server which died is started again."""

@@ -38,8 +38,8 @@ def choose_tokens(
     """Return the next token of each row (int64 [B]) and its log-probability (float32 [B]).
 
     The log-probability of a sampled token belongs to the distribution from which it is drawn: bias, repetition penalty,
-    temperature, then min-p, top-k and top-p, renormalised. The log-probability of a greedy choice is log softmax(logits),
-    without a temperature, a bias or a penalty.
+    temperature, then min-p, top-k and top-p, renormalised. The log-probability of a greedy choice is log
+    softmax(logits), without a bias, a penalty or a temperature.
 
     Args:
         logits_BV: logits of any float dtype; the arithmetic is float32.
@@ -52,7 +52,9 @@ def choose_tokens(
     allowed_BV = logits_BV if forbidden is None else logits_BV.index_fill(1, forbidden, -torch.inf)
     if bias := sampling.bias:
         ids = torch.tensor(list(bias), device=logits_BV.device)
-        allowed_BV = allowed_BV.index_add(1, ids, torch.tensor(list(bias.values()), device=ids.device).expand(len(allowed_BV), -1))
+        allowed_BV = allowed_BV.index_add(
+            1, ids, torch.tensor(list(bias.values()), device=ids.device).expand(len(allowed_BV), -1)
+        )
     if seen_BV is not None:
         allowed_BV = torch.where(seen_BV, _penalized(allowed_BV, sampling.repetition_penalty), allowed_BV)
     if sampling.greedy:

@@ -49,7 +49,12 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         layouts.setdefault("ref", layouts["actor"])
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += [*replica_problems(placement), *cache_problems(recipe, placement), *sync_problems(recipe, placement), *_profile_problems(recipe, layouts)]
+    problems += [
+        *replica_problems(placement),
+        *cache_problems(recipe, placement),
+        *sync_problems(recipe, placement),
+        *_profile_problems(recipe, layouts),
+    ]
     problems += recipe_problems(recipe, shape, others)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)

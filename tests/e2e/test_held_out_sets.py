@@ -1,4 +1,4 @@
-"""A run with several held-out sets and files, an evaluation of its own length, and weights that are sent every other step."""
+"""A run with several files and held-out sets, whose rollout gets weights every other step."""
 
 from __future__ import annotations
 

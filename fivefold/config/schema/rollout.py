@@ -24,7 +24,6 @@ from fivefold.config.schema.fields import (
 from fivefold.config.schema.role import RoleConfig
 from fivefold.config.schema.rules import OfServers, above_0, reads_if, rule
 
-
 TokenId = Annotated[str, BeforeValidator(str), Field(pattern="^[0-9]+$")]
 """A token id as the key of a mapping, which is a text in JSON."""
 
@@ -32,9 +31,8 @@ TokenId = Annotated[str, BeforeValidator(str), Field(pattern="^[0-9]+$")]
 class GenerationConfig(Section):
     """How completions are sampled.
 
-    Log-probs of sampled tokens are those of the distribution that they are drawn from, with all of these keys. The
-    trainer's have `temperature` alone, so that keys which change the distribution otherwise make sampled tokens
-    off-policy.
+    Log-probs of sampled tokens belong to the distribution that they are drawn from, with all of these keys. The trainer
+    reads `temperature` alone: keys that change the distribution otherwise make sampled tokens off-policy.
     """
 
     n_samples: Sequences = 8
@@ -67,7 +65,7 @@ class GenerationConfig(Section):
 
     @property
     def alterations(self) -> tuple[str, ...]:
-        """Names of the keys because of which log-probs of the sampling distribution are not the model's."""
+        """Names of the keys that make the log-probs of the sampling distribution differ from the model's."""
         return tuple(name for name in _ALTERING if getattr(self, name) != type(self).model_fields[name].default)
 
     @rule

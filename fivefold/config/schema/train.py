@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fivefold.config.algorithms import AlgorithmName
-from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, PromptRowsConfig
+from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.fields import NAME, Fraction, NonNegative, Positive, PositiveFloat, Sequences
 from fivefold.config.schema.rewards import RewardConfig
@@ -21,7 +21,7 @@ _SAMPLES = reads_if(equals("greedy", False))
 
 
 class EvaluatorConfig(PeriodicConfig):
-    """When and how the held-out prompts are evaluated. Sampling keys that are not here are those of `gconfig`."""
+    """When and how the held-out prompts are evaluated. Sampling keys that are not here have the values of `gconfig`."""
 
     before_training: bool = True
     """Evaluate before the first step too."""
@@ -86,7 +86,7 @@ class TrainRecipe(RunConfig):
             return {"valid_dataset": self.valid_dataset}
         return {f"valid_datasets.{name}": rows for name, rows in self.valid_datasets.items()}
 
-    def most_tokens(self, rows: PromptRowsConfig) -> int:
+    def most_tokens(self, rows: RowsConfig) -> int:
         """Return the most tokens of an episode of a prompt in `rows`."""
         if self.environment is not None:
             return self.environment.max_length

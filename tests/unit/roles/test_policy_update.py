@@ -213,7 +213,10 @@ def test_advantages_are_clipped_after_whitening() -> None:
     change = actor.changes[0]
     advantages = torch.tensor([-3.0, -0.1, 0.1, 3.0])
     batch = Batch(
-        tokens_T=torch.zeros(4, dtype=torch.int64), mask_T=torch.ones(4), lengths=(4,), fields={"advantages": advantages}
+        tokens_T=torch.zeros(4, dtype=torch.int64),
+        mask_T=torch.ones(4),
+        lengths=(4,),
+        fields={"advantages": advantages},
     )
     clipped = change(batch).fields["advantages"]
     whitened = InTurn(change.changes[:-1])(batch).fields["advantages"]
