@@ -76,7 +76,13 @@ class TrainSetup(RunSetup[Prompt]):
         return held_out_usage(data.usage, held_out, trained)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is odd about the data."""
+        """Yield what is odd about the data, and how samples differ from the policy that is trained."""
+        if altering := self.recipe.gconfig.alterations:
+            keys = " and ".join(f"gconfig.{name}" for name in altering)
+            yield (
+                f"{keys}: tokens are sampled from another distribution than the policy that is trained, whose "
+                "log-probs have gconfig.temperature alone"
+            )
         held_out = self.evaluator.sets if self.evaluator else {}
         for key, data in {"train_dataset": self.data, **held_out}.items():
             yield from dropped_rows(key, data.n_rows, data.n_too_long)
