@@ -33,6 +33,7 @@ from fivefold.run.setup import OpenRun
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
 from fivefold.run.steps import StepDone, begin, run_steps
+from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import run_whole
 from fivefold.train_setup import TrainSetup, set_up
 from fivefold.types import Sample
@@ -40,29 +41,31 @@ from fivefold.update.compose import policy_update
 from fivefold.update.step import Prepared, StepOutcome, UpdateState
 
 
-def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
+def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:
     """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
     return run_whole(recipe, TRAIN_COLUMNS, partial(set_up, recipe), _execute, overwrite=overwrite, screen=screen)
 
 
-def _execute(setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(
+    setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float
+) -> Steps[RunState]:
     """Start the roles, with the state of a checkpoint, and run the loop."""
     roles = launch_roles(run.session, setup.recipe, setup.ground.placement, setup.total_steps, setup.route)
     begin(start, roles, setup.recipe, run)
     saved, note = taken_over(start)
     if note is not None:
         run.screen.note(note)
-    return run_loop(setup, roles, run, state, began, saved)
+    return (yield from run_loop(setup, roles, run, state, began, saved))
 
 
 def run_loop(
     setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float, saved: Saved | None = None
-) -> RunState:
+) -> Steps[RunState]:
     """Run the steps after `state`, with samples that a checkpoint has. Returns the state after the last one."""
     training = Reinforcement(setup, roles, run, state)
     with _source(setup, roles, training.needs_rollout_logprobs, run, state.step, saved) as training.source:
         owners = {**state_owners(roles, setup.recipe, run.timers), **training.source.owners}
-        state = run_steps(setup, training, roles, run, state, owners, began)
+        state = yield from run_steps(setup, training, roles, run, state, owners, began)
         training.source.stream.settle()
     return state
 

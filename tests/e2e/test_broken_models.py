@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from fivefold import generate, sft, train
+from fivefold import Run, generate
 from fivefold.cluster.session import Session
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import evaluate
 from tests.e2e.conftest import ROOT
@@ -52,19 +51,15 @@ def train_recipe(*overrides: str) -> TrainRecipe:
 
 
 def run_train(path: str) -> None:
-    train.train(train_recipe(f"actor.path={path}"))
+    Run(train_recipe(f"actor.path={path}")).finish()
 
 
 def run_reference(path: str) -> None:
-    train.train(train_recipe("actor.kl_ctl=0.1", f"ref.path={path}"))
+    Run(train_recipe("actor.kl_ctl=0.1", f"ref.path={path}")).finish()
 
 
 def run_sft(path: str) -> None:
-    sft.sft(
-        load_recipe(
-            ROOT / "recipes" / "tiny-moe-sft.yaml", [f"actor.path={path}", "actor.init_from_scratch=false"], SFTRecipe
-        )
-    )
+    Run(ROOT / "recipes" / "tiny-moe-sft.yaml", [f"actor.path={path}", "actor.init_from_scratch=false"]).finish()
 
 
 def run_evaluate(path: str) -> None:
