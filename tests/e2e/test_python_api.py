@@ -29,6 +29,7 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     assert len(blocks) == 5
     blocks[0] = blocks[0].replace('["total_train_steps=4"', '["valid_dataset.limit=8", "total_train_steps=4"')
     blocks[1] += "\nfirst = [row['step'] for row in run.metrics()]\n"
+    blocks[1] += "assert '\"interrupted\"' in (run.folder / 'status.json').read_text()\n"
     blocks[3] += "\nrewards_of = run.metrics()\nassert len(rewards) == 4\n"
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks) + CHECK)
