@@ -4,6 +4,8 @@
     python benchmarks/grpo_step.py --layers 48 --steps 2             Qwen3-30B-A3B whole
     python benchmarks/grpo_step.py --layers 8 rollout.backend=vllm:d1 actor.backend=megatron:d1 rollout.colocate=false
     python benchmarks/grpo_step.py --shape hidden_size=64 --recipe recipes/quickstart.yaml --parts step
+    python benchmarks/grpo_step.py --layers 8 --parts step --turns 4          the same tokens in four turns of a game
+    python benchmarks/grpo_step.py --layers 8 --parts step --turns 4 --agent  ... of an agent behind a URL
 
 Three programs run one after the other on the same machine:
 
@@ -48,6 +50,36 @@ def fn(response, ground_truth, *, data_source, extra_info):
     """Return 0 or 1, at random but always the same for the same text."""
     return float(zlib.crc32(response.encode()) % 2)
 '''
+GAME = '''
+import urllib3
+import zlib
+
+TURNS, ANSWER = {turns}, "{answer}"
+
+
+class Game:
+    """Answers each move but the last one with the same words."""
+
+    def reset(self, ground_truth):
+        self.turn = 0
+
+    def step(self, move):
+        self.turn += 1
+        return ANSWER, zlib.crc32(move.encode()) % 2 / TURNS, self.turn == TURNS
+
+
+def agent(base_url, prompt, ground_truth):
+    """Play the game through a URL."""
+    game, text, total = Game(), prompt, 0.0
+    game.reset(ground_truth)
+    for _ in range(TURNS):
+        url, body = f"{{base_url}}/completions", {{"prompt": text}}
+        reply = urllib3.request("POST", url, json=body, retries=False, timeout=None)
+        move = reply.json()["choices"][0]["text"]
+        answer, reward, _ = game.step(move)
+        text, total = text + move + answer, total + reward
+    return total
+'''
 
 
 def main() -> None:
@@ -81,7 +113,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", nargs="*", default=[], metavar="KEY=NUMBER", help="other keys of its config.json")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a step")
     parser.add_argument("--prompt-tokens", type=int, default=190)
-    parser.add_argument("--new-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=1024, help="of an episode, over all turns")
+    parser.add_argument("--turns", type=int, default=1, help="turns of an episode; 1: without an environment")
+    parser.add_argument("--answer-tokens", type=int, default=32, help="what the model reads between two turns")
+    parser.add_argument("--agent", action="store_true", help="play the turns through a URL")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--limit", type=float, default=600, help="seconds after which the steps are given up")
@@ -110,25 +145,39 @@ def prepare(args: argparse.Namespace, folder: Path) -> TrainRecipe:
         "train_dataset.answer_key": "answer",
         "train_dataset.batch_size": args.prompts,
         "train_dataset.max_length": args.prompt_tokens,
-        "gconfig.max_new_tokens": args.new_tokens,
+        "gconfig.max_new_tokens": args.new_tokens // args.turns,
         "reward.fn": f"{folder / 'reward.py'}:fn",
         "reward.kwargs": "{}",
         "recover.mode": "disabled",
         "valid_dataset": "null",
         "stats.n_logged_samples": 0,
     }
+    words = random.Random(0)
+    if args.turns > 1:
+        between = text(words, args.answer_tokens, config["vocab_size"])
+        (folder / "game.py").write_text(GAME.format(turns=args.turns, answer=f" {between} "))
+        length = args.prompt_tokens + args.new_tokens + (args.turns - 1) * args.answer_tokens
+        door, name = ("agent", "agent") if args.agent else ("game", "Game")
+        keys |= {
+            f"environment.{door}": f"{folder / 'game.py'}:{name}",
+            "environment.max_turns": args.turns,
+            "environment.max_length": length + 8,
+            "reward.fn": "environment",
+        }
     overrides = [*(f"{key}={value}" for key, value in keys.items()), *args.overrides]
     # Steps follow for which a look-ahead still generates while the last one that counts is made.
     n_steps = args.steps + 1 + load_recipe(args.recipe, overrides, TrainRecipe).rollout.max_head_offpolicyness
     recipe = load_recipe(args.recipe, [*overrides, f"total_train_steps={n_steps}"], TrainRecipe)
-    words = random.Random(0)
-    rows = [
-        {"prompt": " ".join(f"w{words.randrange(2, config['vocab_size'])}" for _ in range(args.prompt_tokens))}
-        for _ in range(args.prompts * n_steps)
-    ]
+    n_rows = args.prompts * n_steps
+    rows = [{"prompt": text(words, args.prompt_tokens, config["vocab_size"])} for _ in range(n_rows)]
     prompts.write_text("".join(json.dumps({**row, "answer": ""}) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(resolved_yaml(recipe))
     return recipe
+
+
+def text(words: random.Random, count: int, vocab_size: int) -> str:
+    """Return so many random words, each a token."""
+    return " ".join(f"w{words.randrange(2, vocab_size)}" for _ in range(count))
 
 
 def measure_steps(args: argparse.Namespace, folder: Path, age: int) -> dict[str, Any]:
@@ -155,6 +204,7 @@ def measure_steps(args: argparse.Namespace, folder: Path, age: int) -> dict[str,
     seconds = {key.partition("/")[2]: round(value, 2) for key, value in best.items() if key.startswith("seconds/")}
     more = ["peak_memory_gb/max", "train/tflops_per_device", "tokens_per_second"]
     more += ["rollout_mismatch", "rollout_mismatch_kl", "replay/share", "replay/differs"]
+    more += ["episode/turns/mean", "response_length/mean"]
     return {
         "steps_s": [round(row["seconds/step"], 2) for row in rows],
         "step_s": round(fmean(row["seconds/step"] for row in settled or [best]), 2),

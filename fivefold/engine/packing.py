@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from fivefold.batch import Batch, Totals
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import Batch, Cuts, Totals
+from fivefold.types import Cuts
 
 Key = TypeVar("Key", int, float)
 

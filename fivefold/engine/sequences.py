@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.context_parallel import PackedAttention, gathered_keys, zigzag, zigzag_attention
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.packing import Share, chunk_unit, padded_tokens, round_up
 from fivefold.engine.routes import LocalRoutes
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import ROUTES, Batch
+from fivefold.types import ROUTES
 
 
 @dataclass(frozen=True)

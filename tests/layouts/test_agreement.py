@@ -29,9 +29,9 @@ from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.types import Batch
 
 N_STEPS = 2
 WEIGHT_TOLERANCE = 1e-5

@@ -16,6 +16,7 @@ from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Batch, Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
@@ -27,7 +28,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.types import Batch, Columns, Prompt, Sample, StopReason
+from fivefold.types import Prompt, Sample, StopReason
 from fivefold.update import token_advantages
 from fivefold.update.compose import policy_update
 from fivefold.update.step import StepOutcome, UpdateState
