@@ -59,6 +59,9 @@ class AdapterFolder:
             content = content * factor
         return replace(piece, name=PREFIX + piece.name), content
 
+    kept_bytes = 0
+    """All of it is trained."""
+
     def begin(self) -> Path:
         """Return a new folder next to the target, with a weight file that has no data yet.
 

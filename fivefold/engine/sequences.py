@@ -121,7 +121,8 @@ def localize(
         attention = zigzag_attention(spans, cp_rank, cp_size, flash, device)
     else:
         local = torch.arange(sum(spans))
-        attention = PackedAttention(plan_attention([(span, span) for span in spans], flash=flash, device=device))
+        plan = plan_attention([(span, span) for span in spans], flash=flash, device=device)
+        attention = PackedAttention(plan, spans=tuple(spans))
     # Index -1, filler, reads the extra element at the end: token 0, not trained.
     tokens = torch.cat([batch.tokens_T, batch.tokens_T.new_zeros(1)])
     trained = torch.cat([batch.mask_T > 0, torch.zeros(1, dtype=torch.bool)])

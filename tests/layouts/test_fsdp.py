@@ -60,6 +60,11 @@ CASES = [
     ("fsdp:d2t2", "glm4_moe"),
     ("fsdp:t2c2", "deepseek_v3"),
     ("fsdp:c2", "deepseek_v2"),
+    ("fsdp:d1", "qwen3_next"),
+    ("fsdp:d2t2", "qwen3_next"),
+    ("fsdp:d2t2", "qwen3_5"),
+    ("fsdp:t2c2", "qwen3_5_moe"),
+    ("fsdp:t2c2", "qwen3_next"),
 ]
 
 

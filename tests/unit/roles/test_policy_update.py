@@ -278,6 +278,9 @@ def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None
     assert updates(actor, ONE_UPDATE, stale).news is None
     assert [loss.correction for loss in actor.losses] == [RolloutCorrection("token", 2.0)]
     assert actor.n_recomputed == 0, "with one update, the policy before the step is the current one"
+    quantized = RecordingActor(rollout_mismatch_kl=1e-5)
+    assert updates(quantized, ONE_UPDATE, "rollout.quantization=fp8_per_block").news is None
+    assert [loss.correction for loss in quantized.losses] == [RolloutCorrection("token", 2.0)]
     several = RecordingActor()
     updates(several, "actor.ppo_n_minibatches=2", stale)
     assert several.n_recomputed == 1
