@@ -27,7 +27,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from fivefold import train
+from fivefold import Run
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.roles import launch
@@ -140,7 +140,7 @@ def run(words: Sequence[str], rare: int, delay: float) -> None:
             super().__init__(spec, rare, delay)
 
     vars(launch)["RolloutWorker"] = Late
-    train.train(load_recipe(RECIPE, list(words), TrainRecipe))
+    Run(load_recipe(RECIPE, list(words), TrainRecipe), screen="table").finish()
 
 
 class LateWorker(RolloutWorker):

@@ -16,6 +16,7 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.run.stepwise import Steps
 from fivefold.supervised import Learnt, PairMethod, run_supervised
 from fivefold.update.preferences import Comparison, Scoring
 
@@ -84,7 +85,7 @@ def _answered(prompt: SFTExample, answer: SFTExample, longest: int) -> SFTExampl
     return SFTExample(prompt.prompt_ids, answer.response_ids[: longest - len(prompt.prompt_ids)])
 
 
-def dpo(recipe: DPORecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
+def dpo(recipe: DPORecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     if recipe.actor.loss_type == "kto":
         return run_supervised(recipe, LabelledAnswers(recipe), overwrite=overwrite, screen=screen)

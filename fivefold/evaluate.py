@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
@@ -21,7 +23,7 @@ from fivefold.data.sft import end_token
 from fivefold.engine.values import N_APPENDED
 from fivefold.environments.build import check_environment
 from fivefold.experience.group import groups_of
-from fivefold.experience.samples import accuracy, pass_at_k, sample_metrics
+from fivefold.experience.samples import accuracy, as_record, pass_at_k, sample_metrics
 from fivefold.experience.stream import Stream
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
@@ -46,7 +48,7 @@ from fivefold.rollout.tokenizer import tokenizer_of
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import check_tokens, sampling_problems
 from fivefold.rules.rollout import server_problems
-from fivefold.types import Prompt
+from fivefold.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +70,8 @@ class Evaluation:
     n_prompts: int
     pass_at: Mapping[str, float]
     """`pass_at/<k>` of prompts with several completions: the chance that one of k is right."""
+    parts: Mapping[str, float]
+    """`accuracy` and `reward` of each of several sets and data sources, such as `accuracy/set/<name>`."""
 
     @property
     def told(self) -> str:
@@ -84,33 +88,43 @@ class Evaluation:
             **self.pass_at,
             "reward": self.reward,
             "response_length": self.response_length,
+            **self.parts,
         }
 
 
 class Evaluator:
     """Evaluates the rollout's weights on held-out prompts."""
 
-    def __init__(self, recipe: TrainRecipe, data: PromptDataset) -> None:
-        self.data = data
+    def __init__(self, recipe: TrainRecipe, sets: Mapping[str, PromptDataset]) -> None:
+        """Take the sets of held-out prompts, by the dotted keys of their sections."""
+        self.sets = sets
+        self.data = PromptDataset.joined(list(sets.values()))
+        names = [key.rpartition(".")[2] for key, data in sets.items() for _ in data.prompts]
+        self._set_of = dict(enumerate(names))
         self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
 
     @classmethod
     def of(cls, recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase, rewards: RewardSet) -> Evaluator | None:
-        """Return the evaluator of a recipe, None if it has no `valid_dataset`.
+        """Return the evaluator of a recipe, None if it has no held-out prompts.
 
         Raises:
             ValueError: held-out prompts that cannot be read, or that the reward cannot judge.
         """
-        if recipe.valid_dataset is None:
+        if not recipe.held_out:
             return None
-        data = load_prompts(recipe.valid_dataset, tokenizer)
-        rewards.check_prompts(data.prompts)
-        return cls(recipe, data)
+        sets = {key: load_prompts(rows, tokenizer) for key, rows in recipe.held_out.items()}
+        evaluator = cls(recipe, sets)
+        rewards.check_prompts(evaluator.data.prompts)
+        return evaluator
 
-    def run(self, stream: Stream) -> Evaluation:
+    def run(self, stream: Stream, keep: Callable[[Sequence[Sample]], object] = lambda samples: None) -> Evaluation:
         """Sample every held-out prompt with the current weights. Random choices are the same in every evaluation.
+
+        Args:
+            stream: samples completions and gives them their rewards.
+            keep: is given all samples.
 
         Raises:
             RunFailed: no group was finished within `scheduler.timeout_s`.
@@ -121,13 +135,36 @@ class Evaluator:
         stream.submit(groups, first=True)
         samples = stream.collect(groups)
         stream.check_scored(samples)
+        keep(samples)
         return Evaluation(
             accuracy=accuracy(samples),
             reward=sum(sample.reward for sample in samples) / len(samples),
             response_length=sample_metrics(samples)["response_length/mean"],
             n_prompts=len(groups),
             pass_at=pass_at_k(samples),
+            parts={**self._by_set(samples), **self._by_source(samples)},
         )
+
+    def set_of(self, prompt: Prompt) -> str:
+        """Return the name of the set that a prompt is of."""
+        return self._set_of[prompt.index]
+
+    def _by_set(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return _measures_of("set", samples, self.set_of) if len(self.sets) > 1 else {}
+
+    def _by_source(self, samples: Sequence[Sample]) -> dict[str, float]:
+        has_several = len(self.data.sources) > 1
+        return _measures_of("source", samples, lambda prompt: prompt.data_source) if has_several else {}
+
+
+def _measures_of(kind: str, samples: Sequence[Sample], part_of: Callable[[Prompt], str]) -> dict[str, float]:
+    """Return `accuracy/<kind>/<part>` and `reward/<kind>/<part>` of each part that prompts belong to."""
+    parts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(part_of(sample.prompt), []).append(sample)
+    return {f"accuracy/{kind}/{part}": accuracy(own) for part, own in sorted(parts.items())} | {
+        f"reward/{kind}/{part}": fmean(sample.reward for sample in own) for part, own in sorted(parts.items())
+    }
 
 
 def check_judged(
@@ -192,17 +229,24 @@ def check_requests(
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens + n_appended
     if longest > shape.max_positions:
         raise ValueError(
-            f"the longest prompt and gconfig.max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the "
-            f"{model} has {shape.max_positions} positions: lower gconfig.max_new_tokens or the data set's max_length"
+            f"the longest prompt and max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the {model} "
+            f"has {shape.max_positions} positions: lower max_new_tokens of gconfig or evaluator, or the data set's "
+            "max_length"
         )
 
 
 def evaluate(
-    recipe: TrainRecipe, *, model: str | None = None, status: StatusLine | None = None
+    recipe: TrainRecipe, *, model: str | None = None, samples: Path | None = None, status: StatusLine | None = None
 ) -> dict[str, float | int | str]:
     """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
 
     Only the rollout engine is started, and the reward model if there is one. `status` shows the progress.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        samples: JSONL file that gets a line for each completion; None: they are not kept.
+        status: shows the progress.
 
     Raises:
         ValueError: the recipe has no `valid_dataset`, its rollout cannot run here, its actor starts from a
@@ -231,6 +275,8 @@ def evaluate(
     evaluator = Evaluator.of(recipe, tokenizer, rewards)
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
+    if samples is not None:
+        samples.touch()  # a folder that does not exist ends the command before it begins
     check_lengths(recipe, shape, evaluator.data.prompts, evaluator.sampling)
     if recipe.reward.model is not None:
         check_judged(
@@ -249,7 +295,7 @@ def evaluate(
         rollout = Rollout(group, shares_devices=False, is_server=is_server)
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
         with Stream(recipe, rollout, rewards, timers, _no_weights, reward_model) as stream, timers.phase("evaluation"):
-            result = _run(evaluator, stream)
+            result = _run(evaluator, stream, samples)
     return {
         "model": path,
         **result.measures,
@@ -262,9 +308,13 @@ def _no_weights(version: int) -> None:
     raise AssertionError("a server that is started again loads its weights itself")
 
 
-def _run(evaluator: Evaluator, stream: Stream) -> Evaluation:
+def _run(evaluator: Evaluator, stream: Stream, file: Path | None) -> Evaluation:
+    def write(samples: Sequence[Sample]) -> None:
+        records = ({**as_record(sample, step=0), "set": evaluator.set_of(sample.prompt)} for sample in samples)
+        file and file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
     try:
-        return evaluator.run(stream)
+        return evaluator.run(stream, write)
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its setup
         raise RunFailed(str(error)) from error
     finally:

@@ -16,6 +16,7 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.run.stepwise import Steps
 from fivefold.supervised import Learnt, run_supervised
 
 if TYPE_CHECKING:
@@ -54,6 +55,6 @@ class FineTuning:
         return f"loss {measures['nll']:.4f} a token"
 
 
-def sft(recipe: SFTRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
+def sft(recipe: SFTRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     return run_supervised(recipe, FineTuning(recipe), overwrite=overwrite, screen=screen)

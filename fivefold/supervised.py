@@ -38,6 +38,7 @@ from fivefold.run.setup import OpenRun, lay_groundwork
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
 from fivefold.run.steps import StepDone, begin, run_steps
+from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.update.preferences import Comparison, Scoring
 from fivefold.update.updates import Skips
@@ -205,21 +206,23 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | Non
 
 def run_supervised(
     recipe: SupervisedRecipe, method: Method[Item], *, overwrite: bool, screen: ScreenKind
-) -> dict[str, Any]:
+) -> Steps[dict[str, Any]]:
     """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
     return run_whole(
         recipe, method.columns, partial(set_up, recipe, method), _execute, overwrite=overwrite, screen=screen
     )
 
 
-def _execute(setup: Setup[Item], start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(
+    setup: Setup[Item], start: FromScratch | Resume, run: OpenRun, state: RunState, began: float
+) -> Steps[RunState]:
     """Start the models, with the state of a checkpoint, and run the loop."""
     models = launch_models(run.session, setup.recipe, setup.ground.placement, setup.total_steps)
     begin(start, models, setup.recipe, run)
-    return run_loop(setup, models, run, state, began)
+    return (yield from run_loop(setup, models, run, state, began))
 
 
-def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, began: float) -> RunState:
+def run_loop(setup: Setup[Item], models: Models, run: OpenRun, state: RunState, began: float) -> Steps[RunState]:
     """Run the steps after `state`. Returns the state after the last one."""
     owners = state_owners(models, setup.recipe, run.timers)
     return run_steps(setup, Supervised(setup, models, run), models, run, state, owners, began)

@@ -33,6 +33,7 @@ from fivefold.run.setup import OpenRun
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
 from fivefold.run.steps import StepDone, begin, run_steps
+from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import run_whole
 from fivefold.train_setup import TrainSetup, set_up
 from fivefold.types import Sample
@@ -40,29 +41,31 @@ from fivefold.update.compose import policy_update
 from fivefold.update.step import Prepared, StepOutcome, UpdateState
 
 
-def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> dict[str, Any]:
+def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:
     """Run `recipe`, as `run_whole` says. Returns the content of `summary.json`."""
     return run_whole(recipe, TRAIN_COLUMNS, partial(set_up, recipe), _execute, overwrite=overwrite, screen=screen)
 
 
-def _execute(setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float) -> RunState:
+def _execute(
+    setup: TrainSetup, start: FromScratch | Resume, run: OpenRun, state: RunState, began: float
+) -> Steps[RunState]:
     """Start the roles, with the state of a checkpoint, and run the loop."""
     roles = launch_roles(run.session, setup.recipe, setup.ground.placement, setup.total_steps, setup.route)
     begin(start, roles, setup.recipe, run)
     saved, note = taken_over(start)
     if note is not None:
         run.screen.note(note)
-    return run_loop(setup, roles, run, state, began, saved)
+    return (yield from run_loop(setup, roles, run, state, began, saved))
 
 
 def run_loop(
     setup: TrainSetup, roles: Roles, run: OpenRun, state: RunState, began: float, saved: Saved | None = None
-) -> RunState:
+) -> Steps[RunState]:
     """Run the steps after `state`, with samples that a checkpoint has. Returns the state after the last one."""
     training = Reinforcement(setup, roles, run, state)
     with _source(setup, roles, training.needs_rollout_logprobs, run, state.step, saved) as training.source:
         owners = {**state_owners(roles, setup.recipe, run.timers), **training.source.owners}
-        state = run_steps(setup, training, roles, run, state, owners, began)
+        state = yield from run_steps(setup, training, roles, run, state, owners, began)
         training.source.stream.settle()
     return state
 
@@ -83,6 +86,8 @@ class Reinforcement:
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
         self._texts = TokenTexts(setup.ground.tokenizer)
         self._was_told_of_no_signal = False
+        self._sent: int | None = None
+        """Version of the weights that the rollout got last; None: it got none."""
 
     def needs_rollout_logprobs(self) -> bool:
         """Return whether the next loss reads the rollout's log-prob of every token."""
@@ -99,7 +104,7 @@ class Reinforcement:
         # Written before the update: if it fails, its samples are where the search begins.
         n_logged = self._write_samples(experience.samples, step, samples)
         prepared, outcome = self._train(experience, step, n_logged, samples)
-        if outcome.problem is None:
+        if outcome.problem is None and step % self._setup.recipe.rollout.sync_freq_steps == 0:
             self._send_weights(step)
         seconds, whole = self._timers.take(), time.perf_counter() - began
         worked = Worked(prepared.batch, prepared.batch, outcome.given, outcome.trained)
@@ -121,11 +126,14 @@ class Reinforcement:
         return StepDone(after, metrics, seconds, whole, outcome.problem, outcome.news, shown)
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Evaluate the model after a step, whose weights are those that were sent last."""
+        """Evaluate the model after a step."""
         self.source.stream.settle()
         evaluator, run = self._setup.evaluator, self._run
         if evaluator is None:
             return None
+        if self._sent != step:
+            self._send_weights(step)
+            self.source.stream.settle()
         with self._timers.phase("evaluation"):
             evaluation = evaluator.run(self.source.stream)
         when = f"after step {step}" if step else "before training"
@@ -153,6 +161,7 @@ class Reinforcement:
         """Give the rollout the actor's weights: while the next step runs, or at once if the route does not allow it."""
         roles, timers = self._roles, self._timers
         self.source.stream.settle()
+        self._sent = version
         if self._setup.route.overlaps_training:
             give = partial(roles.give_weights, roles.copy_weights(timers), version, timers)
             self.source.weights_follow(version, give)

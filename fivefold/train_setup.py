@@ -76,16 +76,19 @@ class TrainSetup(RunSetup[Prompt]):
         return held_out_usage(data.usage, held_out, trained)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is odd about the data."""
-        for key, data in (
-            ("train_dataset", self.data),
-            ("valid_dataset", self.evaluator.data if self.evaluator else None),
-        ):
-            if data is not None:
-                yield from dropped_rows(key, data.n_rows, data.n_too_long)
-                # An environment may begin each episode with the same words.
-                if self.recipe.environment is None:
-                    yield from repeated_prompts(key, [prompt.token_ids for prompt in data.prompts])
+        """Yield what is odd about the data, and how samples differ from the policy that is trained."""
+        if altering := self.recipe.gconfig.alterations:
+            keys = " and ".join(f"gconfig.{name}" for name in altering)
+            yield (
+                f"{keys}: tokens are sampled from another distribution than the policy that is trained, whose "
+                "log-probs have gconfig.temperature alone"
+            )
+        held_out = self.evaluator.sets if self.evaluator else {}
+        for key, data in {"train_dataset": self.data, **held_out}.items():
+            yield from dropped_rows(key, data.n_rows, data.n_too_long)
+            # An environment may begin each episode with the same words.
+            if self.recipe.environment is None:
+                yield from repeated_prompts(key, [prompt.token_ids for prompt in data.prompts])
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -96,6 +99,11 @@ class TrainSetup(RunSetup[Prompt]):
     def evaluations_due(self) -> PeriodicConfig:
         """When held-out prompts are evaluated, besides before the first step."""
         return self.recipe.evaluator
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether held-out prompts are evaluated before the first step."""
+        return self.recipe.evaluator.before_training
 
     @property
     def expert_sampler(self) -> EpochSampler[Any] | None:
@@ -134,11 +142,13 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     rewards.check_prompts(data.prompts)
     evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
     sampling = SamplingParams.for_training(recipe)
-    prompts = [*data.prompts, *(evaluator.data.prompts if evaluator else ())]
-    rewards.check_sources(prompts)
-    check_lengths(recipe, ground.shape, prompts, sampling)
-    if recipe.reward.model is not None:
-        check_judged(ground.others["reward"], ground.tokenizer, prompts, sampling)
+    held_out = evaluator.data.prompts if evaluator else ()
+    rewards.check_sources([*data.prompts, *held_out])
+    asked = [(data.prompts, sampling), *([(held_out, evaluator.sampling)] if evaluator else [])]
+    for prompts, how in asked:
+        check_lengths(recipe, ground.shape, prompts, how)
+        if recipe.reward.model is not None:
+            check_judged(ground.others["reward"], ground.tokenizer, prompts, how)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     check_prompts(recipe, data.prompts)
     check_methods(recipe)

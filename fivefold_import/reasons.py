@@ -137,7 +137,7 @@ ROLLOUT_DEGREES = "a rollout backend takes the degrees d, t and p"
 KEPT_LOGPROBS = "rollout.logprob_share says for how many prompts the rollout gives its log-probabilities"
 TOKEN_IDS = "the engine is handed token ids"
 LENGTHS = "the length follows from train_dataset.max_length and gconfig.max_new_tokens"
-SAMPLING = "sampling is by temperature, top_p and top_k"
+SAMPLING = "sampling is by the keys of gconfig"
 ALWAYS_SAMPLED = "responses are sampled in training"
 END_TOKEN = "a response ends with an end token"
 IN_TURN = "roles that share devices take turns on their memory"
@@ -148,10 +148,9 @@ SAMPLER = "train_dataset.sampler chooses the prompts of a step: easy_to_hard, re
 READ_FIRST = "data are read before the first step"
 TOO_LONG = "prompts that are too long are dropped, and counted"
 NOT_CUT = "prompts that are too long are dropped, not cut"
-ONE_FOLDER = "there is one data set: put the files into one folder"
+ONE_FOLDER = "there is one data set: list the files as train_dataset.path"
 TEMPLATE = "the tokenizer's chat template is applied unchanged"
 ALL_HELD_OUT = "all held-out prompts are evaluated at once"
-EVALUATES_FIRST = "an evaluation before the first step always runs"
 GREEDY = "evaluation is greedy"
 AS_IN_TRAINING = "evaluation samples as training does"
 
@@ -191,8 +190,3 @@ def experts_apart(role: str) -> str:
         "with Megatron-Bridge, the experts of a GPU share an adapter; here each expert has its own, whose rank is that "
         f"number over the experts that a token visits ({role}.lora.rank_of_experts)"
     )
-
-
-def sampled_by_gconfig(name: str) -> str:
-    """Return the reason why evaluation does not have its own sampling option `name`."""
-    return f"evaluation takes {name} from gconfig"

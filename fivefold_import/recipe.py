@@ -59,6 +59,7 @@ YIELDING = (
     "actor.optimizer.min_lr_ratio",
     "evaluator.temperature",
     "evaluator.n_samples",
+    "evaluator.max_new_tokens",
     "gconfig.min_new_tokens",
     "scheduler.address",
     "rollout.max_head_offpolicyness",
@@ -68,7 +69,7 @@ SECTIONS_OF_ROLES = tuple(role.key for role in ROLES.values())
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
     *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
-    *("max_length", "apply_chat_template"),
+    *("max_length", "apply_chat_template", "system_prompt", "truncation"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
@@ -198,10 +199,10 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
     if "experiment_name" not in recipe:
         recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
         draft.notes.append(f"experiment_name={recipe['experiment_name']}, after the file: the source names no run")
-    if "valid_dataset.path" in recipe:
+    for section in _held_out(recipe):
         for name in SAME_COLUMNS:
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
-                recipe.setdefault(f"valid_dataset.{name}", value)
+                recipe.setdefault(f"{section}.{name}", value)
     grouped = [key for key in (MEAN_LEVEL, STD_LEVEL) if recipe.get(key, "group") == "group"]
     if recipe.get("gconfig.n_samples") == 1 and grouped and recipe.get("actor.advantage", "grpo") == "grpo":
         recipe |= dict.fromkeys(grouped, "batch")
@@ -222,6 +223,12 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
     return [key for key, value in recipe.items() if value == MISSING]
 
 
+def _held_out(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the sections of held-out prompts that the recipe has."""
+    named = [key.removesuffix(".path") for key in recipe if key.startswith("valid_datasets.") and key.endswith(".path")]
+    return ["valid_dataset"] if "valid_dataset.path" in recipe else named
+
+
 def _stand_in(key: str) -> Any:
     return STAND_INS.get(key, "to-be-given")
 
@@ -231,11 +238,12 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     recipe = draft.recipe
     if draft.schema is not TrainRecipe:
         _drop_what_only_training_has(draft)
-    if "valid_dataset.path" not in recipe:
+    if not _held_out(recipe):
         for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
             draft.demote(key, "without held-out prompts, nothing is evaluated", "implied")
     if recipe.get("evaluator.greedy", True):
-        draft.demote("evaluator.temperature", "evaluation is greedy", "implied")
+        for name in ("temperature", "top_p", "top_k"):
+            draft.demote(f"evaluator.{name}", "evaluation is greedy", "implied")
     if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
         draft.demote("actor.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
     if not draft.compares_with_reference:
@@ -249,8 +257,9 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if recipe.get("recover.mode") == "disabled":
         for key in [key for key in recipe if key.startswith("recover.") and key != "recover.mode"]:
             draft.demote(key, "recover.mode is disabled: no checkpoints are written", "implied")
-    for section in ("train_dataset", "valid_dataset"):
-        if Path(recipe.get(f"{section}.path", "")).suffix in SUFFIXES:
+    for section in ("train_dataset", *_held_out(recipe)):
+        path = recipe.get(f"{section}.path", "")
+        if any(Path(one).suffix in SUFFIXES for one in (path if isinstance(path, list) else [path])):
             draft.demote(f"{section}.split", "a data set of one file has no splits", "implied")
 
 
@@ -306,7 +315,7 @@ def _silent_notes(recipe: Recipe, draft: Draft) -> list[str]:
             "no reward was converted, so reward.fn=math judges all responses: 1 for the right final answer, else 0. "
             "Where the source judges otherwise, by the data source for example, write reward.fn or reward.rewards"
         )
-    if recipe.gconfig.truncates_distribution and recipe.actor.rollout_correction.method == "auto":
+    if recipe.gconfig.alterations and recipe.actor.rollout_correction.method == "auto":
         notes.append(
             "with top_p, top_k or min_new_tokens the rollout samples from a cut distribution, so that its mismatch "
             "with the trainer is neither measured nor corrected (actor.rollout_correction)"

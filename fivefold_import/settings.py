@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fivefold.config.methods import ADVANTAGES
 from fivefold_import import reasons
 from fivefold_import.defaults import own_default
 from fivefold_import.draft import Draft, RolePlan, Rule
-from fivefold_import.values import ROLLOUT_ENGINE, Unfit, number, whole
+from fivefold_import.values import ROLLOUT_ENGINE, Unfit, flag, number, top_k, whole
 
 MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 ADVANTAGE = "actor.advantage"
@@ -60,30 +60,33 @@ def switched_trackers(key: str, names: Sequence[str]) -> Rule:
     return rule
 
 
-def one_path(key: str) -> Rule:
-    """Map a file, or a list with one file; the recipe takes one file or one folder, so of several the first is set."""
+def paths(key: str) -> Rule:
+    """Map a file or a list of files."""
 
     def rule(draft: Draft, source: str) -> None:
         value = draft.get(source)
         if value is None:  # What the value depends on is not known; the entry says so.
             return draft.mapped(source, key, value)
-        paths = [path for path in (value if isinstance(value, list) else [value]) if path not in (None, "")]
-        if not paths:
+        given = [path for path in (value if isinstance(value, list) else [value]) if path not in (None, "")]
+        if not given:
             if key.startswith("valid_dataset."):
                 return draft.implied(source, "it names no file, so there are no held-out prompts")
             raise Unfit(f"{value!r} names no file")
-        if "${" in str(paths):
+        if "${" in str(given):
             raise Unfit(reasons.LEADS_NOWHERE)
-        if len(paths) > 1:
-            draft.recipe.setdefault(key, str(paths[0]))
-            draft.unsupported(
-                source, f"{len(paths)} files: only the first is set; put them into one folder and give that as {key}"
-            )
-        else:
-            draft.mapped(source, key, str(paths[0]))
-        return None
+        return draft.mapped(source, key, [str(path) for path in given] if len(given) > 1 else str(given[0]))
 
     return rule
+
+
+def thinking(draft: Draft, source: str) -> None:
+    """Map a switch of the template's thoughts to the variable of that name."""
+    draft.mapped(source, "chat_template_kwargs.enable_thinking", flag(draft.get(source)))
+
+
+def template_variable(draft: Draft, source: str) -> None:
+    """Map a value that the chat template gets, under its own name."""
+    draft.mapped(source, f"chat_template_kwargs.{source.rpartition('.')[2]}", draft.get(source))
 
 
 def betas(draft: Draft, key: str) -> None:
@@ -98,6 +101,26 @@ def betas(draft: Draft, key: str) -> None:
 
 
 # Conversions that a dialect calls
+
+
+def cut_of_held_out(
+    draft: Draft, own: str, training: str, *, samples: bool, unwritten: Mapping[str, Any] | None = None
+) -> None:
+    """Convert `top_p` and `top_k` of held-out prompts.
+
+    Args:
+        draft: receives the entries.
+        own: the section of their options.
+        training: the section of the options of training, which hold where `own` has none.
+        samples: whether held-out prompts are sampled, and not answered greedily.
+        unwritten: the framework's values where the source writes none; None: as in training.
+    """
+    for name, convert, everything in (("top_p", number, 1.0), ("top_k", top_k, 0)):
+        key, trained = own + name, draft.read(training + name, convert, everything)
+        value = draft.read(key, convert, trained if unwritten is None else unwritten[name])
+        if samples and value != trained:
+            draft.sets(key, f"evaluator.{name}", value)
+        draft.implied(key, reasons.AS_IN_TRAINING if samples else reasons.GREEDY)
 
 
 def train_on_teacher_alone(draft: Draft, source: str, weight: float = 1.0) -> None:

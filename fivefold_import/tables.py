@@ -217,6 +217,6 @@ MAPPED: Mapping[str, tuple[int, Callable[..., Rule]]] = {
     "steps": (1, lambda key, to: rules.every_steps(to)),
     "switch": (2, lambda key, to, off: rules.if_on(to, _reason(off))),
     "critic": (2, lambda key, to, convert: critic.only_with_critic(to, _conversion(convert))),
-    "path": (1, lambda key, to: settings.one_path(to)),
+    "path": (1, lambda key, to: settings.paths(to)),
 }
 """Parts whose rows map a key, each with the number of cells before the default, and what makes its rule of them."""

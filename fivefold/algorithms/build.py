@@ -63,7 +63,7 @@ def build_policy_loss(config: ActorConfig, sampling: GenerationConfig) -> Policy
         kl_estimator=config.kl_estimator,
         correction=RolloutCorrection.of(config.rollout_correction),
         old_is_rollout=config.recompute_logprob is False,
-        rollout_is_truncated=sampling.truncates_distribution,
+        rollout_is_truncated=bool(sampling.alterations),
         distillation=Distillation(distill.coeff, distill.over, distill.direction) if distill.coeff > 0 else None,
         opsm_delta=config.opsm_delta,
         kl_unbiased=config.kl_unbiased,

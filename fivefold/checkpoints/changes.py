@@ -21,6 +21,8 @@ FIXED = (
     "actor.init_from_scratch",
     "actor.megatron.dist_checkpointing_path",
     "actor.megatron.use_dist_checkpointing",
+    "chat_template",
+    "chat_template_kwargs",
     "critic.init_from_scratch",
     "critic.megatron.dist_checkpointing_path",
     "critic.megatron.use_dist_checkpointing",
@@ -32,6 +34,7 @@ FIXED = (
     "seed",
     "train_dataset",
     "valid_dataset",
+    "valid_datasets",
 )
 """Keys and sections that may not change."""
 FREE = ("train_dataset.batch_size",)

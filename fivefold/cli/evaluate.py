@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,15 +17,24 @@ ModelPath = Annotated[
 ]
 
 
-def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath = None) -> None:
+SamplesPath = Annotated[
+    Path | None,
+    typer.Option(help="JSONL file to write: each answer with its prompt, set, rewards and length."),
+]
+
+
+def evaluate(
+    recipe: RecipePath, overrides: Overrides = None, model: ModelPath = None, samples: SamplesPath = None
+) -> None:
     """Measure a model on held-out problems.
 
-    The problems are the recipe's valid_dataset, sampled as its evaluator section says. Prints JSON.
+    The problems are the recipe's valid_dataset or valid_datasets, sampled as its evaluator section says. Prints JSON.
 
     \b
     Examples:
       fivefold eval recipes/quickstart.yaml
       fivefold eval recipes/quickstart.yaml --model runs/quickstart/trial-0/weights
+      fivefold eval recipes/quickstart.yaml --samples answers.jsonl
     """
     with reporting_errors():
         from fivefold.config.load import load_recipe
@@ -37,5 +47,5 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, model: ModelPath =
             from fivefold.observe.status_line import live_status
 
         with live_status() as status:
-            result = evaluate(loaded, model=model, status=status)
+            result = evaluate(loaded, model=model, samples=samples, status=status)
         typer.echo(json.dumps(result, indent=2))

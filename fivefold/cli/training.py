@@ -17,7 +17,6 @@ from fivefold.cli.command import (
     screen_kind,
 )
 from fivefold.cli.witness import WITNESSED, under_a_witness
-from fivefold.imports import large_imports
 
 TRAINING = {
     "train": """Train a model by reinforcement learning.
@@ -71,10 +70,10 @@ def training_command(name: str) -> Callable[..., None]:
 
             [schema] = [schema for schema, words in COMMANDS.items() if words == f"fivefold {name}"]
             running.recipe = loaded = load_recipe(recipe, overrides or [], schema)
-            # The recipe is checked before anything heavy, such as torch and Ray, is imported.
-            with large_imports():
-                run = _trainer(name)
-            run(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json))
+            from fivefold.api import trainer_of
+            from fivefold.run.stepwise import to_the_end
+
+            to_the_end(trainer_of(loaded, overwrite=overwrite, screen=screen_kind(quiet=quiet, as_json=as_json)))
         finished()
 
     return command
@@ -82,24 +81,3 @@ def training_command(name: str) -> Callable[..., None]:
 
 def _nothing() -> None:
     """Report nothing: a command that a test calls has no parent."""
-
-
-def _trainer(name: str) -> Callable[..., object]:
-    """Return what runs the recipes of a command."""
-    match name:
-        case "sft":
-            from fivefold.sft import sft
-
-            return sft
-        case "dpo":
-            from fivefold.dpo import dpo
-
-            return dpo
-        case "rm":
-            from fivefold.rm import rm
-
-            return rm
-        case _:
-            from fivefold.train import train
-
-            return train

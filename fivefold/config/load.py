@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
@@ -43,6 +44,16 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
     """
     written, problems = apply_overrides(read_mapping(Path(path)), overrides)
     return _checked(str(path), written, problems, kind_of(written))
+
+
+def recipe_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of nested mappings, of the kind that its keys belong to (see `kind_of`).
+
+    Raises:
+        RecipeError: see `load_recipe`.
+    """
+    written, problems = apply_overrides(deepcopy(dict(values)), overrides)
+    return _checked("the recipe", written, problems, kind_of(written))
 
 
 def kind_of(values: dict[str, Any]) -> type[Recipe]:

@@ -15,8 +15,8 @@ from fivefold.config.library_names import in_its_place
 from fivefold.config.other_names import meaning_of
 from fivefold.config.schema.fields import NAME, ONE_LINE
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rules import RuleErrors
-from fivefold.config.schema.run import RunConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 
@@ -51,7 +51,7 @@ WRITTEN = {
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """Words that older versions of YAML, or other languages, have for true and false."""
 
-COMMANDS: dict[type[RunConfig], str] = {
+COMMANDS: dict[type[Recipe], str] = {
     TrainRecipe: "fivefold train",
     SFTRecipe: "fivefold sft",
     DPORecipe: "fivefold dpo",

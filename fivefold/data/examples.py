@@ -68,7 +68,7 @@ class Examples(Generic[Item]):
         return fingerprint(ids for example in self.examples for ids in example.parts())
 
 
-def require_examples(examples: list[Item], n_rows: int, path: str, max_length: int) -> None:
+def require_examples(examples: list[Item], n_rows: int, path: str | list[str], max_length: int) -> None:
     """Check that some example was short enough.
 
     Raises:

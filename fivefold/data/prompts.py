@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fivefold.config.schema.data import DatasetConfig, RowsConfig
+from fivefold.config.schema.data import DatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import fingerprint, load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
@@ -47,6 +47,13 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @classmethod
+    def joined(cls, sets: Sequence[PromptDataset]) -> PromptDataset:
+        """Return the prompts of several sets, one after the other, numbered through."""
+        prompts = (prompt for each in sets for prompt in each.prompts)
+        numbered = tuple(replace(prompt, index=index) for index, prompt in enumerate(prompts))
+        return cls(numbered, sum(each.n_rows for each in sets), sum(each.n_too_long for each in sets))
 
     @property
     def usage(self) -> str:
@@ -107,21 +114,25 @@ class RenderedPrompt:
     """The chat messages that the template has rendered; None: it was a text."""
 
 
-def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Read, render and tokenize a data set; prompts that are too long are dropped and counted.
+def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Read, render and tokenize a data set; prompts that are too long are dropped and counted, or cut.
 
     Raises:
         ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
-            messages without a chat template, or no prompt that is short enough.
+            messages without a chat template, no prompt that is short enough, or one that is too long and may not be.
     """
     rows = load_rows(config)
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
     prompts: list[Prompt] = []
+    # Of a prompt that loses its first tokens, the last ones must be known.
+    at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        rendered = render(row[config.prompt_key], config, tokenizer, where, config.max_length)
+        rendered = render(row[config.prompt_key], config, tokenizer, where, at_most)
+        if len(rendered.token_ids) > config.max_length:
+            rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
             prompts.append(
                 Prompt(
@@ -142,6 +153,24 @@ def load_prompts(config: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
 
 
+def _cut(
+    rendered: RenderedPrompt, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> RenderedPrompt:
+    """Return a prompt with more than `max_length` tokens as `truncation` says; one to drop stays as it is."""
+    most = config.max_length
+    match config.truncation:
+        case "error":
+            raise ValueError(
+                f"{where}: the prompt has more than max_length={most} tokens, and truncation is error: raise "
+                "max_length, drop the row, or set truncation to drop, left or right"
+            )
+        case "drop":
+            return rendered
+        case side:
+            kept = rendered.token_ids[-most:] if side == "left" else rendered.token_ids[:most]
+            return replace(rendered, text=str(tokenizer.decode(list(kept))), token_ids=kept)
+
+
 def render(
     prompt: Any, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, where: str, at_most: int | None = None
 ) -> RenderedPrompt:
@@ -150,7 +179,8 @@ def render(
     Args:
         prompt: a text, or a list of chat messages, which may be written as a text of JSON.
         config: `apply_chat_template` None renders messages and leaves texts as they are; True renders a text too, as a
-            single message of a user; False allows texts only, and takes messages in JSON for one.
+            single message of a user; False allows texts only, and takes messages in JSON for one. `system_prompt`
+            begins each chat.
         tokenizer: the model's tokenizer.
         where: the row, for error messages.
         at_most: number of tokens beyond which the prompt is too long. Of a prompt with far more, only the beginning is
@@ -173,7 +203,7 @@ def render(
         )
     messages: Sequence[Mapping[str, Any]] | None = None
     if is_chat or config.apply_chat_template:
-        messages = prompt if is_chat else [{"role": "user", "content": prompt}]
+        messages = with_system(prompt if is_chat else [{"role": "user", "content": prompt}], config)
         has_begun = messages[-1].get("role") == "assistant"
         if has_begun and not config.continue_final_message:
             raise ValueError(
@@ -183,6 +213,11 @@ def render(
             )
         text = render_chat(messages, tokenizer, where, continues=has_begun)
         has_special_tokens = True  # the chat template writes them
+    elif config.system_prompt is not None:
+        raise ValueError(
+            f"{where}: system_prompt begins chats, and {config.prompt_key!r} holds a text: set "
+            "apply_chat_template=true, or write it into the texts"
+        )
     else:
         text = prompt
         # A text that was rendered before has its special tokens; the tokenizer would put a second one in front.
@@ -194,6 +229,13 @@ def render(
     if not token_ids:
         raise ValueError(f"{where}: {config.prompt_key!r} has no tokens; a prompt needs at least one")
     return RenderedPrompt(text, tuple(token_ids), has_special_tokens, None if messages is None else tuple(messages))
+
+
+def with_system(messages: Sequence[Mapping[str, Any]], config: RowsConfig) -> Sequence[Mapping[str, Any]]:
+    """Return chat messages that begin with the recipe's `system_prompt`, unless they have one already."""
+    if config.system_prompt is None or messages[0].get("role") == "system":
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
 def read_messages(prompt: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.data import RowsConfig
+from fivefold.config.user_code import load_user_object, one_process, user_traceback
 from fivefold.data.files import READERS, Row, read_file
 
 SUFFIXES = tuple(READERS)
@@ -29,7 +31,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")
 def load_rows(config: RowsConfig) -> list[Row]:
     """Return the first `config.limit` rows of `config.path`, as plain Python values.
 
-    `config.path` is one of
+    `config.path` is a list of several paths, or one of
 
         data/train.parquet, data/train.jsonl     a file; JSON (a list of objects) and CSV too
         data/train                               a folder of such files, read in the order of their names; JSON and
@@ -42,9 +44,11 @@ def load_rows(config: RowsConfig) -> list[Row]:
 
     Raises:
         ValueError: a path that does not exist, a data set without rows, a split that does not exist or that is asked of
-            a single file, or a file whose content is not what its suffix says.
+            a single file, a file whose content is not what its suffix says, or a user's reader that fails.
     """
-    rows = list(islice(_iterate(config), config.limit))
+    read = _read if config.reader is None else partial(_read_own, config.reader)
+    paths = [config.path] if isinstance(config.path, str) else config.path
+    rows = list(islice((row for path in paths for row in read(path, config.split)), config.limit))
     if not rows:
         raise ValueError(f"the data set {config.path!r} has no rows: check the path, or fill the file")
     return rows
@@ -105,7 +109,7 @@ def columns(rows: list[Row]) -> list[str]:
     return sorted({name for row in rows for name in row})
 
 
-def require_column(rows: list[Row], name: str, key: str, path: str, remedy: str | None = None) -> None:
+def require_column(rows: list[Row], name: str, key: str, path: str | list[str], remedy: str | None = None) -> None:
     """Check that all rows have the column `name`, which the recipe's key `key` asks for.
 
     Args:
@@ -130,25 +134,40 @@ def require_column(rows: list[Row], name: str, key: str, path: str, remedy: str 
     raise ValueError(f"{which}; the columns found are {columns(rows)}: {remedy}")
 
 
-def _iterate(config: RowsConfig) -> Iterator[Row]:
-    local = user_path(config.path)
-    if config.path.startswith(_PACKAGE):
-        with as_file(_packaged(config.path.removeprefix(_PACKAGE), config.split)) as file:
+def _read(path: str, split: str | None) -> Iterator[Row]:
+    local = user_path(path)
+    if path.startswith(_PACKAGE):
+        with as_file(_packaged(path.removeprefix(_PACKAGE), split)) as file:
             yield from read_file(file)
-    elif config.path.startswith(_MODELSCOPE):
-        yield from _read_modelscope(config.path, config.split or DEFAULT_SPLIT)
+    elif path.startswith(_MODELSCOPE):
+        yield from _read_modelscope(path, split or DEFAULT_SPLIT)
     elif local.is_dir():
-        for file in _files_of(local, config.split):
+        for file in _files_of(local, split):
             yield from read_file(file)
     elif local.is_file():
-        _refuse_split(config.path, config.split)
+        _refuse_split(path, split)
         yield from read_file(local)
-    elif local.suffix in SUFFIXES or not _HUB_NAME.fullmatch(config.path):
+    elif local.suffix in SUFFIXES or not _HUB_NAME.fullmatch(path):
         raise ValueError(
-            f"the data set {config.path!r} does not exist (looked in {Path.cwd()}): give a file, a folder or a hub name"
+            f"the data set {path!r} does not exist (looked in {Path.cwd()}): give a file, a folder or a hub name"
         )
     else:
-        yield from _read_hub(config.path, config.split or DEFAULT_SPLIT)
+        yield from _read_hub(path, split or DEFAULT_SPLIT)
+
+
+def _read_own(reader: str, path: str, split: str | None) -> Iterator[Row]:
+    """Yield the rows that a user's function reads from a path."""
+    read = load_user_object("reader", reader)
+    if not callable(read):
+        raise ValueError(f"reader={reader!r} is a {type(read).__name__}: name a function of a path and a split")
+    try:
+        with one_process(f"reader={reader}"):
+            for number, row in enumerate(read(path, split), start=1):
+                if not isinstance(row, Mapping):
+                    raise TypeError(f"row {number} is a {type(row).__name__}, not a mapping of columns")
+                yield dict(row)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"reader={reader!r} failed on {path!r}:\n{user_traceback(error, (__file__,))}") from error
 
 
 def _refuse_split(path: str, split: str | None) -> None:

@@ -23,7 +23,7 @@ from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.beginnings import beginnings
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import read_messages, render, render_chat
+from fivefold.data.prompts import read_messages, render, render_chat, with_system
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
 
@@ -102,7 +102,7 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
 def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> list[SFTExample]:
     """Return the examples of a row: one, or a conversation's."""
     if config.messages_key is not None:
-        messages = _messages(row[config.messages_key], config.messages_key, where)
+        messages = list(with_system(_messages(row[config.messages_key], config.messages_key, where), config))
         return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
     response = read_answer(row[config.response_key], config)
     answers = Answers(row[config.prompt_key], config, tokenizer, where, as_chat=is_chat(response))
@@ -160,7 +160,9 @@ class Answers:
     ) -> None:
         """Tokenize the prompt; a text that chat messages answer is the message of a user."""
         prompt = read_messages(prompt) if as_chat else prompt
-        self._messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if as_chat and isinstance(prompt, str) else prompt
+        has_messages = as_chat and messages and isinstance(messages, list) and isinstance(messages[0], Mapping)
+        self._messages = with_system(messages, config) if has_messages else messages
         self._config, self._tokenizer, self._where = config, tokenizer, where
         self._end = end_token(tokenizer)
         self._prompt = render(self._messages, config, tokenizer, where, config.max_length)

@@ -43,6 +43,10 @@ SAMPLED_WITH = (
     "gconfig.temperature",
     "gconfig.top_k",
     "gconfig.top_p",
+    "gconfig.min_p",
+    "gconfig.repetition_penalty",
+    "gconfig.logit_bias",
+    "gconfig.bad_token_ids",
 )
 """Keys of the recipe that decide which responses are sampled, and what their log-probs are of."""
 GROUPS, LENGTHS, COLUMNS = "groups", "lengths", "columns/"

@@ -296,9 +296,9 @@ class RunDir:
         log = self.logs / "driver.log"
         where = f"Traceback: {log}"
         try:
-            self._write_status(
-                "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error) or type(error).__name__
-            )
+            # A generator is closed by the program that asks for the steps.
+            is_asked = isinstance(error, KeyboardInterrupt | GeneratorExit)
+            self._write_status("interrupted" if is_asked else "failed", str(error) or type(error).__name__)
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
         except OSError as failure:  # such as a full disk; the error to report is still the one that ended the run
             where = f"how the run ended could not be written to {self.path}: {failure}"

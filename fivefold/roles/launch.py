@@ -33,6 +33,7 @@ from fivefold.roles.specs import hosted_roles, leaves, trainer_specs
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.roles.weight_sync import WeightSync
+from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
@@ -212,6 +213,7 @@ def replica_spec(
         path=path,
         tokenizer_path=recipe.tokenizer_path or path,
         trust_remote_code=recipe.trust_remote_code,
+        chat=ChatTemplate.of(recipe),
         dtype=config.dtype or recipe.actor.dtype,
         max_batch_size=config.max_batch_size,
         load_weights=load_weights,
@@ -240,7 +242,7 @@ def replica_spec(
 
 def _longest(recipe: TrainRecipe) -> int:
     """Return the most tokens that a prompt and its completion may have together."""
-    rows = [recipe.train_dataset, *([recipe.valid_dataset] if recipe.valid_dataset else [])]
+    rows = [recipe.train_dataset, *recipe.held_out.values()]
     return max(map(recipe.most_tokens, rows))
 
 

@@ -97,7 +97,8 @@ class RemoteBatch:
 
     def untrained(self, indices: Sequence[int]) -> RemoteBatch:
         """Return a copy in which no token of the sequences at `indices` is trained."""
-        trained_N, kept_N = self.trained_N.copy(), np.ones(len(self), np.float32)
+        trained_N = self.trained_N.copy()
+        kept_N = self.scalars.get(KEPT, np.ones(len(self), np.float32)).copy()
         trained_N[list(indices)] = kept_N[list(indices)] = 0
         return replace(self, trained_N=trained_N, scalars={**self.scalars, KEPT: kept_N})
 

@@ -52,6 +52,7 @@ class RolloutWorker:
         self.engine = build_engine(spec, place, save)
         tokenizer_path = resolve_model_path(spec.tokenizer_path)
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
+        spec.chat.apply(self._tokenizer)
         self._answers_beside = spec.backend in DIALECTS
         """Whether the engine, a server, continues with a stream between two calls."""
         environment = build_environment(spec.environment, self._tokenizer)

@@ -69,6 +69,8 @@ class Wave:
         """Tokens of each completion; 0 while it is running."""
         self._versions: list[int] = []
         """Version of the weights that sampled each token, which all rows have in common."""
+        self._seen: Tensor | None = None
+        """bool [N, vocabulary]: the tokens that each request and its completion have; None: no penalty looks at it."""
         self._request_B = torch.arange(n, device=device)
         """int64: index of each row's request."""
         self._is_running_B = torch.ones(n, dtype=torch.bool, device=device)
@@ -104,11 +106,26 @@ class Wave:
         """Choose the next token of each row; return them, int64 [B]."""
         step = self.length
         uniforms_B = self._uniforms[self._request_B, step]
-        tokens_B, logprobs_B = choose_tokens(self.logits_BV, uniforms_B, self._sampling, self._stop.forbidden(step))
+        seen_BV = self._seen_tokens()
+        forbidden = self._stop.forbidden(step)
+        tokens_B, logprobs_B = choose_tokens(self.logits_BV, uniforms_B, self._sampling, forbidden, seen_BV)
+        if self._seen is not None:
+            self._seen[self._request_B, tokens_B] = True
         self._tokens[self._request_B, step] = tokens_B
         self._logprobs[self._request_B, step] = logprobs_B
         self._versions.append(self.version)
         return tokens_B
+
+    def _seen_tokens(self) -> Tensor | None:
+        """Return which tokens each row's prompt and completion have; None if there is no penalty on them."""
+        if self._sampling.repetition_penalty == 1.0:
+            return None
+        if self._seen is None:
+            self._seen = torch.zeros(len(self.requests), self.logits_BV.shape[1], dtype=torch.bool)
+            for row_V, request in zip(self._seen, self.requests, strict=True):
+                row_V[list(request.token_ids)] = True
+            self._seen = self._seen.to(self.logits_BV.device)
+        return self._seen[self._request_B]
 
     def record(self, routes_BLK: Tensor) -> None:
         """Keep the routes of the token that each row has sampled last."""

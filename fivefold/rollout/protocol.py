@@ -69,9 +69,13 @@ def n_begun(requests: Sequence[GenerationRequest]) -> int:
     return sum(len(request.begun.token_ids) for request in requests if request.begun is not None)
 
 
+NEVER = -1e9
+"""Logit, or bias of one, of a token that is not sampled: its probability is 0 in float32. Servers take no infinity."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. The fields up to `stop` are documented on `GenerationConfig`."""
+    """How the next token is chosen. All fields but the last two are documented on `GenerationConfig`."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -81,6 +85,10 @@ class SamplingParams:
     top_k: int
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
     seeded: bool = True
     """Whether servers are given each request's seed."""
     logprob_share: float = 1.0
@@ -107,7 +115,16 @@ class SamplingParams:
             top_k=config.top_k,
             stop_token_ids=tuple(config.stop_token_ids),
             stop=tuple(config.stop),
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
+            bad_token_ids=tuple(config.bad_token_ids),
         )
+
+    @property
+    def bias(self) -> dict[int, float]:
+        """What is added to the logits of tokens, by token id; those that are never sampled get `NEVER`."""
+        return dict(self.logit_bias) | dict.fromkeys(self.bad_token_ids, NEVER)
 
     @classmethod
     def for_training(cls, recipe: TrainRecipe) -> SamplingParams:
@@ -119,13 +136,11 @@ class SamplingParams:
 
     @classmethod
     def for_evaluation(cls, config: GenerationConfig, evaluator: EvaluatorConfig) -> SamplingParams:
-        """Return the sampling of held-out prompts: `gconfig`, with `greedy` and `temperature` of the evaluator.
+        """Return the sampling of held-out prompts: `gconfig`, with the evaluator's own keys.
 
         Nothing reads the log-probs of an evaluation, and a greedy one makes no random choice that a seed would decide.
         """
-        own = {"greedy": evaluator.greedy, "temperature": evaluator.temperature}
-        sampling = cls.from_config(config.model_copy(update=own))
-        return replace(sampling, seeded=not evaluator.greedy, logprob_share=0.0)
+        return replace(cls.from_config(evaluator.sampling(config)), seeded=not evaluator.greedy, logprob_share=0.0)
 
 
 def group_requests(

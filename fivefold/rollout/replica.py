@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
 
@@ -78,6 +79,8 @@ class ReplicaSpec:
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     trust_remote_code: bool = False
     """Whether code of the tokenizer's folder is run."""
+    chat: ChatTemplate = field(default_factory=ChatTemplate)
+    """What becomes of the tokenizer's chat template."""
     max_restarts: int = 0
     """Times that a server which died is started again."""
     server_timeout_s: float = 300.0

@@ -7,6 +7,7 @@ the other requests in the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,30 +29,51 @@ _CDF_BLOCK = 512
 
 
 def choose_tokens(
-    logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingParams, forbidden: Tensor | None
+    logits_BV: Tensor,
+    uniforms_B: Tensor,
+    sampling: SamplingParams,
+    forbidden: Tensor | None,
+    seen_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row (int64 [B]) and its log-probability (float32 [B]).
 
-    The log-probability of a sampled token belongs to the distribution from which it is drawn: temperature, then top-k,
-    then top-p, renormalised. The log-probability of a greedy choice is log softmax(logits), without a temperature.
+    The log-probability of a sampled token belongs to the distribution from which it is drawn: bias, repetition penalty,
+    temperature, then min-p, top-k and top-p, renormalised. The log-probability of a greedy choice is log
+    softmax(logits), without a bias, a penalty or a temperature.
 
     Args:
         logits_BV: logits of any float dtype; the arithmetic is float32.
         uniforms_B: float64 in [0, 1), one for each row.
         sampling: how tokens are chosen.
         forbidden: int64 token ids that must not be chosen; they are outside the sampling distribution. None: no ids.
+        seen_BV: bool, whether prompt or completion have a token already, for `repetition_penalty`. None: no penalty.
     """
     logits_BV = logits_BV.float()
     allowed_BV = logits_BV if forbidden is None else logits_BV.index_fill(1, forbidden, -torch.inf)
+    if bias := sampling.bias:
+        ids = torch.tensor(list(bias), device=logits_BV.device)
+        allowed_BV = allowed_BV.index_add(
+            1, ids, torch.tensor(list(bias.values()), device=ids.device).expand(len(allowed_BV), -1)
+        )
+    if seen_BV is not None:
+        allowed_BV = torch.where(seen_BV, _penalized(allowed_BV, sampling.repetition_penalty), allowed_BV)
     if sampling.greedy:
         ids_B1 = allowed_BV.argmax(dim=-1, keepdim=True)
         logprobs_B1 = logits_BV.log_softmax(dim=-1).gather(1, ids_B1)
         return ids_B1.squeeze(1), logprobs_B1.squeeze(1)
-    scores_BK, ids_BK = _candidates(allowed_BV / sampling.temperature, sampling.top_k, sampling.top_p)
+    scores_BV = allowed_BV / sampling.temperature
+    if sampling.min_p > 0:
+        least_B1 = scores_BV.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        scores_BV = scores_BV.masked_fill(scores_BV < least_B1, -torch.inf)
+    scores_BK, ids_BK = _candidates(scores_BV, sampling.top_k, sampling.top_p)
     logprobs_BK = scores_BK.log_softmax(dim=-1)
     choice_B1 = _invert_cdf(logprobs_BK, uniforms_B)
     ids_B1 = choice_B1 if ids_BK is None else ids_BK.gather(1, choice_B1)
     return ids_B1.squeeze(1), logprobs_BK.gather(1, choice_B1).squeeze(1)
+
+
+def _penalized(logits_BV: Tensor, penalty: float) -> Tensor:
+    return torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
 
 
 def uniform_numbers(seeds: Sequence[int], n_tokens: int) -> Tensor:

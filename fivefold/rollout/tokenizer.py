@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.run import RunConfig
 from fivefold.json_text import read_json
+from fivefold.rollout.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,10 +66,12 @@ def tokenizer_of(recipe: RunConfig, model: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a recipe whose model is at `model` (folder or hub name).
 
     Raises:
-        ValueError: see `load_tokenizer`.
+        ValueError: see `load_tokenizer` and `ChatTemplate`.
     """
     path = resolve_model_path(recipe.tokenizer_path or model)
-    return load_tokenizer(path, trust_remote_code=recipe.trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code=recipe.trust_remote_code)
+    ChatTemplate.of(recipe).apply(tokenizer)
+    return tokenizer
 
 
 def _own_code(folder: Path) -> str | None:

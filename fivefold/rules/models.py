@@ -82,10 +82,14 @@ def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"environment.max_length={recipe.environment.max_length} is more than the model's {shape.max_positions} "
             "positions: lower it"
         )
-    if strays := [token for token in recipe.gconfig.stop_token_ids if token >= shape.vocab]:
-        yield (
-            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
-        )
+    config = recipe.gconfig
+    for key, tokens in {
+        "stop_token_ids": config.stop_token_ids,
+        "bad_token_ids": config.bad_token_ids,
+        "logit_bias": map(int, config.logit_bias),
+    }.items():
+        if strays := [token for token in tokens if token >= shape.vocab]:
+            yield f"gconfig.{key} holds {strays[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
 
 
 def part_problems(path: str, section: BaseModel, shape: ModelShape, *, warns: bool = False) -> Iterator[str]:

@@ -26,7 +26,13 @@ from fivefold.rules.models import (
     vocabulary_problems,
 )
 from fivefold.rules.replay import replay_problems
-from fivefold.rules.rollout import cache_problems, graph_problems, quantization_problems, server_problems
+from fivefold.rules.rollout import (
+    cache_problems,
+    graph_problems,
+    quantization_problems,
+    server_problems,
+    sync_problems,
+)
 from fivefold.weights.table import name_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
@@ -49,7 +55,12 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         layouts.setdefault("ref", layouts["actor"])
     shapes = dict.fromkeys(layouts, shape) | dict(others)
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
-    problems += [*replica_problems(placement), *cache_problems(recipe, placement), *_profile_problems(recipe, layouts)]
+    problems += [
+        *replica_problems(placement),
+        *cache_problems(recipe, placement),
+        *sync_problems(recipe, placement),
+        *_profile_problems(recipe, layouts),
+    ]
     problems += recipe_problems(recipe, shape, others)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)

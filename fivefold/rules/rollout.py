@@ -56,6 +56,18 @@ def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
         )
 
 
+def sync_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+    """Yield a line if the rollout shall keep its weights for several steps on devices that it gives away in each."""
+    if not isinstance(recipe, TrainRecipe) or recipe.rollout.sync_freq_steps == 1 or placement.is_cpu:
+        return
+    if others := placement.sharers("rollout"):
+        yield (
+            f"rollout.sync_freq_steps={recipe.rollout.sync_freq_steps} needs devices for the rollout alone, and "
+            f"{' and '.join(others)} works on them in turn with it, for which it drops its weights: set the key to 1, "
+            "or rollout.colocate=false"
+        )
+
+
 def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line if vLLM's CUDA graphs would compute with the weights of an earlier version.
 

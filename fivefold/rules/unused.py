@@ -18,7 +18,6 @@ from fivefold.rules.models import part_problems
 
 _WIDE = 0.1
 """Distance from 1 that the ratio of a sequence does not reach: its tokens' ratios lie on both sides of 1."""
-_CUT = "top_p, top_k or min_new_tokens cut the distribution"
 _ABSENT = object()
 OF_EVERY_ENGINE = {"use_deterministic_algorithms", "dist_checkpointing_path"}
 """Keys of an engine's section that count, or are checked, with the other engine too."""
@@ -86,8 +85,9 @@ def _corrections(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     correction = recipe.actor.rollout_correction
     if correction.method != "auto":
         return
-    if recipe.gconfig.truncates_distribution:
-        obstacle = f"{_CUT}, so that auto corrects nothing"
+    altered = f"gconfig.{' and '.join(recipe.gconfig.alterations)} changes the distribution that is sampled"
+    if recipe.gconfig.alterations:
+        obstacle = f"{altered}, so that auto corrects nothing"
     elif recipe.actor.recompute_logprob is False:
         obstacle = "actor.recompute_logprob is false, so that auto corrects nothing"
     elif recipe.rollout.max_head_offpolicyness > 0:
@@ -98,9 +98,9 @@ def _corrections(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
         return
     if correction.auto_threshold != type(correction).model_fields["auto_threshold"].default:
         yield f"actor.rollout_correction.auto_threshold={correction.auto_threshold} has no effect: {obstacle}"
-    if shape.is_moe and recipe.gconfig.truncates_distribution:
+    if shape.is_moe and recipe.gconfig.alterations:
         # It is the default, on which a mixture of experts may depend.
-        yield f"actor.rollout_correction.method=auto has no effect: {_CUT}, whose mismatch is not measured"
+        yield f"actor.rollout_correction.method=auto has no effect: {altered}, whose mismatch is not measured"
 
 
 def _norms(recipe: TrainRecipe) -> Iterator[str]:

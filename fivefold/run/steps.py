@@ -29,6 +29,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.run.setup import OpenRun
 from fivefold.run.state_owners import load_states
+from fivefold.run.stepwise import Step, Steps
 from fivefold.run.whole_run import RunSetup
 
 
@@ -93,15 +94,15 @@ class _Loop:
     def begin(self, state: RunState) -> RunState:
         """Prepare the first step, and evaluate models that are not trained yet. Returns the state then."""
         self.training.begin(state)
-        if state.step == 0:
+        if state.step == 0 and self.setup.evaluates_first:
             evaluation = self.training.evaluate(0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
         self.run.timers.take()
         self.models.take_moved()
         return state
 
-    def step(self, state: RunState) -> RunState:
-        """Make the next step, and keep what is to be kept. Returns the state then."""
+    def step(self, state: RunState) -> tuple[RunState, Mapping[str, float]]:
+        """Make the next step, and keep what is to be kept. Returns the state then, and the step's metrics."""
         done = self.training.step(state, self.samples)
         metrics = {**done.metrics, **_seconds(done.seconds), "seconds/step": done.whole, **self.models.take_moved()}
         if done.problem is not None:
@@ -115,7 +116,15 @@ class _Loop:
         if done.samples:
             screen.samples(state.step, done.samples)
         self._logged(state)
-        return state
+        return state, metrics
+
+    def leave(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Write a checkpoint of a run that ends before its last step, unless there is one, or there are none."""
+        if self.setup.recipe.recover.is_enabled and not self.is_copied and state.step < state.total_steps:
+            self.checkpoints.begin(state, metrics)
+            self.is_copied = True
+            self._logged(state)
+        self.checkpoints.finish()
 
     def _keep(self, state: RunState, metrics: dict[str, float]) -> RunState:
         """Save, evaluate and copy the state, as is due, and log the step's metrics, whatever fails."""
@@ -191,8 +200,8 @@ def run_steps(
     state: RunState,
     owners: Mapping[str, StateOwner],
     began: float,
-) -> RunState:
-    """Run the steps after `state`. Returns the state after the last one.
+) -> Steps[RunState]:
+    """Run the steps after `state`, one at a time. Returns the state after the last one.
 
     Args:
         setup: the run as it is known before a process is started.
@@ -207,7 +216,12 @@ def run_steps(
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         state = loop.begin(state)
         for _ in range(state.step, setup.total_steps):
-            state = loop.step(state)
+            state, metrics = loop.step(state)
+            try:
+                yield Step(state.step, state.total_steps, dict(metrics))
+            except GeneratorExit:
+                loop.leave(state, metrics)
+                raise
     return state
 
 

@@ -30,6 +30,7 @@ from fivefold.observe.screens import ScreenKind, open_screen
 from fivefold.observe.timers import PhaseTimers
 from fivefold.run.resume import start_facts, state_at_start
 from fivefold.run.setup import Groundwork, OpenRun, open_run
+from fivefold.run.stepwise import Steps
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class RunSetup(ABC, Generic[Item]):
         return PeriodicConfig()
 
     @property
+    def evaluates_first(self) -> bool:
+        """Whether held-out data are evaluated before the first step."""
+        return True
+
+    @property
     def expert_sampler(self) -> EpochSampler[Any] | None:
         """Reads an expert's examples; None: there are none."""
         return None
@@ -86,7 +92,7 @@ class RunSetup(ABC, Generic[Item]):
 
 
 S = TypeVar("S", bound=RunSetup[Any])
-Execute = Callable[[S, FromScratch | Resume, OpenRun, RunState, float], RunState]
+Execute = Callable[[S, FromScratch | Resume, OpenRun, RunState, float], Steps[RunState]]
 """Starts the roles and runs the loop: called with the setup, where it starts, the open run, the state there, and the
 time on `time.perf_counter` at which the command began. Returns the state after the last step."""
 
@@ -99,7 +105,7 @@ def run_whole(
     *,
     overwrite: bool,
     screen: ScreenKind,
-) -> dict[str, Any]:
+) -> Steps[dict[str, Any]]:
     """Run a recipe to its last step, from its first one or from a checkpoint. Returns the content of `summary.json`.
 
     Args:
@@ -142,7 +148,7 @@ def run_whole(
     if warnings := [*setup.ground.warnings(recipe), *setup.warnings()]:
         banner["warnings"] = "\n".join(warnings)
     with open_run(recipe, start, columns, banner, setup.total_steps, screen) as run:
-        state = execute(setup, start, run, state, began)
+        state = yield from execute(setup, start, run, state, began)
         summary = {
             **setup.evaluations(state),
             "steps": setup.total_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 import torch
 
@@ -22,10 +23,10 @@ from fivefold.update.expert_examples import ExpertExamples, Imitated
 from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyTarget
 from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
 from fivefold.update.reference import Reference
-from fivefold.update.samples import Masked, NumberedSequences, WeightedSamples
+from fivefold.update.samples import Masked, MaskedGroups, NumberedSequences, WeightedSamples
 from fivefold.update.step import Part
 from fivefold.update.teacher import Teacher, told
-from fivefold.update.token_advantages import PenaltyInReward, TokenBaselines, WhitenedAdvantages
+from fivefold.update.token_advantages import ClippedAdvantages, PenaltyInReward, TokenBaselines, WhitenedAdvantages
 from fivefold.update.turn_credit import TurnAdvantages, TurnRewards
 
 
@@ -48,6 +49,7 @@ def policy_update(
         *_marks(recipe, loss, shaping, experts),
         *_columns(recipe, models, loss, timers, vocab),
         *_advantages(recipe, models, advantage, shaping, timers),
+        *([] if (limit := recipe.actor.advantage_clip) is None else [ClippedAdvantages(limit)]),
         *_loss_parts(recipe, loss),
     )
     return PolicyUpdate(recipe.actor, models.actor, recipe.seed, shaping, advantage, loss, parts)
@@ -61,6 +63,9 @@ def _marks(
     masked = {*(TRUNCATED if actor.mask_truncated else ()), *(recipe.environment.masked if recipe.environment else ())}
     if masked:
         yield Masked(masked)
+    above, below = actor.group_mean_above, actor.group_mean_below
+    if above is not None or below is not None:
+        yield MaskedGroups(-inf if above is None else above, inf if below is None else below)
     if experts is not None or actor.positive_nll_coeff > 0:
         yield Imitated(experts, actor.positive_nll_coeff)
     if (weights := SampleWeights.of(actor)) is not None:
@@ -124,7 +129,7 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss) -> Iterator[Part]:
     may_correct = (
         is_auto
         and not recipe.rollout.omits_logprobs
-        and not recipe.gconfig.truncates_distribution
+        and not recipe.gconfig.alterations
         and actor.recompute_logprob is not False
     )
     if is_auto or age > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -26,6 +27,24 @@ class Masked(Part):
         """Take their tokens out of the mask."""
         untrained = [index for index, sample in enumerate(step.samples) if sample.finish_reason in self.reasons]
         return replace(step, batch=step.batch.untrained(untrained))
+
+
+@dataclass(frozen=True)
+class MaskedGroups(Part):
+    """Trains no token of prompts that are too easy or too hard for the policy, by the mean reward of their samples."""
+
+    above: float
+    below: float
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Take their tokens out of the mask."""
+        groups: dict[int, list[int]] = {}
+        for index, group in enumerate(step.groups):
+            groups.setdefault(group, []).append(index)
+        means = {group: fmean(step.samples[index].reward for index in own) for group, own in groups.items()}
+        untrained = {group for group, mean in means.items() if not self.above < mean < self.below}
+        batch = step.batch.untrained([index for group in untrained for index in groups[group]])
+        return replace(step, batch=batch).measured({"masked_groups": len(untrained) / len(groups)})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator
 from fivefold.algorithms.kl_in_reward import KLInReward
-from fivefold.batch import Columns
+from fivefold.batch import Batch, Columns
 from fivefold.cluster.group import fetch, put
 from fivefold.engine.energies import Energies
 from fivefold.observe.timers import PhaseTimers
@@ -67,6 +67,28 @@ class WhitenedAdvantages(Part):
         """Change the advantages before they are trained on, after all other changes."""
         moments = self.actor.advantage_moments(step.batch, InTurn(step.changes))
         return replace(step, changes=(*step.changes, Whitening(moments.mean, moments.std).applied))
+
+
+@dataclass(frozen=True)
+class ClippedAdvantages(Part):
+    """Clips the advantages of tokens to a range around 0."""
+
+    limit: float
+
+    def prepare(self, step: Prepared) -> Prepared:
+        """Change the advantages before they are trained on, after all other changes."""
+        return replace(step, changes=(*step.changes, Clipping(self.limit).applied))
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Clips advantages to [-limit, limit]."""
+
+    limit: float
+
+    def applied(self, batch: Batch) -> Batch:
+        """Return `batch` with its `advantages` clipped."""
+        return batch.with_fields(advantages=batch.fields["advantages"].clamp(-self.limit, self.limit))
 
 
 def with_token_advantages(

@@ -23,7 +23,7 @@ from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
 from fivefold_import.layouts import engine_of
 from fivefold_import.models import is_moe
-from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user
+from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user, cut_of_held_out
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold_import.values import flag, number, whole
@@ -323,16 +323,18 @@ def _engines(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    """Convert the sampling of held-out prompts: its number and temperature, the rest is as in training."""
+    """Convert the sampling of held-out prompts; options that it does not have are as in training."""
     own, train = "eval_gconfig.", "gconfig."
-    for name, convert in (("n_samples", whole), ("greedy", flag), ("temperature", number)):
+    options = {"n_samples": whole, "greedy": flag, "temperature": number, "max_new_tokens": whole}
+    for name, convert in options.items():
         if draft.writes(own + name):
             draft.mapped(own + name, f"evaluator.{name}", draft.read(own + name, convert))
+    cut_of_held_out(draft, own, train, samples=draft.get(own + "greedy") is not True)
     for key in draft.keys(own + "*"):
         name = key.removeprefix(own)
         if draft.get(key) == draft.get(train + name):
             draft.implied(key, reasons.AS_IN_TRAINING)
-        draft.unsupported(key, reasons.sampled_by_gconfig(name))
+        draft.unsupported(key, f"evaluation takes {name} from gconfig")
     if draft.keys(own + "*"):
         draft.recipe.setdefault("evaluator.greedy", False)
     elif draft.writes("valid_dataset.path"):

@@ -35,6 +35,7 @@ from fivefold_import.settings import (
     STD_LEVEL,
     TOKEN_BUDGET_KEY,
     advantages,
+    cut_of_held_out,
     token_budget,
     train_on_teacher_alone,
     warmup,
@@ -150,7 +151,7 @@ def _lengths(draft: Draft) -> None:
 
 
 def _held_out_length(draft: Draft, of_training: int) -> None:
-    """Convert the length of held-out prompts and responses together; the responses are as long as in training."""
+    """Convert the length of held-out prompts and responses together."""
     key = "val_sequence_length"
     if not draft.writes(key):
         return
@@ -158,7 +159,7 @@ def _held_out_length(draft: Draft, of_training: int) -> None:
     if longest == of_training:
         draft.implied(key, f"held-out responses have gconfig.max_new_tokens={of_training} too")
     else:
-        draft.unsupported(key, f"held-out responses have gconfig.max_new_tokens={of_training} and not {longest}")
+        draft.mapped(key, "evaluator.max_new_tokens", longest, "without the prompt")
 
 
 def _sequence_length(draft: Draft) -> int | None:
@@ -359,7 +360,7 @@ def _clipping(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    """Convert the sampling of held-out prompts: it has a temperature, the rest is as in training."""
+    """Convert the sampling of held-out prompts; options that it does not have are as in training."""
     own = HELD_OUT
     if not draft.writes(own + "temperature"):
         return
@@ -369,11 +370,8 @@ def _evaluation(draft: Draft) -> None:
     if not is_greedy:
         note = "sampled: evaluator.greedy=false"
         draft.mapped(own + "temperature", "evaluator.temperature", temperature, note)
-    for name in ("temperature", "top_p", "top_k"):
-        as_trained = draft.get(own + name) == draft.get(GENERATING + name)
-        if is_greedy or as_trained:
-            draft.implied(own + name, reasons.GREEDY if is_greedy else reasons.AS_IN_TRAINING)
-        draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
+    draft.implied(own + "temperature", reasons.GREEDY)
+    cut_of_held_out(draft, own, GENERATING, samples=not is_greedy)
 
 
 DIALECT = Dialect(

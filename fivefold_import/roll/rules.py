@@ -19,6 +19,10 @@ PURE, MIXED, WEIGHT = "is_pure_opd", "use_opd", "opd_kl_coef"
 """Switches of on-policy distillation, without rewards and together with them, and its weight with rewards."""
 
 
+_THRESHOLDS = (("low", 0.1), ("high", 0.95))
+"""Mean rewards of a prompt's responses between which `difficulty_mask` keeps it, by their defaults."""
+
+
 def has_teacher(draft: Draft, *_: str) -> bool:
     """Return whether the source distils from a teacher on the student's own samples."""
     return True in (draft.get(PURE), draft.get(MIXED))
@@ -39,6 +43,22 @@ def _by_difficulty(draft: Draft, source: str) -> None:
         note = "rows have the difficulty, a number from 0 to 1, in the column extra_info"
         draft.mapped(source, "actor.sample_weights.difficulty_key", "difficulty", note)
     draft.implied(source, "it is switched off")
+
+
+def _difficulty_mask(draft: Draft, source: str) -> None:
+    """Convert the switch that leaves prompts out of training which are too easy or too hard."""
+    if draft.get(source) is not True:
+        return draft.implied(source, "it is switched off")
+    low, high = (draft.read(f"difficulty_{side}_threshold", number, otherwise) for side, otherwise in _THRESHOLDS)
+    draft.recipe["actor.group_mean_below"] = high
+    return draft.mapped(source, "actor.group_mean_above", low, f"and actor.group_mean_below={high:g}")
+
+
+def _threshold(draft: Draft, source: str) -> None:
+    if draft.get("difficulty_mask") is True:
+        key = "actor.group_mean_above" if "low" in source else "actor.group_mean_below"
+        draft.mapped(source, key, number(draft.get(source)))
+    draft.implied(source, "only difficulty_mask reads this")
 
 
 def _variant(draft: Draft, source: str) -> None:

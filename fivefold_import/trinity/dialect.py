@@ -24,6 +24,7 @@ from fivefold_import.settings import (
     STD_LEVEL,
     advantages,
     ask_as_user,
+    cut_of_held_out,
     rollout_engine,
     train_on_teacher_alone,
 )
@@ -51,7 +52,7 @@ from fivefold_import.trinity.trainer import (
     path_of_data,
     sequence_length,
 )
-from fivefold_import.values import above_zero, number, positive
+from fivefold_import.values import above_zero, number, positive, run_name, text, whole
 from fivefold_import.verl import tree as verl_tree
 from fivefold_import.verl.rules import ACTOR, OF_CRITICS
 
@@ -338,7 +339,7 @@ def _batches(draft: Draft, n_samples: int) -> None:
 
 
 def _tasks(draft: Draft) -> None:
-    """Convert the task set, its lengths, and the first of the held-out task sets."""
+    """Convert the task set, its lengths, and the held-out task sets."""
     response, longest = draft.get("model.max_response_tokens"), draft.get("model.max_model_len")
     if not draft.writes("model.max_prompt_tokens") and isinstance(response, int) and isinstance(longest, int):
         note = f"{longest} less {response} for the response"
@@ -350,17 +351,36 @@ def _tasks(draft: Draft) -> None:
     evaluations = sorted({key.split(".")[3] for key in draft.keys("buffer.explorer_input.eval_tasksets.*")})
     for number_ in evaluations:
         held_out = f"buffer.explorer_input.eval_tasksets.{number_}."
-        if number_ != "0":
-            draft.all_unsupported(held_out + "*", "there is one held-out data set: the first is taken")
-            continue
-        path_of_data(draft, held_out, "valid_dataset")
+        if len(evaluations) == 1:
+            path_of_data(draft, held_out, "valid_dataset")
+        else:
+            _one_of_several(draft, held_out, f"valid_datasets.{run_name(draft.get(held_out + 'name') or number_)}")
         temperature = held_out + "rollout_args.temperature"
-        if (value := draft.read(temperature, number, 0)) > 0:
+        samples = draft.read(temperature, number, 0) > 0
+        if samples:
             draft.recipe["evaluator.greedy"] = False
-            draft.mapped(temperature, "evaluator.temperature", value, "evaluator.greedy=false")
+            draft.mapped(temperature, "evaluator.temperature", draft.get(temperature), "evaluator.greedy=false")
         draft.implied(temperature, reasons.GREEDY)
-        for name in ("top_p", "top_k"):
-            draft.unsupported(held_out + f"rollout_args.{name}", reasons.sampled_by_gconfig(name))
+        cut_of_held_out(draft, held_out + "rollout_args.", TASKS + "rollout_args.", samples=samples)
+
+
+def _one_of_several(draft: Draft, section: str, target: str) -> None:
+    """Convert one of several held-out task sets, which have one number of responses and one length of them."""
+    path_of_data(draft, section, target)
+    for key, to, convert in (
+        ("split", f"{target}.split", text),
+        ("format.prompt_key", f"{target}.prompt_key", text),
+        ("format.response_key", f"{target}.answer_key", text),
+        ("format.system_prompt", f"{target}.system_prompt", text),
+        ("repeat_times", "evaluator.n_samples", whole),
+        ("rollout_args.max_tokens", "evaluator.max_new_tokens", whole),
+    ):
+        if draft.writes(section + key):
+            draft.mapped(section + key, to, draft.read(section + key, convert))
+    draft.implied(section + "name", "it is the name of the set")
+    for name in ("rollout_args.n", "rollout_args.logprobs"):
+        draft.implied(section + name, "repeat_times is the number of responses")
+    draft.all_unsupported(section + "workflow_args*", "all sets are judged by the recipe's reward")
 
 
 def _system_prompt(draft: Draft) -> None:

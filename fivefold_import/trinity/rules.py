@@ -12,7 +12,7 @@ from fivefold_import.draft import Draft
 from fivefold_import.settings import ONE_TEACHER, TEACHER_PATH
 from fivefold_import.tables import read_tables
 from fivefold_import.trinity import agents
-from fivefold_import.values import number, text, whole
+from fivefold_import.values import number, positive, text, whole
 from fivefold_import.verl import rules as verl
 
 TREE = "trainer.trainer_config."
@@ -21,6 +21,9 @@ ENGINE = "explorer.rollout_model."
 TASKS = agents.TASKS
 TYPE, LOSS_FN, ADVANTAGE_FN = "algorithm.algorithm_type", "algorithm.policy_loss_fn", "algorithm.advantage_fn"
 LOSS_ARGS = "algorithm.policy_loss_fn_args."
+AGE = "rollout.max_head_offpolicyness"
+SYNC = "synchronizer."
+OFFSET = f"{SYNC}sync_offset"
 ON_POLICY = "on_policy_distill"
 """Trinity-RFT's name of on-policy distillation, as an algorithm and as an advantage."""
 TEACHER = "explorer.auxiliary_models.0.model_path"
@@ -65,6 +68,24 @@ def has_teacher(draft: Draft) -> bool:
 def _is_adaptive(draft: Draft, key: str) -> bool:
     """Return whether the weight of the KL term that `key` is an option of is adapted."""
     return draft.get(key.rpartition(".")[0] + ".adaptive") is True and bool(draft.recipe.get("actor.kl_ctl"))
+
+
+def _interval(draft: Draft, source: str) -> None:
+    """Convert the number of steps between updates of the explorer's weights, which are up to so many steps older."""
+    every = positive(draft.get(source))
+    if every == 1:
+        return draft.implied(source, "weights are updated after every step")
+    draft.recipe[AGE] = every - 1 + draft.read(OFFSET, whole, 0)
+    return draft.mapped(source, "rollout.sync_freq_steps", every, f"with {AGE}={draft.recipe[AGE]}")
+
+
+def _offset(draft: Draft, source: str) -> None:
+    """Convert how many steps the explorer is ahead; weights that are updated every few steps add to the age."""
+    every = max(draft.read(f"{SYNC}{name}", positive, 1) for name in ("sync_interval", "sync_iteration_interval"))
+    age = every - 1 + whole(draft.get(source))
+    if age:
+        draft.mapped(source, AGE, age)
+    draft.implied(source, reasons.SYNCHRONOUS)
 
 
 def _sequence_masking(draft: Draft, key: str) -> None:

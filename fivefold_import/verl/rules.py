@@ -127,6 +127,17 @@ def _same_checkpoint(draft: Draft, source: str) -> None:
 # Rewards
 
 
+def _truncation(draft: Draft, source: str) -> None:
+    """Convert what becomes of prompts that are too long, unless they are dropped before."""
+    side = draft.get(source)
+    section = source.rpartition(".")[0]
+    if side == "error" or draft.get(f"{section}.filter_overlong_prompts") is True:
+        return draft.implied(source, reasons.TOO_LONG)
+    if side not in ("left", "right"):
+        return draft.unsupported(source, "prompts are cut on the left or on the right, or dropped")
+    return draft.mapped(source, "train_dataset.truncation", side)
+
+
 def _own_function(draft: Draft, source: str) -> None:
     """Convert the file of a user's own reward function, which is called as verl calls it."""
     path = draft.get(source)

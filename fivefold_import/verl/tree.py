@@ -15,6 +15,7 @@ from fivefold_import.draft import Draft, Role, RolePlan
 from fivefold_import.settings import (
     STD_LEVEL,
     advantages,
+    cut_of_held_out,
     min_lr,
     rollout_engine,
     token_budget,
@@ -339,7 +340,7 @@ def clipping(draft: Draft, at: str, unwritten: float | None = None) -> None:
 
 
 def _evaluation(draft: Draft, at: str) -> None:
-    """Convert the sampling of held-out prompts: it has a temperature and a number, the rest is as in training."""
+    """Convert the sampling of held-out prompts, which has its own defaults; other options are as in training."""
     own = at + ROLLOUT + "val_kwargs."
     if not draft.keys(own + "*"):
         return
@@ -353,11 +354,7 @@ def _evaluation(draft: Draft, at: str) -> None:
     if samples and draft.writes(own + "temperature"):
         draft.mapped(own + "temperature", "evaluator.temperature", temperature)
     draft.implied(own + "temperature", reasons.GREEDY)
-    for name in ("top_p", "top_k"):
-        as_trained = draft.get(own + name) == draft.get(at + ROLLOUT + name, {"top_p": 1.0, "top_k": -1}[name])
-        if as_trained or not samples:
-            draft.implied(own + name, reasons.AS_IN_TRAINING if samples else reasons.GREEDY)
-        draft.unsupported(own + name, reasons.sampled_by_gconfig(name))
+    cut_of_held_out(draft, own, at + ROLLOUT, samples=samples, unwritten={"top_p": 1.0, "top_k": 0})
 
 
 def training_steps(draft: Draft, at: str) -> int | None:

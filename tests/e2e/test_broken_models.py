@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import ray
 
-from fivefold import generate, sft, train
+from fivefold import Run, generate
 from fivefold.cluster.session import Session
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.evaluate import evaluate
+from fivefold.train_setup import set_up
 from tests.e2e.conftest import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -52,19 +52,15 @@ def train_recipe(*overrides: str) -> TrainRecipe:
 
 
 def run_train(path: str) -> None:
-    train.train(train_recipe(f"actor.path={path}"))
+    Run(train_recipe(f"actor.path={path}")).finish()
 
 
 def run_reference(path: str) -> None:
-    train.train(train_recipe("actor.kl_ctl=0.1", f"ref.path={path}"))
+    Run(train_recipe("actor.kl_ctl=0.1", f"ref.path={path}")).finish()
 
 
 def run_sft(path: str) -> None:
-    sft.sft(
-        load_recipe(
-            ROOT / "recipes" / "tiny-moe-sft.yaml", [f"actor.path={path}", "actor.init_from_scratch=false"], SFTRecipe
-        )
-    )
+    Run(ROOT / "recipes" / "tiny-moe-sft.yaml", [f"actor.path={path}", "actor.init_from_scratch=false"]).finish()
 
 
 def run_evaluate(path: str) -> None:
@@ -85,12 +81,12 @@ def test_every_command_refuses_a_truncated_file(command: Callable[[str], None], 
 def test_the_snapshot_of_a_hub_name_is_checked(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/model": str(broken)}[name])
     with pytest.raises(ValueError, match=TRUNCATED):
-        train.set_up(train_recipe("actor.path=org/model"))
+        set_up(train_recipe("actor.path=org/model"))
 
 
 def test_weights_that_are_drawn_at_random_need_no_files(broken: Path) -> None:
     (broken / "model.safetensors").unlink()
-    setup = train.set_up(train_recipe(f"actor.path={broken}", "actor.init_from_scratch=true"))
+    setup = set_up(train_recipe(f"actor.path={broken}", "actor.init_from_scratch=true"))
     assert setup.ground.path == str(broken)
 
 

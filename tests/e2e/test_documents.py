@@ -58,6 +58,7 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rules.recipe import check_recipe
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
+from fivefold.run.stepwise import to_the_end
 from fivefold.sft import FineTuning
 from fivefold.supervised import run_loop, set_up
 from fivefold.types import Prompt
@@ -261,7 +262,7 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
     folder = RunDir.create(setup.recipe, overwrite=False)
     run = OpenRun(folder, RunConsole(SFT_COLUMNS, timers := PhaseTimers()), timers, session=None)  # type: ignore[arg-type]
     state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
-    run_loop(setup, Models(FixedTrainer()), run, state, began=0.0)
+    to_the_end(run_loop(setup, Models(FixedTrainer()), run, state, began=0.0))
     written = {name for line in folder.metrics.read_text().splitlines() for name in json.loads(line)} - {"step"}
     section = (DOCS / "metrics.md").read_text().partition("## Fine-tuning")[2]
     # On GPUs, with checkpoints, with held-out examples.

@@ -17,9 +17,12 @@ SAMPLERS = ("epochs", "easy_to_hard", "replay")
 class RowsConfig(Section):
     """Where prompts come from, and how they are read."""
 
-    path: PathText
+    path: PathText | Annotated[list[PathText], Field(min_length=1)]
     """Parquet, JSONL, JSON or CSV file, folder of such files, `datasets` name, `modelscope:<name>` or `package:<name>`
-    (docs/data.md)."""
+    (docs/data.md); or a list of several, which are read one after another."""
+    reader: Annotated[str | None, Field(pattern=r"^[^\x00-\x1f\x7f]+:\w+$")] = None
+    """Your own function that reads each path, as `module:function` or `file.py:function`: it is called with the path
+    and `split`, and yields rows, a mapping of columns each; null: Fivefold reads the path."""
     split: str | None = None
     """Split of a `datasets`, ModelScope or package name, or of a folder whose files are named after splits; null:
     `train`."""
@@ -35,6 +38,16 @@ class RowsConfig(Section):
     """Whether the tokenizer's chat template is applied; null: to chat messages, not to texts."""
     continue_final_message: bool = False
     """Whether a chat that ends with the beginning of an answer is continued from there; otherwise it is refused."""
+    system_prompt: Annotated[str | None, Field(min_length=1)] = None
+    """Message of the system that every chat begins with, unless it has one; null: none is added."""
+
+
+class PromptRowsConfig(RowsConfig):
+    """Prompts to complete."""
+
+    truncation: Literal["drop", "left", "right", "error"] = "drop"
+    """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
+    reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
 
 
 class BatchesConfig(Section):
@@ -46,7 +59,7 @@ class BatchesConfig(Section):
     """Draw a new order in every epoch; false: always the order of the data set."""
 
 
-class DatasetConfig(RowsConfig, BatchesConfig):
+class DatasetConfig(PromptRowsConfig, BatchesConfig):
     """Prompts to train on."""
 
     source_weights: Annotated[dict[str, NonNegativeFloat], reads_if(equals("sampler", "epochs"))] = {}

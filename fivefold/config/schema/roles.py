@@ -164,6 +164,8 @@ class ActorConfig(TrainedModelConfig):
     whiten_advantages: bool | None = None
     """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
     reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
+    advantage_clip: PositiveFloat | None = None
+    """The advantages of tokens are clipped to ± this value, after whitening; null: they are not clipped."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     ppo_epochs: Passes = 1
     """Number of times that each sample is trained on in a step."""
@@ -257,6 +259,10 @@ class ActorConfig(TrainedModelConfig):
     mask_truncated: bool = False
     """Do not train on completions that reached `gconfig.max_new_tokens` (DAPO's over-long filtering). Their rewards
     still count in the mean and the standard deviation of their group."""
+    group_mean_above: float | None = None
+    """Train only on prompts whose completions have a mean reward above this; null: on prompts of any mean."""
+    group_mean_below: float | None = None
+    """Train only on prompts whose completions have a mean reward below this; null: on prompts of any mean."""
     dynamic_sampling: Annotated[bool, needs(True, _SYNCHRONOUS, _SAMPLES_MORE)] = False
     """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
     dynamic_sampling_max_rounds: Annotated[

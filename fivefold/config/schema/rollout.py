@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fivefold.config.limits import MOST_SECONDS
 from fivefold.config.schema.fields import (
     ONE_LINE,
     DeviceList,
     Dtype,
+    Fraction,
     NonNegative,
     PathText,
     Positive,
@@ -23,9 +24,16 @@ from fivefold.config.schema.fields import (
 from fivefold.config.schema.role import RoleConfig
 from fivefold.config.schema.rules import OfServers, above_0, reads_if, rule
 
+TokenId = Annotated[str, BeforeValidator(str), Field(pattern="^[0-9]+$")]
+"""A token id as the key of a mapping, which is a text in JSON."""
+
 
 class GenerationConfig(Section):
-    """How completions are sampled."""
+    """How completions are sampled.
+
+    Log-probs of sampled tokens belong to the distribution that they are drawn from, with all of these keys. The trainer
+    reads `temperature` alone: keys that change the distribution otherwise make sampled tokens off-policy.
+    """
 
     n_samples: Sequences = 8
     """Completions of each prompt; together they are the prompt's group."""
@@ -41,15 +49,24 @@ class GenerationConfig(Section):
     """Sample among the most likely tokens that together have this probability; 1: among all."""
     top_k: NonNegative = 0
     """Sample among this many of the most likely tokens; 0: among all."""
+    min_p: Fraction = 0.0
+    """Sample among the tokens with at least this share of the most likely token's probability; 0: among all."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Divides positive logits of tokens that the prompt or the completion has already, and multiplies negative ones
+    (Keskar et al. 2019); SGLang looks at the completion alone. 1: no penalty."""
+    logit_bias: dict[TokenId, float] = {}
+    """Numbers that are added to the logits of tokens, by token id, before the penalty and the temperature."""
+    bad_token_ids: list[NonNegative] = []
+    """Tokens that are never sampled."""
     stop_token_ids: list[NonNegative] = []
     """A completion ends after any of these tokens, as after the model's own end-of-sequence tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """A completion ends after any of these texts."""
 
     @property
-    def truncates_distribution(self) -> bool:
-        """Whether some tokens cannot be sampled, so that log-probs of the sampling distribution are not the model's."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_new_tokens > 0
+    def alterations(self) -> tuple[str, ...]:
+        """Names of the keys that make the log-probs of the sampling distribution differ from the model's."""
+        return tuple(name for name in _ALTERING if getattr(self, name) != type(self).model_fields[name].default)
 
     @rule
     def _lengths(self) -> Iterator[str]:
@@ -58,6 +75,9 @@ class GenerationConfig(Section):
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: "
                 "lower the first or raise the second"
             )
+
+
+_ALTERING = ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", "logit_bias", "bad_token_ids")
 
 
 _AHEAD = reads_if(above_0("max_head_offpolicyness"))
@@ -116,12 +136,24 @@ class RolloutConfig(RoleConfig):
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
     the engine (docs/rollout.md)."""
+    sync_freq_steps: Positive = 1
+    """Training steps from one update of the rollout's weights to the next, which `max_head_offpolicyness` must allow:
+    it is at least one less. An evaluation and a run that resumes update them too."""
     overlap_weight_sync: bool | None = None
     """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
     `max_head_offpolicyness` above 0 and separate devices. null: if weights go through host memory anyway, with
     `weight_transport: folder`."""
     verify_weights: bool = False
     """Compare a checksum of the weights that arrived with one of those that were sent, at every update."""
+
+    @rule
+    def _updates(self) -> Iterator[str]:
+        if self.sync_freq_steps > self.max_head_offpolicyness + 1:
+            yield (
+                f"sync_freq_steps={self.sync_freq_steps} makes weights up to {self.sync_freq_steps - 1} training steps "
+                f"old, and max_head_offpolicyness={self.max_head_offpolicyness} allows fewer: raise the second to "
+                f"{self.sync_freq_steps - 1}, or lower the first"
+            )
 
     @property
     def takes_turns(self) -> bool | None:

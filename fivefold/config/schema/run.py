@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -144,6 +144,10 @@ class RunConfig(Section):
     trust_remote_code: bool = False
     """Run the Python code that a tokenizer's folder has (Moonlight, Kimi-K2), in every process that reads or writes
     text. It may do anything that the run may: read the code first."""
+    chat_template: Annotated[str | None, Field(min_length=1)] = None
+    """File with a chat template in Jinja, or the template itself, in place of the tokenizer's own; null: its own."""
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Any] = {}
+    """Variables of the chat template, by name, in all chats of the run: `{enable_thinking: false}`."""
     total_train_epochs: Annotated[Positive, reads_if(absent("total_train_steps"), warns=True)] = 1
     """Number of passes over the data set."""
     total_train_steps: Positive | None = None

@@ -5,28 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
+from pydantic import Field
+
 from fivefold.config.algorithms import AlgorithmName
-from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, RowsConfig
+from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.config.schema.environment import EnvironmentConfig
-from fivefold.config.schema.fields import PositiveFloat, Sequences
+from fivefold.config.schema.fields import NAME, Fraction, NonNegative, Positive, PositiveFloat, Sequences
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
-from fivefold.config.schema.rules import above_0, equals, given, reads_if, rule
+from fivefold.config.schema.rules import above_0, equals, reads_if, rule
 from fivefold.config.schema.run import PeriodicConfig, RunConfig
 
 _SAMPLES = reads_if(equals("greedy", False))
 
 
 class EvaluatorConfig(PeriodicConfig):
-    """When and how the held-out prompts are evaluated. They are also evaluated before the first step."""
+    """When and how the held-out prompts are evaluated. Sampling keys that are not here have the values of `gconfig`."""
 
+    before_training: bool = True
+    """Evaluate before the first step too."""
+    max_new_tokens: Positive | None = None
+    """Most tokens of a completion; null: `gconfig.max_new_tokens`."""
     n_samples: Annotated[Sequences, _SAMPLES] = 1
     """Completions of each held-out prompt; the accuracy is the mean over all of them."""
     greedy: bool = True
     """Always take the most likely token."""
     temperature: Annotated[PositiveFloat, _SAMPLES] = 1.0
     """Temperature of sampling with `greedy: false`."""
+    top_p: Annotated[Annotated[float, Field(gt=0, le=1)] | None, _SAMPLES] = None
+    """As `gconfig.top_p`; null: its value."""
+    top_k: Annotated[NonNegative | None, _SAMPLES] = None
+    """As `gconfig.top_k`; null: its value."""
+    min_p: Annotated[Fraction | None, _SAMPLES] = None
+    """As `gconfig.min_p`; null: its value."""
+
+    def sampling(self, config: GenerationConfig) -> GenerationConfig:
+        """Return how held-out prompts are sampled, where `config` is how the others are."""
+        own = ("greedy", "temperature", "max_new_tokens", "top_p", "top_k", "min_p")
+        given = {name: getattr(self, name) for name in own if getattr(self, name) is not None}
+        return config.model_copy(update=given)
 
 
 class TrainRecipe(RunConfig):
@@ -49,22 +67,31 @@ class TrainRecipe(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
-    valid_dataset: RowsConfig | None = None
+    valid_dataset: PromptRowsConfig | None = None
     """Held-out prompts, all evaluated each time; null: there is no evaluation."""
+    valid_datasets: dict[Annotated[str, Field(pattern=NAME)], PromptRowsConfig] = {}
+    """Several held-out sets in place of `valid_dataset`: each name has a mapping with the same keys. Accuracy and
+    reward are reported for each set, and over the prompts of all."""
     expert_dataset: ExpertDatasetConfig | None = None
     """Responses of an expert to learn in addition to the rewards; null: there are none."""
     environment: EnvironmentConfig | None = None
     """What plays episodes of several turns; null: each prompt gets one completion."""
     reward: RewardConfig = RewardConfig()
-    evaluator: Annotated[EvaluatorConfig, reads_if(given("valid_dataset", fix="set valid_dataset.path"))] = (
-        EvaluatorConfig()
-    )
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+
+    @property
+    def held_out(self) -> dict[str, PromptRowsConfig]:
+        """The sets of held-out prompts, by the dotted keys of their sections; there may be none."""
+        if self.valid_dataset is not None:
+            return {"valid_dataset": self.valid_dataset}
+        return {f"valid_datasets.{name}": rows for name, rows in self.valid_datasets.items()}
 
     def most_tokens(self, rows: RowsConfig) -> int:
         """Return the most tokens of an episode of a prompt in `rows`."""
         if self.environment is not None:
             return self.environment.max_length
-        return rows.max_length + self.gconfig.max_new_tokens
+        sampling = self.gconfig if rows is self.train_dataset else self.evaluator.sampling(self.gconfig)
+        return rows.max_length + sampling.max_new_tokens
 
     @property
     def loss_reads_rollout_logprobs(self) -> bool:
@@ -134,7 +161,21 @@ class TrainRecipe(RunConfig):
     @rule
     def _held_out(self) -> Iterator[str]:
         best = self.recover.keep_best
-        if self.valid_dataset is None and best is not None and best.startswith("eval/"):
+        if self.valid_dataset is not None and self.valid_datasets:
+            yield (
+                f"valid_dataset and valid_datasets={sorted(self.valid_datasets)} exclude each other: make the first "
+                "one of the others"
+            )
+        if not self.held_out and self.evaluator != EvaluatorConfig():
+            yield (
+                "the section evaluator has no effect without valid_dataset: set valid_dataset.path, or drop evaluator"
+            )
+        if (most := self.evaluator.max_new_tokens) is not None and most < self.gconfig.min_new_tokens:
+            yield (
+                f"evaluator.max_new_tokens={most} is below gconfig.min_new_tokens={self.gconfig.min_new_tokens}: "
+                "raise the first or lower the second"
+            )
+        if not self.held_out and best is not None and best.startswith("eval/"):
             yield (
                 f"recover.keep_best={best} is measured on held-out prompts: set valid_dataset.path, or name a metric "
                 "of the training steps, such as reward/mean"
@@ -164,10 +205,11 @@ class TrainRecipe(RunConfig):
                     f"{key} needs the rollout's log-probs of every token, but rollout.logprob_share="
                     f"{self.rollout.logprob_share} asks for a part of them: drop it, or {otherwise}"
                 )
-            if self.gconfig.truncates_distribution:
+            if altering := self.gconfig.alterations:
                 yield (
-                    f"{key} needs the model's log-probs of sampled tokens, but with top_p, top_k or min_new_tokens the "
-                    f"rollout gives log-probs of a truncated distribution: drop these keys, or {otherwise}"
+                    f"{key} needs the model's log-probs of sampled tokens, but with {' and '.join(altering)} the "
+                    f"rollout gives log-probs of another distribution: drop {'it' if len(altering) == 1 else 'them'}, "
+                    f"or {otherwise}"
                 )
 
     def _readers_of_rollout_logprobs(self) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Loop], None]:
 
 def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: dict[str, object] = {}
-    loop("train", lambda recipe, *, overwrite, screen: seen.update(recipe=recipe, overwrite=overwrite))
+    loop("train", lambda recipe, *, overwrite, screen: seen.update(recipe=recipe, overwrite=overwrite) or iter(()))
     result = invoke("train", recipe, "actor.optimizer.lr=2e-6", "trial_name=t", "--overwrite")
     assert result.exit_code == 0, result.output
     got = seen["recipe"]
@@ -89,14 +89,14 @@ def test_train_hands_over_the_recipe_with_its_overrides(recipe: str, loop: Calla
 def test_the_other_commands_hand_over_their_recipes(recipe: str, loop: Callable[[str, Loop], None]) -> None:
     seen: list[object] = []
     for name, kind in (("sft", SFTRecipe), ("dpo", DPORecipe), ("rm", RMRecipe)):
-        loop(name, lambda recipe, *, overwrite, screen: seen.append((type(recipe), overwrite)))
+        loop(name, lambda recipe, *, overwrite, screen: seen.append((type(recipe), overwrite)) or iter(()))
         assert invoke(name, recipe).exit_code == 0
         assert seen.pop() == (kind, False)
 
-    loop("evaluate", lambda recipe, *, model, status: {"accuracy": 0.5, "model": model})
-    result = invoke("eval", recipe, "--model", "elsewhere")
+    loop("evaluate", lambda recipe, *, model, samples, status: {"samples": str(samples), "model": model})
+    result = invoke("eval", recipe, "--model", "elsewhere", "--samples", "a.jsonl")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"accuracy": 0.5, "model": "elsewhere"}
+    assert json.loads(result.stdout) == {"samples": "a.jsonl", "model": "elsewhere"}
 
 
 def test_a_wrong_recipe_is_exit_code_2_and_one_message(recipe: str) -> None:

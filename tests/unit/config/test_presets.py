@@ -110,7 +110,10 @@ STALE = "rollout.max_head_offpolicyness=1"
             ["actor.rollout_correction.method=tis", "rollout.logprob_share=0.5"],
             "needs the rollout's log-probs of every",
         ),
-        (["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"], "a truncated distribution"),
+        (
+            ["actor.rollout_correction.method=tis", "gconfig.top_p=0.9"],
+            "with top_p the rollout gives log-probs of another",
+        ),
         (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "weights losses by p / q, but with"),
         (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
         ([STALE, "algorithm=m2po", "actor.prox_logp_method=loglinear"], "second_moment needs old log-probs before"),
@@ -130,7 +133,7 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["rollout.new_tokens_per_chunk=64"], "new_tokens_per_chunk=64 has no effect with rollout.max_head_offpolicy"),
         (
             [STALE, "gconfig.top_p=0.9"],
-            "the age of samples .* top_p, top_k or min_new_tokens the rollout gives log-probs of a trunc",
+            "the age of samples .* with top_p the rollout gives log-probs of another",
         ),
         (
             [STALE, "rollout.logprob_share=0.5"],

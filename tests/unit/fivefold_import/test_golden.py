@@ -57,7 +57,7 @@ DERIVED: dict[str, dict[str, Any]] = {
         "actor.backend": "fsdp:d2c2",  # 8 devices less the explorer's 4, in pairs that share a sequence
         "actor.mb_spec.max_tokens_per_mb": 2 * 12288,  # the budget of each of 2 context shards
         "train_dataset.max_length": 1280 - 768,
-        "valid_dataset.max_length": 1280 - 768,
+        "valid_datasets.others.max_length": 1280 - 768,
     },
     "trinity_ppo_megatron.yaml": {
         # 8 devices less the explorer's 4. Experts are split as attention is: e2 * t2 fill the 4.

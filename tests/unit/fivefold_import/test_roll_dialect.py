@@ -128,7 +128,9 @@ def test_the_length_of_responses_is_the_one_that_roll_would_use(tmp_path: Path) 
     conversion = convert_text("roll", tmp_path, text + "sequence_length: 400\nval_sequence_length: 900\n")
     assert conversion.recipe["gconfig.max_new_tokens"] == 300
     assert conversion["response_length"].note == "sequence_length overrides it"
-    assert conversion["val_sequence_length"].note == "held-out responses have gconfig.max_new_tokens=300 and not 800"
+    assert conversion["val_sequence_length"].note == "without held-out prompts, nothing is evaluated"
+    held_out = "sequence_length: 400\nval_sequence_length: 900\nvalidation: {data_args: {file_name: a.jsonl}}\n"
+    assert convert_text("roll", tmp_path, text + held_out).recipe["evaluator.max_new_tokens"] == 800
 
 
 def test_defaults_of_a_critic_are_not_unsupported(tmp_path: Path) -> None:

@@ -181,7 +181,6 @@ def test_what_cannot_be_converted_says_why() -> None:
         ),
         ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
         (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
-        ("data.train_files=[a.parquet,b.parquet]", "data.train_files", "2 files"),
         (
             f"data.max_response_length=9 {ROLLOUT}response_length=8",
             ROLLOUT + "response_length",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.metrics import Metric
@@ -85,13 +86,14 @@ def updates(
     steps: int = 1,
     reference: FollowingReference | None = None,
     reasons: Sequence[StopReason] = ("stop", "length", "stop", "stop"),
+    rewards: Sequence[float] = (0.0, 1.0, 0.0, 1.0),
 ) -> StepOutcome:
     """Return the outcome of the last step."""
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
     models = Models(actor, frozen={"ref": reference or FollowingReference()} if recipe.actor.kl_ctl else {})
     update = policy_update(recipe, models, PhaseTimers(), vocab=128)
     prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
-    samples = [Sample(prompts[i // 2], "", reasons[i], 4, 1 + i, (0, 0), {"r": float(i % 2)}) for i in range(4)]
+    samples = [Sample(prompts[i // 2], "", reasons[i], 4, 1 + i, (0, 0), {"r": rewards[i]}) for i in range(4)]
     batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
     outcome = StepOutcome(UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()}))
     for step in range(1, steps + 1):
@@ -184,6 +186,43 @@ def test_episodes_that_stopped_for_a_masked_reason_are_not_trained() -> None:
         updates(actor, ONE_UPDATE, *keys, *reward, reasons=("done", "context", "turns", "time"))
         assert actor.batches[0].trained_N.tolist() == trained
         assert actor.batches[0].scalars["advantages"].all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained"),
+    [
+        ([], [1, 2, 3, 4]),
+        (["actor.group_mean_above=0.25", "actor.group_mean_below=0.75"], [1, 2, 3, 4]),
+        (["actor.group_mean_above=0.5"], [0, 0, 3, 4]),
+        (["actor.group_mean_below=0.6"], [1, 2, 0, 0]),
+        (["actor.group_mean_below=0.6", "actor.mask_truncated=true"], [1, 0, 0, 0]),
+    ],
+)
+def test_prompts_outside_a_range_of_mean_rewards_are_not_trained(keys: list[str], trained: list[int]) -> None:
+    """The groups have mean rewards of 0.5 and, but for the first case, 1."""
+    rewards = (0.0, 1.0, 0.0, 1.0) if "actor.group_mean_above=0.25" in keys else (0.0, 1.0, 1.0, 1.0)
+    actor = RecordingActor()
+    updates(actor, ONE_UPDATE, *keys, rewards=rewards)
+    assert actor.batches[0].trained_N.tolist() == trained
+    if "kept" in actor.batches[0].scalars:
+        assert actor.batches[0].scalars["kept"].tolist() == [float(n > 0) for n in trained]
+
+
+def test_advantages_are_clipped_after_whitening() -> None:
+    actor = RecordingActor()
+    updates(actor, ONE_UPDATE, "actor.whiten_advantages=true", "actor.advantage_clip=0.75")
+    change = actor.changes[0]
+    advantages = torch.tensor([-3.0, -0.1, 0.1, 3.0])
+    batch = Batch(
+        tokens_T=torch.zeros(4, dtype=torch.int64),
+        mask_T=torch.ones(4),
+        lengths=(4,),
+        fields={"advantages": advantages},
+    )
+    clipped = change(batch).fields["advantages"]
+    whitened = InTurn(change.changes[:-1])(batch).fields["advantages"]
+    assert whitened.abs().max() > 0.75
+    assert clipped.tolist() == [max(-0.75, min(0.75, value)) for value in whitened.tolist()]
 
 
 def test_samples_are_weighted_by_their_shaped_rewards() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fivefold.config import paths
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
-from fivefold.rollout.protocol import SamplingParams, group_requests
+from fivefold.rollout.protocol import NEVER, SamplingParams, group_requests
 from fivefold.rules.rollout import server_problems
 
 
@@ -28,6 +28,13 @@ def test_sampling_params_carry_every_option_of_the_recipe() -> None:
     ]:
         own = SamplingParams(7, 2, greedy, temperature, 0.9, 4, (1,), ("x",), seeded=not greedy, logprob_share=0.0)
         assert SamplingParams.for_evaluation(config, evaluator) == own
+    evaluator = EvaluatorConfig(greedy=False, top_p=1.0, top_k=0, min_p=0.1, max_new_tokens=99)
+    own = SamplingParams.for_evaluation(config, evaluator)
+    assert (own.top_p, own.top_k, own.min_p, own.max_new_tokens, own.min_new_tokens) == (1.0, 0, 0.1, 99, 2)
+    further = GenerationConfig(min_p=0.1, repetition_penalty=1.1, logit_bias={5: -1.0}, bad_token_ids=[6])
+    params = SamplingParams.from_config(further)
+    assert (params.min_p, params.repetition_penalty, params.bias) == (0.1, 1.1, {5: -1.0, 6: NEVER})
+    assert further.alterations == ("min_p", "repetition_penalty", "logit_bias", "bad_token_ids")
 
 
 def test_sampling_that_contradicts_itself_is_refused() -> None:

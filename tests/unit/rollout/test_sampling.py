@@ -28,8 +28,12 @@ def draw(
 
 def filtered(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """The sampling distribution by its definition, one token at a time, in float64."""
-    probabilities = (logits_V.double() / params.temperature).softmax(-1)
+    biased = logits_V.double()
+    for token, bias in params.bias.items():
+        biased[token] += bias
+    probabilities = (biased / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()
+    order = [token for token in order if probabilities[token] >= params.min_p * probabilities.max()]
     if params.top_k:
         order = order[: params.top_k]
     mass = sum(float(probabilities[token]) for token in order)
@@ -54,6 +58,10 @@ def filtered(logits_V: Tensor, params: SamplingParams) -> Tensor:
         sampling(top_p=1e-6),
         sampling(top_k=1),
         sampling(top_k=1000, top_p=0.999),
+        sampling(min_p=0.2),
+        sampling(min_p=0.1, top_k=4, temperature=2.0),
+        sampling(logit_bias={"3": 2.0, "5": -1.0}, bad_token_ids=[0, 7]),
+        sampling(logit_bias={"1": 4.0}, min_p=0.05, top_p=0.9),
     ],
 )
 def test_frequencies_and_logprobs_follow_the_definition(params: SamplingParams) -> None:

@@ -265,9 +265,12 @@ def test_a_request_has_every_option_of_sampling(served: Served, greedy: bool) ->
     params = sampling(
         max_new_tokens=9, min_new_tokens=4, temperature=0.7, top_p=0.9, top_k=11, greedy=greedy,
         stop_token_ids=[33, 9], stop=["ab", "\n"],
+        min_p=0.25, repetition_penalty=1.2, logit_bias={"7": -2.0}, bad_token_ids=[8],
     )  # fmt: skip
     complete(served.engine, [GenerationRequest((5, 6), 77)], params)
-    chosen = {"temperature": 0.0, "top_p": 1.0} if greedy else {"temperature": 0.7, "top_p": 0.9, "top_k": 11}
+    chosen = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.25}
+    chosen = {"temperature": 0.0, "top_p": 1.0} if greedy else chosen
+    chosen = {**chosen, "repetition_penalty": 1.2, "logit_bias": {"7": -2.0, "8": -1e9}}
     common = {"stop_token_ids": [END, 9, 33], "stop": ["ab", "\n"], "skip_special_tokens": False, **chosen}
     expected = {
         "vllm": {

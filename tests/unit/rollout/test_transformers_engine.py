@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout import decode, forward, kv_cache
@@ -100,6 +108,33 @@ def test_sampled_logprobs_equal_a_teacher_forced_forward(family: str, model_fold
         tokens = torch.tensor(completion.token_ids)[:, None]
         expected = (logits / 0.7).log_softmax(-1).gather(1, tokens).squeeze(1)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_a_repetition_penalty_and_a_bias_are_those_of_transformers(penalty: float, model_folder: Folder) -> None:
+    """Rows end at every step, so that the batch shrinks while each row keeps the tokens that it has."""
+    path = model_folder("llama")
+    bias, bad = {"7": 1.5, "9": -2.0}, [11, 12]
+    stop = list(range(3, VOCABULARY, 8))
+    own = sampling(repetition_penalty=penalty, min_p=0.01, logit_bias=bias, bad_token_ids=bad, stop_token_ids=stop)
+    requests = group_requests(ragged_prompts(6), 4, ("penalty",))
+    completions = complete(engine_at(path), requests, own)
+    model = reference(path)
+    process = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), MinPLogitsWarper(0.01)])
+    n_repeated = 0
+    for request, completion in zip(requests, completions, strict=True):
+        ids = [*request.token_ids, *completion.token_ids.tolist()]
+        logits_TV = teacher_forced(model, request.token_ids, completion.token_ids)
+        for token, value in bias.items():
+            logits_TV[:, int(token)] += value
+        logits_TV[:, bad] = -1e9
+        for place, logits_V in enumerate(logits_TV, start=len(request.token_ids)):
+            expected = process(torch.tensor([ids[:place]]), logits_V[None]).log_softmax(-1)[0, ids[place]]
+            assert completion.logprobs[place - len(request.token_ids)] == pytest.approx(float(expected), abs=1e-4)
+            n_repeated += ids[place] in ids[:place]
+        assert not set(completion.token_ids.tolist()) & set(bad)
+    assert n_repeated > 0
+    assert len({len(completion.token_ids) for completion in completions}) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

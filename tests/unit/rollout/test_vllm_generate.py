@@ -41,6 +41,7 @@ class SamplingParams:
     """Those fields of vLLM's class that matter here."""
 
     temperature: float = 1.0
+    logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     output_kind: RequestOutputKind | None = None
     flat_logprobs: bool = False
@@ -295,6 +296,14 @@ def test_a_completion_arrives_as_the_engine_gave_it(
     [(prompt, params, _)] = engine.asked
     assert prompt == {"type": "token", "prompt_token_ids": [5, 6]}
     assert params == SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
+
+
+def test_a_bias_is_by_number_of_the_token(call: Call) -> None:
+    """JSON has texts as keys, and vLLM takes the mapping as it is."""
+    engine = Engine(outputs([7], None, "stop"))
+    call(engine, body(logit_bias={"7": -2.0, "8": -1e9}))
+    [(_, params, _)] = engine.asked
+    assert params.logit_bias == {7: -2.0, 8: -1e9}
 
 
 def test_every_request_has_an_id_of_its_own(call: Call) -> None:

@@ -335,6 +335,20 @@ def test_a_server_on_shared_devices_cannot_keep_keys_and_values_of_older_weights
     check_recipe(asked("transformers:d4", colocate=True), MOE)
 
 
+def test_a_rollout_that_keeps_its_weights_for_several_steps_has_devices_of_its_own() -> None:
+    def asked(backend: str, *, colocate: bool) -> TrainRecipe:
+        return recipe(
+            rollout={"backend": backend, "colocate": colocate, "max_head_offpolicyness": 1, "sync_freq_steps": 2}
+        )
+
+    check_recipe(asked("transformers:d4", colocate=False), MOE)
+    for backend in ("vllm:d2t2", "transformers:d4"):
+        with pytest.raises(RecipeError, match=r"sync_freq_steps=2 needs devices for the rollout alone, and actor"):
+            check_recipe(asked(backend, colocate=True), MOE)
+    with pytest.raises(ValueError, match=r"up to 2 training steps old, and max_head_offpolicyness=1 allows fewer"):
+        recipe(rollout={"max_head_offpolicyness": 1, "sync_freq_steps": 3})
+
+
 def test_router_losses_need_a_router() -> None:
     megatron = {"transformer": {"moe_aux_loss_coeff": 0.1}}
     check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2", "megatron": megatron}), MOE)

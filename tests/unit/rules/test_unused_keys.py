@@ -98,10 +98,10 @@ RECIPES = Path(__file__).parents[3] / "recipes"
         (
             ["actor.rollout_correction.auto_threshold=1e-4", "gconfig.top_k=9"],
             [
-                "actor.rollout_correction.auto_threshold=0.0001 has no effect: top_p, top_k or min_new_tokens cut the "
-                "distribution, so that auto corrects nothing",
-                "actor.rollout_correction.method=auto has no effect: top_p, top_k or min_new_tokens cut the "
-                "distribution, whose mismatch is not measured",
+                "actor.rollout_correction.auto_threshold=0.0001 has no effect: gconfig.top_k changes the "
+                "distribution that is sampled, so that auto corrects nothing",
+                "actor.rollout_correction.method=auto has no effect: gconfig.top_k changes the "
+                "distribution that is sampled, whose mismatch is not measured",
             ],
         ),
         (

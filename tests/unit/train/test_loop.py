@@ -38,6 +38,7 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.weight_sync import WeightSync
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
+from fivefold.run.stepwise import to_the_end
 from fivefold.train_setup import set_up
 from fivefold.types import Completion, Episode
 from fivefold.update.updates import MOST_SKIPPED, Skips
@@ -172,7 +173,7 @@ def loop(
     state, _ = state_at_start(setup.recipe, FromScratch("from scratch"), setup.sampler, setup.ground, setup.total_steps)
     roles = Roles(actor, rollout=rollout, sync=FixedSync(rollout))
     with pytest.raises((RunFailed, OSError)), folder:
-        train.run_loop(setup, roles, run, replace(state, **resumed), began=0.0)
+        to_the_end(train.run_loop(setup, roles, run, replace(state, **resumed), began=0.0))
     return tuple(  # type: ignore[return-value]
         [json.loads(line) for line in file.read_text().splitlines()] for file in (folder.metrics, folder.samples)
     )

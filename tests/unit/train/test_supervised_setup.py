@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from fivefold import Run
 from fivefold.checkpoints.changes import RecipeChangedError
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.dpo import LabelledAnswers
-from fivefold.sft import FineTuning, sft
+from fivefold.sft import FineTuning
 from fivefold.supervised import set_up
 from fivefold.train_setup import set_up as set_up_train
 
@@ -67,7 +68,7 @@ def test_a_step_that_the_run_does_not_have_cannot_be_recorded(tmp_path: Path) ->
     keys = [f"train_dataset.path={rows}", "train_dataset.batch_size=2", "valid_dataset=null", "total_train_epochs=1"]
     places = [f"cluster.fileroot={tmp_path / 'runs'}", "profile.steps=[2, 3]"]
     with pytest.raises(ValueError, match=r"profile\.steps has 3, but the last step of the run is 2: name"):
-        sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, *places], SFTRecipe))
+        Run(load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, *places], SFTRecipe)).finish()
     assert not (tmp_path / "runs").exists()
 
 
@@ -77,7 +78,7 @@ def test_gpus_that_the_machine_lacks_are_told_before_the_data_are_read(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     keys = ["cluster.n_gpus_per_node=3", f"cluster.fileroot={tmp_path}", f"train_dataset.path={tmp_path / 'no.jsonl'}"]
     with pytest.raises(ValueError, match=r"^cluster\.n_gpus_per_node is 3, but this machine has 0 GPUs: set"):
-        sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", keys, SFTRecipe))
+        Run(load_recipe(RECIPES / "tiny-moe-sft.yaml", keys, SFTRecipe)).finish()
 
 
 def test_what_is_wrong_with_a_recipe_is_told_before_what_differs_from_its_checkpoint(
@@ -89,12 +90,12 @@ def test_what_is_wrong_with_a_recipe_is_told_before_what_differs_from_its_checkp
     monkeypatch.setattr("fivefold.run.whole_run.find_start", refuse)
     place = f"cluster.fileroot={tmp_path}"
     with pytest.raises(ValueError, match=r"model path './none': there is no such folder"):
-        sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", [place, "actor.path=./none"], SFTRecipe))
+        Run(load_recipe(RECIPES / "tiny-moe-sft.yaml", [place, "actor.path=./none"], SFTRecipe)).finish()
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": "1+1=", "response": "2"}) + "\n") * 4)
     keys = [place, f"train_dataset.path={rows}", "train_dataset.batch_size=2", "valid_dataset=null"]
     with pytest.raises(RecipeChangedError, match=r"batch_size differs"):
-        sft(load_recipe(RECIPES / "tiny-moe-sft.yaml", keys, SFTRecipe))
+        Run(load_recipe(RECIPES / "tiny-moe-sft.yaml", keys, SFTRecipe)).finish()
 
 
 def test_the_banner_tells_held_out_rows_that_are_trained_on_too(tmp_path: Path) -> None:

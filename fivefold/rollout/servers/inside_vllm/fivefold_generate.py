@@ -220,8 +220,11 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams, list[int] | None]:
     try:
         request = json.loads(body)
         token_ids = request["token_ids"]
+        asked = request["sampling_params"]
+        if "logit_bias" in asked:  # JSON has texts as keys
+            asked["logit_bias"] = {int(token): bias for token, bias in asked["logit_bias"].items()}
         params = SamplingParams(
-            **request["sampling_params"],
+            **asked,
             # Otherwise vLLM makes an output after every token, and an object for every log-prob.
             output_kind=RequestOutputKind.FINAL_ONLY,
             flat_logprobs=True,
