@@ -62,6 +62,7 @@ class TrainSetup(RunSetup[Prompt]):
             "weight sync": self.route.transport.title,
             "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
             **({} if recipe.actor.lora is None else {"lora": self.ground.shape.with_lora(recipe.actor.lora).adapted}),
+            **({"frozen": ", ".join(recipe.actor.freeze)} if recipe.actor.freeze else {}),
             **({} if recipe.environment is None else {"environment": recipe.environment.name}),
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.examples.usage}),

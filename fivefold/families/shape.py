@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fivefold.config.paths import user_path
+from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
@@ -159,6 +160,8 @@ class ModelShape:
     """Whether a value head has a bias: a critic's has one, a reward model's none."""
     adapters: AdapterShape | None = None
     """Low-rank adapters on its linear layers; None: it has none."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained; with adapters, none of the weights is."""
     name: str = field(default="", compare=False)
     """What tables and pictures call the model; empty where it has no name."""
 
@@ -171,6 +174,12 @@ class ModelShape:
     def n_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.moe_layers)
+
+    def trained_by(self, config: TrainedModelConfig | None) -> ModelShape:
+        """Return the shape of this model as a recipe trains it, with its head; None: it is not trained."""
+        if config is None:
+            return replace(self, adapters=None, frozen=())
+        return replace(self.with_lora(config.lora), frozen=tuple(config.freeze))
 
     def with_lora(self, config: LoraConfig | None) -> ModelShape:
         """Return the shape of this model with the adapters of a recipe; None: it has none."""

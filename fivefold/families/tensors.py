@@ -87,6 +87,11 @@ ADAPTERS = Trained(only=(adapter_name("*", "A"), adapter_name("*", "B"), VALUE_W
 """The adapters, and a value head, which begins at 0."""
 
 
+def trained_tensors(shape: ModelShape) -> Trained:
+    """Return which tensors of a model are trained: its adapters, or without them all that are not frozen."""
+    return Trained(shape.frozen) if shape.adapters is None else ADAPTERS
+
+
 def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
     """Return the tensors of a model, in its order; each weight that has an adapter comes before it.
 

@@ -122,7 +122,7 @@ def _model(recipe: Recipe, role: Role, shape: ModelShape, changes: Changes) -> M
         given = expert.batch_size // section.ppo_n_minibatches
         work = replace(work, given_sequences=given, given_length=expert.max_length)
     return ModelInputs(
-        shape.with_head(section.head).with_lora(role.trained.lora if role.trained else None),
+        shape.with_head(section.head).trained_by(role.trained),
         changes.applied(work),
         trains=role.trained is not None,
         leaves=section.leaves_devices,
