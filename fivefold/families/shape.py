@@ -188,7 +188,8 @@ class ModelShape:
         expert_rank = config.rank_of_experts or max(1, config.rank // max(1, self.top_k))
         adapters = AdapterShape(
             rank=config.rank,
-            expert_rank=expert_rank if config.experts == "each" else None,
+            expert_rank=None if config.experts == "none" else expert_rank,
+            shares_outer=config.experts == "shared_outer",
             alpha=config.alpha,
             rank_stabilized=config.use_rslora,
             targets=tuple(config.targets),
@@ -203,6 +204,7 @@ class ModelShape:
         if adapters is None:
             return "no adapters"
         experts = f", {adapters.expert_rank} of each expert" if self.is_moe and adapters.expert_rank else ""
+        experts += ", outer matrices shared" if experts and adapters.shares_outer else ""
         layers = "" if adapters.targets == ("*",) else f", on {', '.join(adapters.targets)}"
         return f"rank {adapters.rank}{experts}{layers}"
 

@@ -44,7 +44,9 @@ def frozen(shape: ModelShape, *patterns: str) -> ModelShape:
     return replace(shape, frozen=patterns)
 
 
-def test_frozen_weights_have_no_gradient_and_nothing_goes_backward_through_layers_before_the_first_trained_one() -> None:
+def test_frozen_weights_have_no_gradient_and_nothing_goes_backward_through_layers_before_the_first_trained_one() -> (
+    None
+):
     shape = find_shape("Qwen3-30B-A3B")
     forward = ForwardFlops.of(shape).on_equal(3, 1000)
     without_experts = with_backward(frozen(shape, "*.experts.*"), forward)
