@@ -66,7 +66,7 @@ class StoredAdapters:
 
         Args:
             folder: the folder.
-            matrices: those of the model's adapters.
+            matrices: the matrices of the model's adapters.
             adapters: the model's adapters, whose scale B is converted to.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's training: those of the forward pass, and of the gradients that it needs.
+"""Floating-point operations of a model's training: of the forward pass, and of the gradients that it needs.
 
 A product with a weight is computed once forward. Backward, it is computed once more for the weight's gradient, if it is
 trained, and once for the gradient of what it multiplies, if something before it is trained.

@@ -175,6 +175,11 @@ class ModelShape:
         """Layers that have experts."""
         return sum(self.moe_layers)
 
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's routes (`fivefold.routes`): its experts in all layers, and -1 for those not known."""
+        return self.n_moe_layers * self.top_k * (1 if self.n_experts <= 128 else 2)
+
     def trained_by(self, config: TrainedModelConfig | None) -> ModelShape:
         """Return the shape of this model as a recipe trains it, with its head; None: it is not trained."""
         if config is None:

@@ -165,7 +165,7 @@ class ExpertAdapters(Adapters):
     def _summed(self, whole: Tensor) -> Tensor:
         """Return a matrix that is whole on ranks with different parts of an expert, each with a part of its gradient.
 
-        The gradient of one that all experts share is a sum over all ranks of the stage, as those of dense layers are.
+        The gradient of one that all experts share is summed over all ranks of the stage, as in dense layers.
         """
         return whole if whole.ndim == 2 else copy_to_group(whole, self._experts.etp_group)
 

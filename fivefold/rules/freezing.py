@@ -32,7 +32,7 @@ def _problems(patterns: tuple[str, ...], shape: ModelShape, backend: str) -> Ite
     for pattern in patterns:
         if not any(name in Trained(only=(pattern,)) for name in known):
             near = did_you_mean(pattern, known) or f", such as {known[-1]}"
-            yield f"no weight is named {pattern!r}; names are those of the Hugging Face files{near}"
+            yield f"no weight is named {pattern!r}; names are as in the Hugging Face files{near}"
     if not any(name in trained for name in known):
         yield f"{', '.join(patterns)} names all weights, and nothing is left to train: name fewer"
     for names in _together(shape, own, backend):

@@ -42,7 +42,7 @@ def test_weights_are_frozen_by_name_and_pattern(keys: tuple[str, ...]) -> None:
         (('actor.freeze=["model.*", "lm_head.*"]',), "names all weights, and nothing is left to train"),
         (
             ('actor.freeze=["model.embed_token.weight"]',),
-            "no weight is named 'model.embed_token.weight'; names are those of the Hugging Face files; did you mean "
+            "no weight is named 'model.embed_token.weight'; names are as in the Hugging Face files; did you mean "
             "model.embed_tokens.weight?",
         ),
         (('actor.freeze=["decoder.*"]',), "no weight is named 'decoder.*'"),
