@@ -28,6 +28,7 @@ import torch.distributed as dist
 from random_model import write_config
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.lora import LoraConfig
@@ -42,7 +43,6 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.engines import build_engine
 from fivefold.roles.specs import engine_config
-from fivefold.types import Batch
 from fivefold.weights.device_buckets import checksum
 
 

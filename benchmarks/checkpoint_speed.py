@@ -33,13 +33,13 @@ from hf_export import joined, timed
 from random_model import write_config
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.engine.packing import Share
 from fivefold.engine.state.dcp_files import WrittenPart, finish
 from fivefold.engine.state.state_store import HostSnapshot
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
-from fivefold.types import Batch
 
 BLOCK = os.urandom(32 * 2**20)
 LINK_BYTES = 2**30

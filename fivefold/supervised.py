@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
+from fivefold.batch import Columns
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
@@ -38,7 +39,6 @@ from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
 from fivefold.run.steps import StepDone, begin, run_steps
 from fivefold.run.whole_run import RunSetup, run_whole
-from fivefold.types import Columns
 from fivefold.update.preferences import Comparison, Scoring
 from fivefold.update.updates import Skips
 

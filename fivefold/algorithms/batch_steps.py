@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 """Takes one tensor of each data-parallel replica, of any length, and returns all of them on each."""

@@ -42,9 +42,9 @@ from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Sums, count, means
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import Sequences
+from fivefold.batch import Batch
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.corrections import RolloutCorrectionConfig
-from fivefold.types import Batch
 
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
 MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]

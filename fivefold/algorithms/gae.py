@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.kl_in_reward import KLInReward
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 
 @dataclass(frozen=True)

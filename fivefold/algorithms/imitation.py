@@ -24,7 +24,7 @@ import torch
 
 from fivefold.algorithms.loss import LossInputs, means, zero_unless
 from fivefold.algorithms.metrics import Metrics
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 EXPERT = "is_expert"
 """Name of the field that is 1 on the tokens of an expert's sequences, else 0."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.distillation import Direction
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
-from fivefold.types import Totals
+from fivefold.batch import Totals
 
 Sums = Mapping[str, torch.Tensor | Metric]
 """Sums over the trained tokens by name, which become means over them; a `Metric` says itself what becomes of it."""

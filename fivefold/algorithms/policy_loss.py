@@ -27,7 +27,7 @@ from fivefold.algorithms.measures import entropy_by_part, mismatch_metrics, rati
 from fivefold.algorithms.metrics import Metrics
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
-from fivefold.types import Totals
+from fivefold.batch import Totals
 
 _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"})
 

@@ -9,7 +9,7 @@ import torch
 
 from fivefold.algorithms.loss import LossInputs, means, zero_unless
 from fivefold.algorithms.metrics import Metrics
-from fivefold.types import Totals
+from fivefold.batch import Totals
 
 COEFFICIENT = "coefficient"
 """Name of the field with the coefficient of each token's sequence."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.gae import GAE
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 TURN, TURN_REWARDS = "turn", "turn_rewards"
 """Columns: number of the turn of each sampled token, and the reward of each turn on its last token."""

@@ -18,8 +18,8 @@ from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.loss import Sums, Surrogate
 from fivefold.algorithms.losses.covariance import NUMBER
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
+from fivefold.batch import Batch
 from fivefold.config.user_code import load_user_object, user_traceback
-from fivefold.types import Batch
 
 NO_FIELDS: Mapping[str, torch.Tensor] = MappingProxyType({})
 

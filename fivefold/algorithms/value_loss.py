@@ -8,7 +8,7 @@ import torch
 
 from fivefold.algorithms.loss import Aggregation, LossInputs, divisor, means, token_weights
 from fivefold.algorithms.metrics import Metrics
-from fivefold.types import Totals
+from fivefold.batch import Totals
 
 
 @dataclass(frozen=True)

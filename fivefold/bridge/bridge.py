@@ -20,7 +20,7 @@ from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.value_head import WithValueHead
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, OUTPUT, Shape
+from fivefold.families.tensors import OUTPUT, Shape, embedding
 from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 from fivefold.weights.transport import GATHER_BYTES
@@ -139,7 +139,7 @@ def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:
         source = WithValueHead(source, shape.hidden, has_bias=shape.value_bias)
     check_files(shape, source)
     if shape.tied_embeddings:
-        check_tied_output(source)
+        check_tied_output(shape, source)
     return source
 
 
@@ -157,7 +157,7 @@ def not_finite_weights(suspects: Mapping[str, torch.dtype], source: TensorReader
     )
 
 
-def check_tied_output(source: TensorReader) -> None:
+def check_tied_output(shape: ModelShape, source: TensorReader) -> None:
     """Check that a tied output weight, which a file may store a second time, is the embedding.
 
     Raises:
@@ -165,11 +165,12 @@ def check_tied_output(source: TensorReader) -> None:
     """
     if OUTPUT not in source.names:
         return
-    n_rows = source.shape(EMBEDDING)[0]
+    table = embedding(shape)
+    n_rows = source.shape(table)[0]
     for start in range(0, n_rows, _COMPARED_ROWS):
         rows = slice(start, min(start + _COMPARED_ROWS, n_rows))
-        if not torch.equal(source.read(EMBEDDING, rows), source.read(OUTPUT, rows)):
+        if not torch.equal(source.read(table, rows), source.read(OUTPUT, rows)):
             raise WeightMismatchError(
                 f"the config in {source.folder} ties the output layer to the embedding (tie_word_embeddings), but "
-                f"{OUTPUT} differs from {EMBEDDING}; set tie_word_embeddings to false or remove {OUTPUT}"
+                f"{OUTPUT} differs from {table}; set tie_word_embeddings to false or remove {OUTPUT}"
             )

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from fivefold.bridge.mapping import TiedOutput, WeightMapping, mapping_of
 from fivefold.families.adapters import MATRICES, find_adapter, layer_of
+from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
-from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, WeightTensor, tensors
+from fivefold.families.shape import LayerKind, ModelShape
+from fivefold.families.tensors import OUTPUT, VALUE_BIAS, VALUE_WEIGHT, Shape, WeightTensor, embedding, tensors
 
 VALUE_ALIASES = {"v_head.summary.weight": VALUE_WEIGHT, "v_head.summary.bias": VALUE_BIAS}
 """Names of a value head's tensors in the folders of TRL's models."""
@@ -70,8 +71,10 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_tied_output = shape.tied_embeddings and name == OUTPUT
     is_other_head = shape.value_head and (name == OUTPUT or name in VALUE_ALIASES)
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
-    patterns = (pattern for pattern, _ in find_family(shape.family).ignored)
+    family = find_family(shape.family)
+    patterns = (pattern for pattern, _ in family.ignored)
     is_known = is_tied_output or is_other_head or is_further_layer(name, shape)
+    is_known |= family.keeps(name)
     return is_known or any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
@@ -88,20 +91,19 @@ def is_optional(name: str, shape: ModelShape) -> bool:
 
 def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
     by_name = {tensor.name: tensor for tensor in tensors(shape)}
-    yield mapping_of("embedding.word_embeddings.weight", by_name[EMBEDDING])
+    yield mapping_of("embedding.word_embeddings.weight", by_name[embedding(shape)])
     for layer, is_moe in enumerate(shape.moe_layers):
-        for parameter, names in _layer(shape, family, is_moe=is_moe):
-            found = [by_name[f"model.layers.{layer}.{name}"] for name in names]
-            n_units = shape.n_kv_heads if ".linear_qkv." in parameter else None
-            yield mapping_of(f"decoder.layers.{layer}.{parameter}", *found, n_units=n_units)
+        for parameter, names in _layer(shape, family, shape.layer_kinds[layer], is_moe=is_moe):
+            found = [by_name[family.in_files(f"model.layers.{layer}.{name}")] for name in names]
+            yield mapping_of(f"decoder.layers.{layer}.{parameter}", *found, n_units=_n_units(shape, parameter))
             yield from _adapters(f"decoder.layers.{layer}.{parameter}", found, by_name)
-    yield mapping_of("decoder.final_layernorm.weight", by_name["model.norm.weight"])
+    yield mapping_of("decoder.final_layernorm.weight", by_name[family.in_files("model.norm.weight")])
     if shape.value_head:
         yield mapping_of("output_layer.weight", by_name[VALUE_WEIGHT])
         if shape.value_bias:
             yield mapping_of("output_layer.bias", by_name[VALUE_BIAS])
     elif shape.tied_embeddings:
-        yield TiedOutput("output_layer.weight", (by_name[EMBEDDING],))
+        yield TiedOutput("output_layer.weight", (by_name[embedding(shape)],))
     else:
         yield mapping_of("output_layer.weight", by_name[OUTPUT])
 
@@ -116,10 +118,21 @@ def _adapters(parameter: str, weights: list[WeightTensor], by_name: dict[str, We
                 yield mapping_of(f"{module}.adapters.{layer}.{matrix}", found)
 
 
-def _layer(shape: ModelShape, family: Family, *, is_moe: bool) -> _Rows:
+def _n_units(shape: ModelShape, parameter: str) -> int | None:
+    """Return the heads by which the rows of a parameter are grouped; None: they are not."""
+    if ".linear_qkv." in parameter:
+        return shape.n_kv_heads
+    is_grouped = shape.delta is not None and parameter.endswith((".in_proj.weight", ".conv1d.weight"))
+    return shape.delta.n_key_heads if shape.delta is not None and is_grouped else None
+
+
+def _layer(shape: ModelShape, family: Family, kind: LayerKind, *, is_moe: bool) -> _Rows:
     yield "input_layernorm.weight", ("input_layernorm.weight",)
-    yield from _projections(shape)
-    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)
+    if kind == "delta" and shape.delta is not None:
+        yield from _delta_net(shape.delta)
+    else:
+        yield from _projections(shape)
+        yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)
     yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)
     if is_moe:
         yield from _moe(family)
@@ -140,6 +153,17 @@ def _projections(shape: ModelShape) -> _Rows:
     if shape.qk_norm:
         for letter in "qk":
             yield f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",)
+
+
+def _delta_net(delta: DeltaNet) -> _Rows:
+    """Yield the parameters of a gated delta net: one projection makes all that it needs of a token."""
+    inputs = ("qkvz", "ba") if delta.is_grouped else ("qkv", "z", "b", "a")
+    yield "self_attention.dt_bias", ("linear_attn.dt_bias",)
+    yield "self_attention.A_log", ("linear_attn.A_log",)
+    yield "self_attention.conv1d.weight", ("linear_attn.conv1d.weight",)
+    yield "self_attention.in_proj.weight", tuple(f"linear_attn.in_proj_{name}.weight" for name in inputs)
+    yield "self_attention.norm.weight", ("linear_attn.norm.weight",)
+    yield "self_attention.linear_proj.weight", ("linear_attn.out_proj.weight",)
 
 
 def _moe(family: Family) -> _Rows:

@@ -15,7 +15,7 @@ from fivefold.config.paths import resolve_model_path
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*"]
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating-point formats by safetensors' names."""
 
 
@@ -72,7 +72,7 @@ class HFWeights:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype in which a tensor is stored; None for one that is no usual floating-point format."""
-        return _DTYPES.get(self._stored.tensors[name].dtype)
+        return DTYPES.get(self._stored.tensors[name].dtype)
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""
@@ -80,7 +80,15 @@ class HFWeights:
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
-        tensor: Tensor = self._open(self.file(name)).get_slice(name)[index or slice(None)]
+        tensor: Tensor
+        if (within := self._stored.tensors[name].within) is None:
+            tensor = self._open(self.file(name)).get_slice(name)[index or slice(None)]
+            return tensor
+        of_all, expert, first = within
+        rows, *columns = index or (slice(None),)
+        begin, end, _ = rows.indices(self.shape(name)[0])
+        place = (slice(expert, expert + 1), slice(first + begin, first + end), *columns)
+        tensor = self._open(self.file(name)).get_slice(of_all)[place][0]
         return tensor
 
     def close(self) -> None:

@@ -47,8 +47,12 @@ class NewFolder(Protocol):
     plan: ShardPlan
     target: Path
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the plan that `begin` writes."""
+
     def begin(self) -> Path:
-        """Return a new folder with weight files that have headers and no data yet."""
+        """Return a new folder with weight files that have headers, and of the data only what ranks do not hold."""
 
     def finish(self, partial: Path) -> None:
         """Add the other files, and put the folder in its place."""
@@ -73,9 +77,10 @@ def save_blocks(new: NewFolder, own: Iterable[Block]) -> None:
     partial, *_ = _together(new.target, lambda: new.begin() if leads else Path())
     try:
         n_bytes = _together(new.target, lambda: _write_own(partial, new.plan, own))
-        if sum(n_bytes) != new.plan.data_bytes:
+        wanted = new.plan.data_bytes - new.kept_bytes
+        if sum(n_bytes) != wanted:
             raise ValueError(
-                f"the ranks hold {sum(n_bytes):,} bytes of weights, and the model has {new.plan.data_bytes:,}: the "
+                f"the ranks hold {sum(n_bytes):,} bytes of weights, and the model has {wanted:,}: the "
                 "pieces of the mappings do not tile its tensors"
             )
         _together(new.target, lambda: new.finish(partial) if leads else None)
@@ -92,7 +97,8 @@ def _write_own(partial: Path, plan: ShardPlan, own: Iterable[Block]) -> int:
         share = plan.data_bytes // dist.get_world_size()
         with ShardFiles(partial, plan) as files, counting("saving weights", share) as count:
             for block, content in own:
-                written = files.write(block.name, content, *block.offsets)
+                row, *columns = block.offsets
+                written = files.write(block.name, content, row, sum(columns))
                 n_bytes += written
                 count(written)
             files.sync()

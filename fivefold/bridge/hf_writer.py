@@ -22,11 +22,12 @@ from torch import Tensor
 
 from fivefold.bridge import folder_swap
 from fivefold.bridge.decoder import expected_tensors, float32_tensors
-from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.hf_reader import DTYPES, HFWeights, resolve_model_folder
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
-from fivefold.bridge.weight_files import TOKENIZER_FILES
+from fivefold.bridge.weight_files import TOKENIZER_FILES, survey
 from fivefold.families.read import load_shape
+from fivefold.families.registry import FAMILIES
 from fivefold.families.shape import ModelShape
 from fivefold.json_text import parsed
 
@@ -53,6 +54,23 @@ def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]
     return {
         name: TensorSpec(torch.float32 if name in precise else dtype, full)
         for name, full in expected_tensors(shape).items()
+    }
+
+
+def kept_specs(source: Path) -> dict[str, TensorSpec]:
+    """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
+
+    Nothing is kept of a folder without weights.
+    """
+    file = source / "config.json"
+    model_type = parsed(file.read_text()).get("model_type") if file.is_file() else None
+    family = next((family for family in FAMILIES.values() if family.model_type == model_type), None)
+    if family is None or not family.kept:
+        return {}
+    return {
+        name: TensorSpec(DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in survey(source).tensors.items()
+        if family.keeps(name) and tensor.dtype in DTYPES
     }
 
 
@@ -90,7 +108,9 @@ def save_hf(
     source = resolve_model_folder(config_source)
     if tensors is None:
         tensors, weights = _described(source, weights)
-    new = HFFolder(folder, plan_shards(tensors, max_shard_bytes), source, tokenizer_source, scores=scores)
+    kept = kept_specs(source) if scores is None else {}
+    plan = plan_shards({**tensors, **kept}, max_shard_bytes)
+    new = HFFolder(folder, plan, source, tokenizer_source, scores=scores, kept=kept)
     partial = new.begin()
     try:
         with ShardFiles(partial, new.plan) as files:
@@ -113,6 +133,7 @@ class HFFolder:
         tokenizer_source: str | Path | None,
         *,
         scores: Classified | None = None,
+        kept: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         """Describe the folder; nothing is written.
 
@@ -123,8 +144,10 @@ class HFFolder:
             tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
             scores: what a model with a value head gives a number, so that its config becomes one for the
                 classification of that; None: it is a language model.
+            kept: the tensors of the plan that are copied from `config_source`; None: none are.
         """
         self.plan = plan
+        self._kept = dict(kept or {})
         self._scores = scores
         self.target = Path(os.path.realpath(folder))
         self._source = config_source
@@ -144,7 +167,25 @@ class HFFolder:
         if not (self._source / "config.json").is_file():
             raise ValueError(f"{self._source} holds no config.json; config_source must be a Hugging Face model folder")
         resolve_model_folder(self._tokenizer_source)  # a tokenizer that is not there is an error before any writing
-        return begin_folder(self.target, self.plan)
+        partial = begin_folder(self.target, self.plan)
+        try:
+            self._copy_kept(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return partial
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the plan that `begin` writes."""
+        return sum(spec.n_bytes for spec in self._kept.values())
+
+    def _copy_kept(self, partial: Path) -> None:
+        if self._kept:
+            with HFWeights(self._source) as stored, ShardFiles(partial, self.plan) as files:
+                for name in self._kept:
+                    files.write(name, stored.read(name))
+                files.sync()
 
     def finish(self, partial: Path) -> None:
         """Add the other files to the folder of `begin`, and put it in its place. All weights must be on the disk."""

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
@@ -190,6 +191,8 @@ class Column(WeightMapping):
         one tensor     a rank's rows
         gate, up       [gate rows of rank r; up rows of rank r]
         q, k, v        for each key/value head: its query heads, its key head, its value head
+
+    Of a tensor that is several runs of rows, a unit has an equal part of each run.
     """
 
     domain = "tensor"
@@ -197,30 +200,39 @@ class Column(WeightMapping):
     n_units: int | None = None
     """Units on all ranks, which are the key/value heads; None: one a rank."""
 
+    def _runs(self) -> Iterator[tuple[WeightTensor, int, int]]:
+        """Yield (tensor, its first row, its rows) of each run of the tensors."""
+        for tensor in self.tensors:
+            first = 0
+            for rows in tensor.runs or tensor.shape[:1]:
+                yield tensor, first, rows
+                first += rows
+
     def _units(self, groups: ShardGroups) -> int:
         return self.n_units or groups.tp_size
 
     def local_shape(self, groups: ShardGroups) -> Shape:
         if self.n_units is not None:
             self._share(self.n_units, groups.tp_size, "key/value heads")
-        rows = sum(self._share(tensor.shape[0], self._units(groups)) for tensor in self.tensors)
+        rows = sum(self._share(rows, self._units(groups)) for _, _, rows in self._runs())
         return (rows * self._units(groups) // groups.tp_size, *self.tensors[0].shape[1:])
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         own, start = self._units(groups) // groups.tp_size, 0
         for unit in range(groups.tp_rank * own, (groups.tp_rank + 1) * own):
-            for tensor in self.tensors:
-                rows = tensor.shape[0] // self._units(groups)
-                piece = _rows(tensor.name, tensor.shape, unit * rows, rows, start)
+            for tensor, first, rows in self._runs():
+                share = rows // self._units(groups)
+                piece = _rows(tensor.name, tensor.shape, first + unit * share, share, start)
                 yield piece
                 start = piece.end
 
     def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         n_units = self.n_units or len(shards)
         units = shards.reshape(n_units, -1, *shards.shape[2:])
-        parts = units.split([tensor.shape[0] // n_units for tensor in self.tensors], dim=1)
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            yield alone(tensor.name, part.flatten(0, 1))
+        parts = iter(units.split([rows // n_units for _, _, rows in self._runs()], dim=1))
+        for tensor in self.tensors:
+            runs = [next(parts).flatten(0, 1) for _ in tensor.runs or (tensor.shape[0],)]
+            yield alone(tensor.name, torch.cat(runs) if len(runs) > 1 else runs[0])
 
 
 class VocabParallel(WeightMapping):

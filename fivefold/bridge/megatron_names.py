@@ -80,12 +80,17 @@ class Spelling:
         return {part.key for part in self.parts}
 
 
-def check_rotation(shape: ModelShape) -> None:
-    """Refuse a model whose positions Megatron-Core would compute otherwise than Hugging Face, from the same weights.
+def check_layers(shape: ModelShape) -> None:
+    """Refuse a model whose layers Megatron-Core would compute otherwise than Hugging Face, from the same weights.
 
     Raises:
-        ValueError: it has latent attention, and turns channels half of the positional part apart.
+        ValueError: it has latent attention that turns channels half of the positional part apart, or gated delta nets.
     """
+    if shape.delta is not None:
+        raise ValueError(
+            f"{shape.family}: gated delta nets are not supported in torch_dist, where Megatron-Core orders their rows "
+            "otherwise: use the Hugging Face folder"
+        )
     if shape.latent is not None and not shape.latent.rotates_neighbours:
         raise ValueError(
             f"{shape.family}: rope_interleave=false is not supported in torch_dist, because Megatron-Core's latent "

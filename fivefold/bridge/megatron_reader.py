@@ -22,7 +22,7 @@ from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import VocabParallel, WeightMapping, mapping_of
-from fivefold.bridge.megatron_names import Part, Spelling, check_rotation, spellings
+from fivefold.bridge.megatron_names import Part, Spelling, check_layers, spellings
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import OUTPUT, Shape, WeightTensor
@@ -73,7 +73,7 @@ class MegatronWeights:
     """
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
-        check_rotation(shape)
+        check_layers(shape)
         self.folder = find_torch_dist(path)
         self._stored = DCPFolder(self.folder)
         self._prefix = _common_prefix(self._stored.names)

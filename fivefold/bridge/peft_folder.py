@@ -60,6 +60,9 @@ class AdapterFolder:
         for name in self._names[piece.name]:
             yield replace(piece, name=PREFIX + name), content
 
+    kept_bytes = 0
+    """All of it is trained."""
+
     def begin(self) -> Path:
         """Return a new folder next to the target, with a weight file that has no data yet.
 

@@ -25,7 +25,7 @@ class Piece:
     name: str
     """Hugging Face name of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor, of one or two dimensions."""
+    """Shape of the whole tensor: [rows], [rows, columns], or [rows, 1, columns]."""
     offsets: tuple[int, ...]
     """Index of the rectangle's first element in the whole tensor."""
     sizes: tuple[int, ...]
@@ -34,8 +34,8 @@ class Piece:
     """Index of the rectangle's first element in the flattened shard."""
 
     def __post_init__(self) -> None:
-        if not len(self.shape) == len(self.offsets) == len(self.sizes) in (1, 2):
-            raise ValueError(f"{self}: shape, offsets and sizes must all have one dimension, or all two")
+        if not len(self.shape) == len(self.offsets) == len(self.sizes) in (1, 2, 3) or prod(self.shape[1:-1]) != 1:
+            raise ValueError(f"{self}: shape, offsets and sizes must all be rows, rows and columns, or these about a 1")
 
     @property
     def n_elements(self) -> int:
@@ -78,6 +78,8 @@ class Piece:
             first += rows * columns
 
     def _part(self, place: tuple[int, int], sizes: tuple[int, int], start: int) -> Piece:
-        n = len(self.shape)
-        offsets = tuple(offset + distance for offset, distance in zip(self.offsets, place[:n], strict=True))
-        return replace(self, offsets=offsets, sizes=sizes[:n], start=start)
+        def of_all(first: int, last: int, between: int) -> tuple[int, ...]:
+            return (first, *(between for _ in self.shape[1:-1]), last)[: len(self.shape)]
+
+        offsets = tuple(offset + distance for offset, distance in zip(self.offsets, of_all(*place, 0), strict=True))
+        return replace(self, offsets=offsets, sizes=of_all(*sizes, 1), start=start)

@@ -148,10 +148,11 @@ def _check(name: str, data: Tensor, row: int, column: int, dtype: torch.dtype, s
     if data.dtype != dtype:
         raise ValueError(f"{name} was planned as {dtype} and is {data.dtype}: plan and data must have one dtype")
     sizes, first = tuple(data.shape), (row, column)[: len(shape)]
-    fits = len(sizes) == len(shape) and all(
-        begin + size <= whole for begin, size, whole in zip(first, sizes, shape, strict=False)
-    )
-    if not fits or (len(shape) > 2 and sizes[1:] != shape[1:]):
+    # Rows are cut, and columns where a row is one run of them; of dimensions in between, all must be there.
+    ends, whole_ends = ((each[0], each[-1]) if len(each) > 1 else each for each in (sizes, shape))
+    fits = len(sizes) == len(shape) and sizes[1:-1] == shape[1:-1]
+    fits = fits and all(begin + size <= whole for begin, size, whole in zip(first, ends, whole_ends, strict=True))
+    if not fits or (prod(shape[1:-1]) > 1 and sizes[1:] != shape[1:]):
         raise ValueError(
             f"{name} has the shape {list(shape)}, and data of shape {list(sizes)} at {list(first)} is no part of it"
         )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -39,6 +40,8 @@ TOKENIZER_FILES = (
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""
+_FUSED = re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+"""Matrices of all experts in one tensor, as Qwen3.5's folders have them."""
 _GIT_LFS_POINTER = b"version https://git-lfs"
 LENGTH_BYTES = 8
 """Bytes of the length of the header, a little-endian number at the start of the file."""
@@ -57,6 +60,8 @@ class StoredTensor:
     dtype: str
     """Dtype as safetensors writes it, such as `BF16`."""
     shape: tuple[int, ...]
+    within: tuple[str, int, int] | None = None
+    """Of an expert's matrix in a tensor of all experts [E, rows, columns]: its name, the expert, the first row."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,22 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
             f"{INDEX_FILE} places tensors in files that do not hold them: {shown}{more}: fetch the index and these "
             "files again, from one version of the model"
         )
-    return WeightFiles(folder, tensors, tuple(problems), frozenset(unread.union(misplaced)))
+    single = {part: expert for name, tensor in tensors.items() for part, expert in _single_experts(name, tensor)}
+    return WeightFiles(folder, single, tuple(problems), frozenset(unread.union(misplaced)))
+
+
+def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensor, or each expert's matrices, if it holds those of all experts."""
+    match = _FUSED.fullmatch(name)
+    if match is None or len(tensor.shape) != 3:
+        yield name, tensor
+        return
+    n_experts, rows, columns = tensor.shape
+    kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    share = rows // len(kinds)
+    for expert, (index, kind) in product(range(n_experts), enumerate(kinds)):
+        part = replace(tensor, shape=(share, columns), within=(name, expert, index * share))
+        yield f"{match[1]}.{expert}.{kind}.weight", part
 
 
 def _no_weights(folder: Path) -> str:

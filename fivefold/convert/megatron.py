@@ -26,7 +26,7 @@ from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.mapping import WeightMapping
-from fivefold.bridge.megatron_names import Spec, check_rotation, layer_of, written_spelling
+from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.shard_plan import TensorSpec
@@ -90,12 +90,12 @@ def convert_to_torch_dist(
     """
     target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
     shape = load_shape(folder)
-    check_rotation(shape)
+    check_layers(shape)
     check_weights(folder, shape)
     is_alike = len(set(shape.moe_layers)) == 1
     with HFWeights(folder) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
-            check_tied_output(weights)
+            check_tied_output(shape, weights)
         writer = _Writer(shape, weights, dtype, spec, stacked=stacked and is_alike)
         writer.write(partial, progress)
         copy_configs(partial, folder, writer.main_dtype)
@@ -136,7 +136,7 @@ def convert_from_torch_dist(
     shape = load_shape(described)
     with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
-            check_tied_output(weights)
+            check_tied_output(shape, weights)
         tensors = (
             {name: TensorSpec(weights.dtype(name), full) for name, full in expected_tensors(shape).items()}
             if dtype is None

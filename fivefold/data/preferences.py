@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fivefold.batch import Columns
 from fivefold.config.schema.data import DPORowsConfig, PreferenceRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.sft import Answers, SFTExample, is_chat, read_answer
-from fivefold.types import Columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

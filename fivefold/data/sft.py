@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.batch import Columns
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.beginnings import beginnings
 from fivefold.data.examples import Examples, require_examples
@@ -25,7 +26,6 @@ from fivefold.data.files import Row
 from fivefold.data.prompts import read_messages, render, render_chat
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
-from fivefold.types import Columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from fivefold.imports import large_imports
 
 if TYPE_CHECKING:
-    from fivefold.types import Batch
+    from fivefold.batch import Batch
 
 MODEL = "package:tiny-moe"
 SEED = 1
@@ -116,7 +116,7 @@ def _batch(vocab: int) -> Batch:
     """Return a batch of random tokens, which is the same in every process."""
     import torch
 
-    from fivefold.types import Batch
+    from fivefold.batch import Batch
 
     tokens = torch.randint(0, vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(SEED))
     prompts = [length // PROMPT_SHARE + 1 for length in LENGTHS]

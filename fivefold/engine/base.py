@@ -20,14 +20,14 @@ from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.engine.adapters import Switch
 from fivefold.engine.context_parallel import SumOverGroup
-from fivefold.engine.contract import OFFLOADABLE
+from fivefold.engine.contract import OFFLOADABLE, StepResult
 from fivefold.engine.distillation import Divergence
 from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
 from fivefold.engine.packing import Share
 from fivefold.engine.saving import SavingVerbs, no_optimizer
 from fivefold.engine.sequences import MicroBatch
 from fivefold.engine.values import Values
-from fivefold.types import ROUTES, StepResult
+from fivefold.types import ROUTES
 
 COMPUTING = "computing"
 """What progress calls the passes over micro-batches."""

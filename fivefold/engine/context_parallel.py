@@ -5,12 +5,14 @@
     rank 1 of 2   aa b .. | aa b          the second, then the last but one
 
 In this order, causal attention costs the same on every rank. Each rank's queries see the keys of the whole group.
+Gated delta nets need whole sequences: ranks exchange tokens for heads before them, and back after them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class PackedAttention:
     attend to."""
     second_keys_K: torch.Tensor | None = None
     """int64 [K2]: the same for the second chunks."""
+    spans: tuple[int, ...] = ()
+    """Tokens of each packed sequence, padding included; with context parallelism, of the whole sequences."""
 
 
 def zigzag(spans: Sequence[int], cp_rank: int, cp_size: int) -> torch.Tensor:
@@ -48,9 +52,7 @@ def zigzag_attention(
     spans: Sequence[int], cp_rank: int, cp_size: int, flash: FlashAttention | None, device: torch.device
 ) -> PackedAttention:
     """Return the attention of one rank's chunks to the keys that are gathered rank after rank."""
-    gathered = torch.cat([zigzag(spans, rank, cp_size) for rank in range(cp_size)])
-    row_of_place = torch.empty_like(gathered)
-    row_of_place[gathered] = torch.arange(gathered.numel())
+    row_of_place = _rows_of_places(spans, cp_size)
     keys, entries = [], []
     for chunk_index in (cp_rank, 2 * cp_size - 1 - cp_rank):
         prefixes, start = [], 0
@@ -62,7 +64,61 @@ def zigzag_attention(
             start += span
         keys.append(torch.cat(prefixes).to(device, non_blocking=True))
     plan = plan_attention(entries, flash=flash, device=device)
-    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1])
+    return PackedAttention(plan, first_keys_K=keys[0], second_keys_K=keys[1], spans=tuple(spans))
+
+
+def _rows_of_places(spans: Sequence[int], cp_size: int) -> torch.Tensor:
+    """Return the row of each padded place among the tokens of all ranks, rank after rank."""
+    gathered = torch.cat([zigzag(spans, rank, cp_size) for rank in range(cp_size)])
+    row_of_place = torch.empty_like(gathered)
+    row_of_place[gathered] = torch.arange(gathered.numel())
+    return row_of_place
+
+
+@lru_cache(maxsize=64)
+def _exchange_order(spans: tuple[int, ...], cp_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each place, and the place of each row, as `_rows_of_places` has them."""
+    rows = _rows_of_places(spans, cp_size)
+    return rows.to(device), rows.argsort().to(device)
+
+
+def heads_of_all_tokens(local_TC: torch.Tensor, spans: tuple[int, ...], cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rank's share of the heads, for whole sequences: [cp * T, C / cp], of all heads of its tokens.
+
+    The channels are the heads', one head after the other. `spans` are the tokens of the whole sequences.
+    """
+    by_rank = local_TC.unflatten(1, (cp_group.size(), -1)).transpose(0, 1)
+    rows, _ = _exchange_order(spans, cp_group.size(), local_TC.device)
+    exchanged: torch.Tensor = _Exchange.apply(by_rank, cp_group)
+    return exchanged.flatten(0, 1)[rows]
+
+
+def tokens_of_all_heads(share_SC: torch.Tensor, spans: tuple[int, ...], cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return all heads of the rank's tokens, [T, C], of its share of the heads of whole sequences, [cp * T, C / cp]."""
+    _, places = _exchange_order(spans, cp_group.size(), share_SC.device)
+    by_rank = share_SC[places].unflatten(0, (cp_group.size(), -1))
+    exchanged: torch.Tensor = _Exchange.apply(by_rank, cp_group)
+    return exchanged.transpose(0, 1).flatten(1)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of [group, ...]: part r goes to rank r of the group. Gradients travel back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
 
 
 def gathered_keys(local: torch.Tensor, packed: PackedAttention, cp_group: dist.ProcessGroup) -> torch.Tensor:

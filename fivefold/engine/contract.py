@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -17,7 +18,6 @@ from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.heads import Score
 from fivefold.engine.packing import BatchPlanner, Share
-from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
@@ -27,6 +27,21 @@ if TYPE_CHECKING:
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
 PARAMS: tuple[Offloadable, ...] = ("params",)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    learning_rate: float
+    """Learning rate of this step."""
+    skipped: bool
+    """Whether no weight was changed, because the gradient was not finite."""
+    non_finite: tuple[str, ...] = ()
+    """The first few parameters whose gradient is not finite, if the step was skipped. Empty for a skipped step: all
+    gradients are finite, but their norm exceeds float32."""
 
 
 class Snapshot(Protocol):

@@ -18,11 +18,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from fivefold.batch import Batch
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs
 from fivefold.engine.sequences import MicroBatch
-from fivefold.types import Batch
 
 Predictions = Mapping[str, torch.Tensor]
 """Tensors float32 [N], by name."""

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from fivefold.batch import Batch, Totals
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import Batch, Cuts, Totals
+from fivefold.types import Cuts
 
 Key = TypeVar("Key", int, float)
 
@@ -127,9 +128,9 @@ class BatchPlanner:
 def attention_equals_rest_at(shape: ModelShape) -> float:
     """Return the sequence length at which causal attention costs as many FLOPs per token as the layers' matmuls."""
     mlp = shape.top_k * shape.expert_parameters if shape.is_moe else 3 * shape.hidden * shape.ffn_hidden
-    matmul_flops = 2 * (shape.attention_parameters + mlp)
+    matmul_flops = sum(2 * (shape.mixer_parameters(kind) + mlp) for kind in shape.layer_kinds)
     # Two for each product of scores and of weighted values, halved by causality.
-    attention_flops_per_key = shape.query_width + shape.output_width
+    attention_flops_per_key = shape.n_attention_layers * (shape.query_width + shape.output_width)
     return matmul_flops / attention_flops_per_key
 
 

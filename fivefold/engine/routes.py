@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from fivefold.batch import Batch
 from fivefold.families.shape import ModelShape
 from fivefold.routes import route_dtype
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch
+from fivefold.types import ROUTES, UNKNOWN_EXPERT
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.context_parallel import PackedAttention, gathered_keys, zigzag, zigzag_attention
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.packing import Share, chunk_unit, padded_tokens, round_up
 from fivefold.engine.routes import LocalRoutes
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.types import ROUTES, Batch
+from fivefold.types import ROUTES
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def localize(
         attention = zigzag_attention(spans, cp_rank, cp_size, flash, device)
     else:
         local = torch.arange(sum(spans))
-        attention = PackedAttention(plan_attention([(span, span) for span in spans], flash=flash, device=device))
+        plan = plan_attention([(span, span) for span in spans], flash=flash, device=device)
+        attention = PackedAttention(plan, spans=tuple(spans))
     # Index -1, filler, reads the extra element at the end: token 0, not trained.
     tokens = torch.cat([batch.tokens_T, batch.tokens_T.new_zeros(1)])
     trained = torch.cat([batch.mask_T > 0, torch.zeros(1, dtype=torch.bool)])

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fivefold.batch import Batch
 from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
 from fivefold.engine.sequences import MicroBatch
-from fivefold.types import Batch
 
 N_APPENDED = 2
 """Most tokens that `EndScores` appends to a sequence."""

@@ -48,14 +48,18 @@ def check_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
         return
     if config.agent is not None:
         from fivefold.environments.agents.agent import load_agent
+        from fivefold.environments.agents.parsing import load_parser
 
         load_agent(config.agent)
+        load_parser(config.parser, tokenizer)
         return
     if config.tools is not None:
+        from fivefold.environments.agents.parsing import load_parser
         from fivefold.environments.agents.tools import check_template, load_tools
 
         load_tools(config.tools)
         check_template(tokenizer)
+        load_parser(config.parser, tokenizer)
         return
     from fivefold.environments.game import load_game
 

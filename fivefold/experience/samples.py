@@ -114,7 +114,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the turns of episodes and `episode/ended/<reason>`, the share of each reason why they ended.
+    """Return turns and sequences of episodes, and `episode/ended/<reason>`, the share of each reason why they ended.
 
     Without an environment there are none. What failed is in `episode/failed`, which the stream knows.
     """
@@ -123,7 +123,12 @@ def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     turns = [sample.n_turns for sample in samples]
     shares = {f"episode/ended/{reason}": reasons.count(reason) / len(samples) for reason in sorted(set(reasons))}
-    return {"episode/turns/mean": fmean(turns), "episode/turns/max": float(max(turns)), **shares}
+    return {
+        "episode/turns/mean": fmean(turns),
+        "episode/turns/max": float(max(turns)),
+        "episode/sequences/mean": fmean(sample.n_sequences for sample in samples),
+        **shares,
+    }
 
 
 def pass_at_k(samples: Sequence[Sample]) -> dict[str, float]:

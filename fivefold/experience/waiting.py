@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fivefold.batch import Columns
 from fivefold.checkpoints.changes import is_below
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import EXPERIENCE
@@ -29,7 +30,7 @@ from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
-from fivefold.types import NOT_SAMPLED, Columns, FinishReason, Move, Prompt, Sample, StopReason
+from fivefold.types import NOT_SAMPLED, FinishReason, Move, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
@@ -329,6 +330,7 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "versions": list(sample.versions),
         "rewards": dict(sample.rewards),
         "n_turns": sample.n_turns,
+        "n_sequences": sample.n_sequences,
         "transcript": sample.transcript,
         "moves": [(move.start, move.n_tokens, dict(move.rewards), move.state) for move in sample.moves],
     }

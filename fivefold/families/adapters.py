@@ -58,10 +58,10 @@ class AdapterShape:
 def layer_of(name: str) -> str | None:
     """Return the name of the linear layer that a weight belongs to, such as `q_proj`; None: it can have no adapter.
 
-    Routers and the gate of a shared expert have none: they are small, and decide where tokens go.
+    Routers and the gate of a shared expert have none: they are small, and say where tokens go. Nor have convolutions.
     """
     *path, layer, kind = name.split(".")
-    is_linear = "layers" in path and kind == "weight" and not layer.endswith(("gate", "norm", "layernorm"))
+    is_linear = "layers" in path and kind == "weight" and not layer.endswith(("gate", "norm", "layernorm", "conv1d"))
     return layer if is_linear else None
 
 

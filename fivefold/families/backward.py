@@ -13,7 +13,7 @@ from functools import lru_cache
 from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, WeightTensor, tensors, trained_tensors
+from fivefold.families.tensors import WeightTensor, embedding, tensors, trained_tensors
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int], n_predicted: int) -> float:
@@ -65,7 +65,7 @@ def _depth(tensor: WeightTensor, shape: ModelShape) -> int:
     """Return the layer that a tensor is in: -1 for the embedding, the number of layers for what follows them."""
     if tensor.layer is not None:
         return tensor.layer
-    return -1 if tensor.name == EMBEDDING else shape.n_layers
+    return -1 if tensor.name == embedding(shape) else shape.n_layers
 
 
 def _part(tensor: WeightTensor, shape: ModelShape) -> str | None:
@@ -73,10 +73,10 @@ def _part(tensor: WeightTensor, shape: ModelShape) -> str | None:
     if len(tensor.shape) != 2 or tensor.adapts is not None:
         return None
     if tensor.layer is None:
-        return None if tensor.name == EMBEDDING and not shape.tied_embeddings else "head"
+        return None if tensor.name == embedding(shape) and not shape.tied_embeddings else "head"
     if tensor.n_experts is not None:
         return "experts"
-    if ".self_attn." in tensor.name:
+    if ".self_attn." in tensor.name or ".linear_attn." in tensor.name:
         return "projections"
     moe = find_family(shape.family).moe
     return "router" if moe is not None and tensor.name.endswith(moe.router) else "dense_mlps"

@@ -6,7 +6,7 @@ add_experts   a dense decoder with a mixture of experts in some of its layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fivefold.families.hf_config import HFConfig
@@ -22,6 +22,7 @@ def read_dense(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     is_rotated_in_part: bool = False,
+    has_delta_nets: bool = False,
     latent: LatentAttention | None = None,
 ) -> ModelShape:
     """Return the shape of a decoder whose layers all have a dense MLP.
@@ -33,12 +34,13 @@ def read_dense(
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
         is_rotated_in_part: whether rotary positions turn a share of each head's channels.
+        has_delta_nets: whether layers may be gated delta nets (`linear_attention` in `layer_types`).
         latent: sizes of multi-head latent attention; None for grouped-query attention.
 
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
     """
-    _refuse_unsupported(config, has_window, knows_attention_bias)
+    _refuse_unsupported(config, has_window, knows_attention_bias, {"linear_attention"} if has_delta_nets else set())
     n_layers, hidden, n_heads = (
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -153,7 +155,9 @@ def check_groups(config: HFConfig, shape: ModelShape) -> None:
         )
 
 
-def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias: bool) -> None:
+def _refuse_unsupported(
+    config: HFConfig, has_window: bool, knows_attention_bias: bool, other_kinds: Collection[str]
+) -> None:
     if (activation := config.get("hidden_act")) != "silu":
         raise config.error(f"hidden_act={activation!r} is not supported; the MLPs are SwiGLU (silu)")
     if knows_attention_bias and config.flag("attention_bias"):
@@ -164,7 +168,7 @@ def _refuse_unsupported(config: HFConfig, has_window: bool, knows_attention_bias
         raise config.error(
             f"attention_dropout={dropout:g} is not supported, for attention drops nothing in training: set it to 0"
         )
-    kinds = set(config.items("layer_types", str)) - {"full_attention"}
+    kinds = set(config.items("layer_types", str)).difference({"full_attention"}, other_kinds)
     if has_window or "sliding_attention" in kinds:
         raise config.error(
             f"attention over sliding_window={config.get('sliding_window')} tokens is in use; it is not supported: "

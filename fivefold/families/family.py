@@ -9,12 +9,16 @@ A new family is a file in this folder that makes a `Family`, and a line in `regi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.shape import ModelShape
+
+BODY = "model."
+"""What precedes the names of a language model's tensors in transformers."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,25 @@ class Family:
         (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary frequencies are computed from the config"),
     )
     """Tensors that files may hold and loading need not use: (regular expression of the whole name, reason)."""
+    inner_type: str | None = None
+    """`model_type` of the config of the language model, where this is inside another model's; None: it is not."""
+    body: str = "model."
+    """What precedes the names of all tensors but the output layer's, in files; transformers' is `model.` in memory."""
+    kept: tuple[str, ...] = ()
+    """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""
     predicts_further: bool = False
     """Whether files may hold layers behind the last one, for multi-token prediction, which nothing reads."""
     gguf: GGUFArchitecture | None = None
     """None where GGUF files are not converted."""
+
+    def in_files(self, name: str) -> str:
+        """Return the name in files of a tensor that transformers' language model calls `name`."""
+        return self.body + name.removeprefix(BODY) if name.startswith(BODY) else name
+
+    def in_memory(self, name: str) -> str:
+        """Return what transformers' language model calls a tensor of files."""
+        return BODY + name.removeprefix(self.body) if name.startswith(self.body) else name
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a tensor of files is part of what is not trained and kept."""
+        return any(re.fullmatch(pattern, name) for pattern in self.kept)

@@ -1,7 +1,8 @@
 """Floating-point operations of a model by part (multiply and add are two).
 
 Counted are the weights that multiply a token (attention projections, router, the experts it visits, dense MLPs, LM
-head; never the embedding look-up) and causal attention, in which a token sees half of its sequence on average.
+head; never the embedding look-up), causal attention, in which a token sees half of its sequence on average, and the
+recurrence of gated delta nets, token by token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PartFlops:
     projections: float
     """Projections of attention: queries, keys, values and output."""
     attention: float
-    """Scores and weighted values."""
+    """Scores and weighted values, and the recurrence of gated delta nets."""
     dense_mlps: float
     """Dense layers' MLPs and shared experts."""
     experts: float
@@ -51,6 +52,8 @@ class ForwardFlops:
     """For each token, as are MLPs, experts and router."""
     attention: int
     """For each token and its sequence's length, because attention is quadratic."""
+    recurrence: int
+    """For each token: what gated delta nets do in the place of attention."""
     dense_mlps: int
     experts: int
     router: int
@@ -63,8 +66,9 @@ class ForwardFlops:
         n_dense = shape.n_layers - shape.n_moe_layers
         mlps = n_dense * shape.dense_mlp_parameters + shape.n_moe_layers * shape.shared_expert_parameters
         return ForwardFlops(
-            projections=2 * shape.n_layers * shape.projection_weights,
-            attention=shape.n_layers * (shape.query_width + shape.output_width),
+            projections=2 * shape.all_projection_weights,
+            attention=shape.n_attention_layers * (shape.query_width + shape.output_width),
+            recurrence=shape.n_delta_layers * shape.delta.flops if shape.delta is not None else 0,
             dense_mlps=2 * mlps,
             experts=2 * shape.n_moe_layers * shape.top_k * shape.expert_parameters,
             router=2 * shape.n_moe_layers * shape.hidden * shape.n_experts,
@@ -83,7 +87,7 @@ class ForwardFlops:
     def _parts(self, tokens: float, squares: float, n_predicted: float) -> PartFlops:
         return PartFlops(
             projections=float(tokens * self.projections),
-            attention=float(squares * self.attention),
+            attention=float(squares * self.attention + tokens * self.recurrence),
             dense_mlps=float(tokens * self.dense_mlps),
             experts=float(tokens * self.experts),
             router=float(tokens * self.router),

@@ -51,6 +51,19 @@ class HFConfig:
         self._raw = raw
         self._defaults = {**DEFAULTS, **defaults}
 
+    def inside(self, key: str) -> HFConfig:
+        """Return the config of the language model that the file holds under `key`.
+
+        Raises:
+            ValueError: the file holds no object there.
+        """
+        fields = self.fields(key)
+        if not fields:
+            raise self.error(f"config.json has no {key}, which describes the language model")
+        # Only one of the two may say that the output layer is the embedding.
+        tied = {name: self._raw[name] for name in ("tie_word_embeddings",) if name in self._raw}
+        return HFConfig({**tied, **fields, "model_type": self.family}, self._defaults)
+
     def error(self, text: str) -> ValueError:
         """Return an error about this file, for the caller to raise."""
         return ValueError(f"{self.family}: {text}")

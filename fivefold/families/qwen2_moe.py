@@ -7,6 +7,13 @@ from fivefold.families.family import Family, MLPNames, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.shape import ModelShape
 
+SHARED = MLPNames(
+    gate="mlp.shared_expert.gate_proj.weight",
+    up="mlp.shared_expert.up_proj.weight",
+    down="mlp.shared_expert.down_proj.weight",
+)
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+
 
 def _read(config: HFConfig) -> ModelShape:
     return add_experts(
@@ -25,12 +32,5 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     read=_read,
     defaults={"qkv_bias": True, "sliding_window": 4096},
-    moe=MoENames(
-        shared=MLPNames(
-            gate="mlp.shared_expert.gate_proj.weight",
-            up="mlp.shared_expert.up_proj.weight",
-            down="mlp.shared_expert.down_proj.weight",
-        ),
-        shared_gate="mlp.shared_expert_gate.weight",
-    ),
+    moe=MoENames(shared=SHARED, shared_gate=SHARED_GATE),
 )

@@ -15,7 +15,9 @@ from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
 from fivefold.families.qwen2_moe import QWEN2_MOE
 from fivefold.families.qwen3 import QWEN3
+from fivefold.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from fivefold.families.qwen3_moe import QWEN3_MOE
+from fivefold.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -25,6 +27,9 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         MIXTRAL,
         GLM4_MOE,
         GLM4_MOE_LITE,
@@ -32,6 +37,12 @@ FAMILIES: Mapping[str, Family] = {
         DEEPSEEK_V3,
     )
 }
+
+
+def family_in_memory(model_type: str) -> Family | None:
+    """Return the family of a language model of transformers, as its own config names it; None: it is not known."""
+    found = (family for family in FAMILIES.values() if model_type in (family.model_type, family.inner_type))
+    return next(found, None)
 
 
 def find_family(model_type: Any) -> Family:

@@ -10,13 +10,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
+from fivefold.families.delta_net import DeltaNet
+
+LayerKind = Literal["full", "latent", "delta"]
+"""How a layer mixes tokens: attention with keys and values of every token, the same made of latents (MLA), or a state
+of fixed size (a gated delta net)."""
+
+
+class LayerSort(NamedTuple):
+    """What layers of a model may differ in; layers of one sort cost the same."""
+
+    is_delta: bool
+    """Whether it is a gated delta net, and not attention."""
+    is_moe: bool
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,14 @@ class ModelShape:
     """Channels of a head that rotary positions turn, the first ones; None: all."""
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
+    delta: DeltaNet | None = None
+    """Sizes of the layers that are gated delta nets; None: there are none."""
+    delta_layers: tuple[bool, ...] = ()
+    """Which layers are gated delta nets, one entry a layer; empty: none."""
+    output_gate: bool = False
+    """Whether sigmoid gates, which the projection of the queries makes, scale the channels of attention's output."""
+    zero_centered_norms: bool = False
+    """Whether the norms of layers, query and key heads, and the last one multiply by 1 + weight."""
     value_head: bool = False
     """Whether the output layer has one row, whose product is the value of a state, instead of logits."""
     value_bias: bool = True
@@ -174,6 +195,28 @@ class ModelShape:
     def n_moe_layers(self) -> int:
         """Layers that have experts."""
         return sum(self.moe_layers)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """How each layer mixes tokens."""
+        own: LayerKind = "full" if self.latent is None else "latent"
+        return tuple("delta" if is_delta else own for is_delta in self.delta_layers) or (own,) * self.n_layers
+
+    @property
+    def layer_sorts(self) -> tuple[LayerSort, ...]:
+        """The sort of each layer."""
+        kinds = zip(self.layer_kinds, self.moe_layers, strict=True)
+        return tuple(LayerSort(kind == "delta", is_moe) for kind, is_moe in kinds)
+
+    @property
+    def n_delta_layers(self) -> int:
+        """Layers that are gated delta nets."""
+        return sum(self.delta_layers)
+
+    @property
+    def n_attention_layers(self) -> int:
+        """Layers that attend to keys and values of every token."""
+        return self.n_layers - self.n_delta_layers
 
     @property
     def route_bytes(self) -> int:
@@ -244,6 +287,11 @@ class ModelShape:
         return self.n_heads * self._qk_dim
 
     @property
+    def query_rows(self) -> int:
+        """Rows of the projection that makes the queries, and the gates of attention's output where there are such."""
+        return self.query_width * (2 if self.output_gate else 1)
+
+    @property
     def key_width(self) -> int:
         """Channels of all key heads, as attention sees them."""
         return self.n_kv_heads * self._qk_dim
@@ -280,37 +328,61 @@ class ModelShape:
     def kv_cache_elements(self) -> int:
         """Elements that generation keeps for a token, in all layers. MLA keeps its latent, which the heads share."""
         if self.latent is None:
-            return self.n_layers * (self.key_width + self.value_width)
-        return self.n_layers * self.latent.shared_dim
+            return self.n_attention_layers * (self.key_width + self.value_width)
+        return self.n_attention_layers * self.latent.shared_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements that generation keeps for a sequence whatever its length, in all gated delta nets."""
+        return self.n_delta_layers * self.delta.state_elements if self.delta is not None else 0
 
     # Parameters of one layer
 
-    @property
-    def attention_parameters(self) -> int:
-        """Parameters of one layer's attention: projections, their biases, and norms inside it."""
-        return self.split_attention_parameters + self.whole_attention_parameters
+    def mixer_parameters(self, kind: LayerKind) -> int:
+        """Return the parameters of one layer that mix tokens: projections, their biases, and norms inside."""
+        return self.split_mixer_parameters(kind) + self.whole_mixer_parameters(kind)
 
-    @property
-    def split_attention_parameters(self) -> int:
-        """Attention parameters of one layer that tensor parallelism divides."""
+    def split_mixer_parameters(self, kind: LayerKind) -> int:
+        """Return those that tensor parallelism divides."""
+        if kind == "delta":
+            return self._delta.split_parameters(self.hidden)
         output = self.output_width * self.hidden
         if self.latent is not None:
             return self.latent.up_parameters(self.hidden, self.n_heads) + output
-        return (self.hidden + self.qkv_bias) * (self.query_width + self.key_width + self.value_width) + output
+        return (self.hidden + self.qkv_bias) * (self.query_rows + self.key_width + self.value_width) + output
 
-    @property
-    def whole_attention_parameters(self) -> int:
-        """Attention parameters of one layer that every tensor parallel rank has: norms, and MLA's projections down."""
+    def whole_mixer_parameters(self, kind: LayerKind) -> int:
+        """Return those that every tensor parallel rank has: norms, and MLA's projections down."""
+        if kind == "delta":
+            return self._delta.value_dim
         if self.latent is not None:
             return self.latent.down_parameters(self.hidden) + self.latent.latent_dim
         return 2 * self.head_dim if self.qk_norm else 0
 
-    @property
-    def projection_weights(self) -> int:
-        """Weights of one layer's attention that are matrices: neither norms nor biases."""
+    def projection_weights(self, kind: LayerKind) -> int:
+        """Return the weights of one layer that mix tokens and are matrices: neither norms, biases nor convolutions."""
+        if kind == "delta":
+            return self._delta.projection_weights(self.hidden)
         if self.latent is not None:
-            return self.attention_parameters - self.latent.latent_dim  # a norm has a weight for each channel
-        return self.hidden * (self.query_width + self.key_width + self.value_width + self.output_width)
+            return self.mixer_parameters(kind) - self.latent.latent_dim  # a norm has a weight for each channel
+        return self.hidden * (self.query_rows + self.key_width + self.value_width + self.output_width)
+
+    @property
+    def all_projection_weights(self) -> int:
+        """The same of all layers."""
+        return sum(self.projection_weights(kind) for kind in self.layer_kinds)
+
+    @property
+    def layer_matrix_weights(self) -> int:
+        """Weights of all layers that are matrices of projections, MLPs and experts, but not of routers."""
+        experts = self.n_experts * self.expert_parameters + self.shared_expert_parameters
+        mlps = self.n_moe_layers * experts + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
+        return self.all_projection_weights + mlps
+
+    @property
+    def _delta(self) -> DeltaNet:
+        assert self.delta is not None, "a layer is a gated delta net, and its sizes are not given"
+        return self.delta
 
     @property
     def dense_mlp_parameters(self) -> int:
@@ -347,6 +419,6 @@ class ModelShape:
     def _parameters(self, experts_counted: int) -> int:
         moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
-        layers = self.n_layers * (self.attention_parameters + 2 * self.hidden)
+        layers = sum(self.mixer_parameters(kind) + 2 * self.hidden for kind in self.layer_kinds)
         output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.output_biases
         return layers + mlps + self.vocab * self.hidden + output + self.hidden

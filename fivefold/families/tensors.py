@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal
 
 from fivefold.families.adapters import MATRICES, AdapterShape, Matrix, adapter_name, shared_name
+from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import LatentAttention, ModelShape
@@ -22,7 +23,7 @@ Cut = Literal["whole", "rows", "columns", "vocabulary"]
 """How tensor parallelism cuts a tensor: not at all, its rows (outputs), its columns (inputs), or its rows, padded to a
 multiple of the ranks, as the vocabulary is."""
 
-EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 """A value head: the names of a model for token classification with one label. A model for sequence classification,
@@ -42,6 +43,8 @@ class WeightTensor:
     """None outside the layers."""
     n_experts: int | None = None
     """Experts that have such a tensor; None for a tensor that belongs to no expert."""
+    runs: tuple[int, ...] = ()
+    """Rows of each part of a tensor whose parts are cut each by itself, such as keys and values; empty: one part."""
     keeps_float32: bool = False
     """Whether it is float32 whatever the dtype of the model: offsets of routers, which no gradient changes."""
     adapts: str | None = None
@@ -102,13 +105,19 @@ def trained_tensors(shape: ModelShape) -> Trained:
     return Trained(shape.frozen) if shape.adapters is None else ADAPTERS
 
 
+def embedding(shape: ModelShape) -> str:
+    """Return the name of the embedding."""
+    return find_family(shape.family).in_files(_EMBEDDING)
+
+
 def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
     """Return the tensors of a model, in its order; each weight that has an adapter comes before it.
 
     Raises:
         ValueError: a family that is not known, or one that names no experts where the shape has them.
     """
-    own = _tensors(shape, find_family(shape.family))
+    family = find_family(shape.family)
+    own = (replace(tensor, name=family.in_files(tensor.name)) for tensor in _tensors(shape, family))
     if shape.adapters is None:
         return tuple(own)
     return tuple(each for tensor in own for each in (tensor, *_adapter(tensor, shape.adapters)))
@@ -135,10 +144,13 @@ def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTen
 
 def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:
     table = (shape.vocab, shape.hidden)
-    yield WeightTensor(EMBEDDING, table, "vocabulary")
+    yield WeightTensor(_EMBEDDING, table, "vocabulary")
     for layer, is_moe in enumerate(shape.moe_layers):
         yield _norm(f"model.layers.{layer}.input_layernorm.weight", shape.hidden, layer)
-        yield from _attention(shape, layer)
+        if shape.layer_kinds[layer] == "delta" and shape.delta is not None:
+            yield from _delta_net(shape.hidden, shape.delta, layer)
+        else:
+            yield from _attention(shape, layer)
         yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", shape.hidden, layer)
         if is_moe:
             yield from _moe(shape, family, layer)
@@ -162,7 +174,7 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[WeightTensor]:
     if shape.latent is not None:
         yield from _latents(shape, shape.latent, attention, layer)
     else:
-        widths = {"q": shape.query_width, "k": shape.key_width, "v": shape.value_width}
+        widths = {"q": shape.query_rows, "k": shape.key_width, "v": shape.value_width}
         for letter, width in widths.items():
             yield WeightTensor(f"{attention}.{letter}_proj.weight", (width, shape.hidden), "rows", layer)
         if shape.qkv_bias:
@@ -187,6 +199,30 @@ def _latents(shape: ModelShape, latent: LatentAttention, attention: str, layer: 
         yield WeightTensor(f"{attention}.q_b_proj.weight", (shape.query_width, rank), "rows", layer)
     yield _norm(f"{attention}.kv_a_layernorm.weight", latent.kv_rank, layer)
     yield WeightTensor(f"{attention}.kv_b_proj.weight", (up, latent.kv_rank), "rows", layer)
+
+
+def _delta_net(hidden: int, delta: DeltaNet, layer: int) -> Iterator[WeightTensor]:
+    """Yield what one gated delta net is made of. Tensor parallelism divides the heads."""
+    prefix, key, value, heads = (
+        f"model.layers.{layer}.linear_attn",
+        delta.key_width,
+        delta.value_width,
+        delta.n_value_heads,
+    )
+    convolved = (key, key, value)
+    yield WeightTensor(f"{prefix}.dt_bias", (heads,), "rows", layer)
+    yield WeightTensor(f"{prefix}.A_log", (heads,), "rows", layer)
+    yield WeightTensor(f"{prefix}.conv1d.weight", (sum(convolved), 1, delta.kernel), "rows", layer, runs=convolved)
+    if delta.is_grouped:
+        yield WeightTensor(f"{prefix}.in_proj_qkvz.weight", (sum(convolved) + value, hidden), "rows", layer)
+        yield WeightTensor(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden), "rows", layer)
+    else:
+        yield WeightTensor(f"{prefix}.in_proj_qkv.weight", (sum(convolved), hidden), "rows", layer, runs=convolved)
+        yield WeightTensor(f"{prefix}.in_proj_z.weight", (value, hidden), "rows", layer)
+        yield WeightTensor(f"{prefix}.in_proj_b.weight", (heads, hidden), "rows", layer)
+        yield WeightTensor(f"{prefix}.in_proj_a.weight", (heads, hidden), "rows", layer)
+    yield _norm(f"{prefix}.norm.weight", delta.value_dim, layer)
+    yield WeightTensor(f"{prefix}.out_proj.weight", (hidden, value), "columns", layer)
 
 
 def _mlp(names: MLPNames, hidden: int, ffn: int, layer: int, n_experts: int | None = None) -> Iterator[WeightTensor]:

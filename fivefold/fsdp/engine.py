@@ -148,7 +148,14 @@ class FSDPEngine(EngineBase[Optimizer]):
     def _load(self, seed: int, stored: ModelShape) -> None:
         """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
-            drawn = RandomWeights(expected_tensors(stored), self._folder, seed, self._device, self._dtype)
+            drawn = RandomWeights(
+                expected_tensors(stored),
+                self._folder,
+                seed,
+                self._device,
+                self._dtype,
+                has_zero_centered_norms=stored.zero_centered_norms,
+            )
             self.shards.load(drawn)
             return
         with HFWeights(self._folder) as weights:

@@ -33,21 +33,23 @@ def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
 
 
 def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
-    moe = find_family(shape.family).moe
+    family = find_family(shape.family)
+    moe = family.moe
     routers = {} if moe is None else {moe.router: "mlp.gate.weight", moe.bias: "mlp.gate.e_score_correction_bias"}
     by_name = {tensor.name: tensor for tensor in tensors(shape)}
     for tensor in by_name.values():
         layer = f"model.layers.{tensor.layer}."
+        in_file = family.in_files(layer)
         if tensor.n_experts is None and tensor.shared_by is None:
-            own = tensor.name.removeprefix(layer)
+            own = tensor.name.removeprefix(in_file)
             # A bias follows its weight, as in a module of transformers.
             if not own.endswith(".bias"):
-                yield mapping_of(layer + routers[own] if own in routers else tensor.name, tensor)
+                yield mapping_of(layer + routers[own] if own in routers else family.in_memory(tensor.name), tensor)
             if (bias := by_name.get(tensor.name.removesuffix(".weight") + ".bias")) is not None:
-                yield mapping_of(bias.name, bias)
-        elif moe is not None and tensor.name == layer + moe.expert.gate:
-            yield mapping_of(f"{layer}mlp.experts.gate_up_proj", tensor, by_name[layer + moe.expert.up])
-        elif moe is not None and tensor.name == layer + moe.expert.down:
+                yield mapping_of(family.in_memory(bias.name), bias)
+        elif moe is not None and tensor.name == in_file + moe.expert.gate:
+            yield mapping_of(f"{layer}mlp.experts.gate_up_proj", tensor, by_name[in_file + moe.expert.up])
+        elif moe is not None and tensor.name == in_file + moe.expert.down:
             yield mapping_of(f"{layer}mlp.experts.down_proj", tensor)
         if tensor.n_experts is not None:
             yield from _adapters(f"{layer}mlp.experts", tensor, by_name)

@@ -33,6 +33,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.fsdp.adapters import install_adapters
 from fivefold.fsdp.attention import ATTENTION_NAME, gather_latents, register_attention
 from fivefold.fsdp.compat import sharing_between_passes
+from fivefold.fsdp.delta_net import pack_delta_net
 from fivefold.fsdp.experts import shard_by_rows
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.tensor_parallel import VocabEmbedding, split_layer
@@ -120,7 +121,8 @@ def build_model(
         device: the device that it will be on.
     """
     register_attention()
-    hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES)
+    # The language model of a model that sees images has a config of its own, inside the other one.
+    hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES).get_text_config()
     dtype = getattr(torch, config.dtype)
     with torch.device("meta"), no_init_weights():
         decoder = _AUTO_MODEL.from_config(hf_config, attn_implementation=ATTENTION_NAME)
@@ -136,10 +138,13 @@ def build_model(
         fits = _fits_grouped_matmul(model, dtype, device)
         decoder.set_experts_implementation("grouped_mm" if fits else "eager")
     for layer in decoder.layers:
+        delta_net = getattr(layer, "linear_attn", None)
+        if delta_net is not None and shape.delta is not None:
+            pack_delta_net(delta_net, shape.delta, shape.rms_norm_eps)
+        elif groups.cp.size() > 1:
+            gather_latents(layer.self_attn, groups.cp)
         if groups.tp.size() > 1:
             split_layer(layer, groups.tp)
-        if groups.cp.size() > 1:
-            gather_latents(layer.self_attn, groups.cp)
         if (experts := getattr(layer.mlp, "experts", None)) is not None:
             for module in experts.modules():
                 shard_by_rows(module)

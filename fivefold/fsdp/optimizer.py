@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
+from fivefold.engine.contract import StepResult
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind
 from fivefold.engine.state.optimizer_state import Shard as StateShard
@@ -19,7 +20,6 @@ from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_used_in_parts
-from fivefold.types import StepResult
 
 _LISTED = 8
 """Most parameters that a skipped step names."""

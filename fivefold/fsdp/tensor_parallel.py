@@ -52,8 +52,10 @@ def split_layer(layer: Any, group: dist.ProcessGroup) -> None:
     def total(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         return SumOverGroup.apply(output, group)
 
-    layer.self_attn.register_forward_pre_hook(copy, with_kwargs=True)
-    layer.self_attn.o_proj.register_forward_hook(total)
+    has_delta_net = hasattr(layer, "linear_attn")
+    mixer = layer.linear_attn if has_delta_net else layer.self_attn
+    mixer.register_forward_pre_hook(copy, with_kwargs=True)
+    (mixer.out_proj if has_delta_net else mixer.o_proj).register_forward_hook(total)
     for block in _split_mlps(layer.mlp):
         block.register_forward_pre_hook(copy, with_kwargs=True)
         # Fused experts have no module for their down projection.
@@ -71,8 +73,11 @@ def _split_mlps(mlp: Any) -> list[Any]:
 def is_used_in_parts(mapping: WeightMapping) -> bool:
     """Return whether all ranks have a parameter whole and a part of its gradient each, which is summed over the group.
 
-    They are the norms of queries and keys, what makes the latents of multi-head latent attention, and the matrices of
-    adapters that are not cut.
+    They are the norms of queries and keys, and of the outputs of gated delta nets, what makes the latents of multi-head
+    latent attention, and the matrices of adapters that are not cut.
     """
-    name = mapping.parameter.rpartition(".self_attn.")[2].removesuffix(".weight")
-    return name in _SHARED_BY_HEADS or (mapping.is_adapter and mapping.is_whole)
+    path, _, name = mapping.parameter.removesuffix(".weight").rpartition(".")
+    is_shared = (
+        name in _SHARED_BY_HEADS if path.endswith(".self_attn") else path.endswith(".linear_attn") and name == "norm"
+    )
+    return is_shared or (mapping.is_adapter and mapping.is_whole)

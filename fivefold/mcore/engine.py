@@ -35,7 +35,7 @@ from fivefold.engine.base import (
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.contract import OFFLOADABLE, Offloadable, StepResult
 from fivefold.engine.ema import EMAWeights
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.elementwise import cos_sin
@@ -57,7 +57,6 @@ from fivefold.mcore.replay import Replay
 from fivefold.mcore.router import LOSSES, expert_loads, forget_micro_batches, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
 from fivefold.observe.progress import counting
-from fivefold.types import StepResult
 from fivefold.weights.stream import Stack
 
 

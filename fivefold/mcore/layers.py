@@ -21,23 +21,32 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fivefold.engine.context_parallel import PackedAttention
-from fivefold.engine.kernels.elementwise import split_heads, swiglu
+from fivefold.engine.kernels.elementwise import rms_norm, split_heads, swiglu
 from fivefold.engine.kernels.matmul import add_grouped_product, grouped_mm, main_grad, mark_accumulated
 from fivefold.engine.sequences import packed_attention
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019), whose gradient Megatron-Core sums over sequence-parallel ranks."""
+    """x / rms(x) * weight (Zhang and Sennrich 2019), whose gradient Megatron-Core sums over sequence-parallel ranks.
+
+    Some models multiply by 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.factor, self.eps)
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """What x / rms(x) is multiplied by; 1 + weight is float32, as it is in transformers."""
+        return 1.0 + self.weight.float() if self.is_zero_centered else self.weight
 
 
 def add_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
@@ -80,17 +89,28 @@ class PackedSelfAttention(SelfAttention):
 
     def _attend(self, projected: torch.Tensor, *, packed: PackedSequences) -> torch.Tensor:
         """Return the attention [T, 1, heads * D] of joint projections [T, 1, ...], before the output projection."""
+        projected, gate = self._without_gate(projected.squeeze(1))
         query, key, value = split_heads(
-            projected.squeeze(1),
-            self.q_layernorm.weight if self.config.qk_layernorm else None,
-            self.k_layernorm.weight if self.config.qk_layernorm else None,
+            projected,
+            self.q_layernorm.factor if self.config.qk_layernorm else None,
+            self.k_layernorm.factor if self.config.qk_layernorm else None,
             packed.cos_T1D,
             packed.sin_T1D,
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
             self.hidden_size_per_attention_head,
         )
-        return self.core_attention(query, key, value, packed.attention).flatten(1).unsqueeze(1)
+        output = self.core_attention(query, key, value, packed.attention).flatten(1)
+        return (output if gate is None else output * torch.sigmoid(gate)).unsqueeze(1)
+
+    def _without_gate(self, projected_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the joint projection without output gates, and these [T, heads * D]. A head's follows its query."""
+        if not self.config.attention_output_gate:
+            return projected_TC, None
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = projected_TC.view(len(projected_TC), groups, -1, width)
+        query, gate = heads[:, :, :-2].unflatten(2, (-1, 2)).unbind(3)
+        return torch.cat((query, heads[:, :, -2:]), dim=2).flatten(1), gate.flatten(1)
 
 
 class PackedCoreAttention(nn.Module):

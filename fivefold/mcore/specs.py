@@ -26,10 +26,11 @@ from torch import nn
 
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.megatron import Kernels
-from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.families.shape import LayerKind, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
+from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.dispatcher import SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.mcore.layers import GroupedExperts, PackedCoreAttention, PackedSelfAttention, RMSNorm, add_residual
@@ -76,25 +77,37 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None, latent: LatentAttention | None, provider: BackendSpecProvider
+    config: TransformerConfig, vp_stage: int | None, shape: ModelShape, provider: BackendSpecProvider
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers of this pipeline and virtual stage.
 
     Args:
-        config: the configuration of the model, whose `moe_layer_freq` says which layers have experts.
+        config: the configuration of the model.
         vp_stage: index of the virtual stage; None without virtual stages.
-        latent: sizes of multi-head latent attention, which only PyTorch's kernels compute; None for grouped-query
-            attention.
+        shape: the shape of the model, which says how each layer mixes tokens, and which layers have experts.
         provider: the modules of layers.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    attention = _attention_spec(config, provider) if latent is None else _latent_attention_spec(latent)
+    mixers = {kind: _mixer_spec(kind, config, shape, provider) for kind in set(shape.layer_kinds)}
     layers = [
-        _layer_spec(config, attention, provider, is_moe=bool(moe[index])) for index in range(first, first + count)
+        _layer_spec(config, mixers[shape.layer_kinds[index]], provider, is_moe=shape.moe_layers[index])
+        for index in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))
+
+
+def _mixer_spec(
+    kind: LayerKind, config: TransformerConfig, shape: ModelShape, provider: BackendSpecProvider
+) -> ModuleSpec:
+    """Return the spec of what mixes tokens; only PyTorch's kernels compute latent attention and gated delta nets."""
+    match kind:
+        case "full":
+            return _attention_spec(config, provider)
+        case "latent":
+            return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent, "norm": RMSNorm})
+        case "delta":
+            return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta})
 
 
 def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
@@ -111,10 +124,6 @@ def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) ->
             k_layernorm=head_norm,
         ),
     )
-
-
-def _latent_attention_spec(latent: LatentAttention) -> ModuleSpec:
-    return ModuleSpec(module=LatentSelfAttention, params={"latent": latent, "norm": RMSNorm})
 
 
 def _layer_spec(
@@ -158,7 +167,7 @@ def build_chunks(
         vp_stage = stage if layout.vpp > 1 else None
         chunk = Decoder(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, shape.latent, provider),
+            transformer_layer_spec=block_spec(config, vp_stage, shape, provider),
             vocab_size=padded_vocab(shape.vocab, layout.tp),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -39,7 +39,14 @@ class WeightSource:
         """Fill this rank's weights; see `Bridge.load`. Random ones are drawn with `seed`, on `device`."""
         if self.config.init_from_scratch:
             dtype = getattr(torch, self.config.dtype)
-            drawn = RandomWeights(expected_tensors(self.stored), self.folder, seed, device, dtype)
+            drawn = RandomWeights(
+                expected_tensors(self.stored),
+                self.folder,
+                seed,
+                device,
+                dtype,
+                has_zero_centered_norms=self.stored.zero_centered_norms,
+            )
             bridge.load(weights, drawn, groups)
             return
         with self._files() as files:

@@ -14,11 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.config.schema.megatron import RecomputeModule
+from fivefold.families.delta_net import DeltaNet
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
+CHUNK = 64
+"""Tokens of a chunk of a gated delta net, as in the engines."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,18 @@ class LayerCosts:
         }[module]
 
 
-def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool) -> LayerCosts:
-    """Return the costs of an MoE layer or a dense one."""
+def layer_costs(
+    shape: ModelShape, layout: ParallelLayout, work: Workload, *, is_moe: bool, is_delta: bool = False
+) -> LayerCosts:
+    """Return the costs of an MoE layer or a dense one, with attention or a gated delta net."""
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens / layout.tp * shape.hidden * work.element_bytes
-    attention, attention_backward = _attention(shape, layout, work, tokens)
+    if is_delta and shape.delta is not None:
+        attention, attention_backward = delta_net_bytes(shape.delta, layout, work, tokens)
+        projections = work.element_bytes * tokens * (shape.delta.input_width + shape.delta.value_width) / layout.tp
+    else:
+        attention, attention_backward = _attention(shape, layout, work, tokens)
+        projections = _projections(shape, layout, work, tokens)
     mlp, mlp_forward, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
     statistics = 2 * tokens / layout.tp * _FLOAT
     return LayerCosts(
@@ -76,7 +86,7 @@ def layer_costs(shape: ModelShape, layout: ParallelLayout, work: Workload, *, is
         mlp_input=int(2 * stream),
         mlp=int(mlp),
         attention_backward=int(attention_backward + 2 * stream),
-        core_attention=max(0, int(attention - _projections(shape, layout, work, tokens))),
+        core_attention=max(0, int(attention - projections)),
         expert_activation=int(_expert_activation(shape, layout, work, tokens)) if is_moe else 0,
         shared_expert=int(_shared_expert(shape, layout, work, tokens)) if is_moe else 0,
         mlp_forward=int(mlp_forward + stream),
@@ -112,6 +122,22 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     elif layout.cp > 1:
         backward += element * tokens * layout.cp * keys / tp
     return saved, backward
+
+
+def delta_net_bytes(sizes: DeltaNet, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:
+    """Return the bytes of a gated delta net between norm and residual sum: (saved, needed by the backward pass).
+
+    Saved are the convolution's input and output, its activation, and of the value heads: outputs before and after the
+    norm, the gate and its activation, their product, and betas and decays. The backward pass computes the chunks again
+    in float32. At its peak there are, for each token of a value head, twelve tensors of keys, three and a half of
+    values, five of products with the tokens of its chunk, and the states between the chunks, as counted on a CPU.
+    """
+    element, heads = work.element_bytes, sizes.n_value_heads
+    saved = tokens / layout.tp * element * 3 * sizes.convolved_width
+    saved += tokens / layout.tp * heads * (sizes.value_dim * (3 * _FLOAT + 4 * element) + 4 * _FLOAT + 2 * element)
+    states = 1.1 * sizes.key_dim * sizes.value_dim / CHUNK
+    of_chunks = 12 * sizes.key_dim + 2 * sizes.key_width / heads + 3.5 * sizes.value_dim + 5 * CHUNK + states
+    return saved, _FLOAT * tokens / layout.tp * heads * of_chunks
 
 
 def _padding(shape: ModelShape, work: Workload) -> int:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.planning.activations import head_bytes
+from fivefold.planning.activations import delta_net_bytes, head_bytes
 from fivefold.planning.memory import (
     COMMUNICATOR,
     CUDA_CONTEXT,
@@ -45,8 +45,8 @@ def fsdp_memory(
     ranks, element = layout.dp * layout.cp, work.element_bytes
     sharded = trained_rank_parameters(layout, shape, stage).total / ranks
     activations, temporaries = _activations(layout, shape, stage, work)
-    layer = max(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
-    root = parameters - sum(_layer_parameters(layout, shape, is_moe=is_moe) for is_moe in shape.moe_layers)
+    layers = [_layer_parameters(layout, shape, layer) for layer in range(shape.n_layers)]
+    layer, root = max(layers), parameters - sum(layers)
     output = 0 if shape.value_head else element * shape.vocab * shape.hidden / layout.tp
     ahead = min((2 + work.prefetched) * layer, parameters - root)
     kept = work.kept_gathered * (parameters - root)
@@ -77,11 +77,11 @@ def fsdp_memory(
     )
 
 
-def _layer_parameters(layout: ParallelLayout, shape: ModelShape, *, is_moe: bool) -> int:
+def _layer_parameters(layout: ParallelLayout, shape: ModelShape, layer: int) -> int:
     """Return the parameters of one layer on one tensor-parallel rank."""
-    first = shape.moe_layers.index(is_moe)
-    layer = Stage(index=0, chunks=(range(first, first + 1),), n_moe=int(is_moe), has_embedding=False, has_head=False)
-    return rank_parameters(layout, shape, layer).total
+    chunks, n_moe = (range(layer, layer + 1),), int(shape.moe_layers[layer])
+    alone = Stage(index=0, chunks=chunks, n_moe=n_moe, has_embedding=False, has_head=False)
+    return rank_parameters(layout, shape, alone).total
 
 
 def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: Workload) -> tuple[int, int]:
@@ -89,17 +89,16 @@ def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: 
     tokens = work.tokens_per_micro_batch / layout.cp
     stream = tokens * shape.hidden * work.element_bytes
     kept = temporary = 0.0
-    for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
-        if count:
-            mlp, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
-            saved = _attention(shape, layout, work, tokens) + mlp
-            backward = mlp_backward + 2 * stream
-            if work.recompute == "full":
-                kept += count * stream
-                backward += saved
-            else:
-                kept += count * saved
-            temporary = max(temporary, backward)
+    for sort, count in stage.sorts(shape).items():
+        mlp, mlp_backward = (_moe if sort.is_moe else _dense_mlp)(shape, layout, work, tokens)
+        mixer, mixer_backward = _mixer(shape, layout, work, tokens, is_delta=sort.is_delta)
+        backward = max(mlp_backward, mixer_backward - mlp) + 2 * stream
+        if work.recompute == "full":
+            kept += count * stream
+            backward += mixer + mlp
+        else:
+            kept += count * (mixer + mlp)
+        temporary = max(temporary, backward)
     return int(kept), int(temporary)
 
 
@@ -108,13 +107,24 @@ def _norm(width: float, element: int) -> float:
     return width * (_FLOAT + 2 * element)
 
 
+def _mixer(
+    shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float, *, is_delta: bool
+) -> tuple[float, float]:
+    """Return the bytes of a layer's norms and of what mixes its tokens: (saved, needed by the backward pass)."""
+    norms = 2 * tokens * _norm(shape.hidden, work.element_bytes)
+    if is_delta and shape.delta is not None:
+        saved, backward = delta_net_bytes(shape.delta, layout, work, tokens)
+        return norms + saved, backward
+    # The backward pass of attention needs less than that of any MLP.
+    return norms + _attention(shape, layout, work, tokens), 0.0
+
+
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:
-    """Return the bytes that a layer's norms and attention save."""
+    """Return the bytes that attention saves."""
     element, tp = work.element_bytes, layout.tp
     keys = shape.key_width + shape.value_width
     key_tokens = tokens * layout.seen_tokens
-    saved = 2 * tokens * _norm(shape.hidden, element)
-    saved += element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
+    saved = element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
     saved += _FLOAT * tokens * shape.n_heads / tp
     if shape.latent is not None and layout.cp > 1:
         saved += element * key_tokens * shape.latent.shared_dim

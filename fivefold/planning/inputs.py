@@ -73,7 +73,9 @@ class RolloutInputs:
     generated: int
     """Sequences that all replicas generate in a step."""
     element_bytes: int = 2
-    """Bytes of a weight and of a cached key or value."""
+    """Bytes of a weight as it is sent, and of a cached key or value."""
+    is_quantized: bool = False
+    """Whether a server keeps the matrices of layers in one byte an element."""
     memory_fraction: float | None = None
     """Share of a GPU's memory that a server takes; None: its usual share, less what other roles keep there."""
     transport: str = "auto"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.schema.role import Offloadable
 from fivefold.config.state_buckets import BUCKET_SIZE, SLOTS
-from fivefold.families.shape import ModelShape
+from fivefold.families.shape import LayerSort, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
 from fivefold.planning.stages import Stage, rank_parameters, stages, trained_rank_parameters
@@ -108,7 +108,7 @@ def training_memory(
     layout: ParallelLayout, shape: ModelShape, work: Workload, *, reference: ModelShape | None = None
 ) -> tuple[RankMemory, ...]:
     """Return the memory of a rank of each pipeline stage. `reference` is a frozen model in the same processes."""
-    costs = {is_moe: layer_costs(shape, layout, work, is_moe=is_moe) for is_moe in set(shape.moe_layers)}
+    costs = {sort: layer_costs(shape, layout, work, **sort._asdict()) for sort in set(shape.layer_sorts)}
     trained = [_stage_memory(layout, shape, work, stage, costs) for stage in stages(layout, shape)]
     if reference is None:
         return tuple(trained)
@@ -124,7 +124,7 @@ def _stage_memory(
     shape: ModelShape,
     work: Workload,
     stage: Stage,
-    costs: dict[bool, LayerCosts],
+    costs: dict[LayerSort, LayerCosts],
 ) -> RankMemory:
     weights = rank_parameters(layout, shape, stage).total * work.element_bytes
     parameters = trained_rank_parameters(layout, shape, stage)
@@ -165,25 +165,22 @@ def update_bytes(work: Workload, sharded: float) -> int:
 
 
 def _kept_and_temporary(
-    shape: ModelShape, stage: Stage, work: Workload, costs: dict[bool, LayerCosts]
+    shape: ModelShape, stage: Stage, work: Workload, costs: dict[LayerSort, LayerCosts]
 ) -> tuple[int, int]:
     """Return (bytes that a micro-batch keeps on the stage, bytes that a layer needs temporarily)."""
-    counts = {
-        is_moe: count for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items() if count
-    }
-    recomputed = Counter(shape.moe_layers[layer] for layer in stage.recomputed(work))
+    recomputed = Counter(shape.layer_sorts[layer] for layer in stage.recomputed(work))
     kept = temporary = 0.0
-    for is_moe, count in counts.items():
-        cost = costs[is_moe]
+    for sort, count in stage.sorts(shape).items():
+        cost = costs[sort]
         passes = max(cost.mlp_forward, cost.mlp_backward, cost.attention_backward - cost.mlp)
         again = 0
         if work.recompute == "full":
             # `uniform` keeps one input for each few layers, which are recomputed together.
             together = 1 if work.recompute_block else work.recompute_layers
-            kept += recomputed[is_moe] * cost.input / together + (count - recomputed[is_moe]) * cost.saved
+            kept += recomputed[sort] * cost.input / together + (count - recomputed[sort]) * cost.saved
             again = together * cost.saved - cost.input
         elif work.recompute == "selective":
-            parts = [cost.module_bytes(module, is_moe=is_moe) for module in work.recompute_modules]
+            parts = [cost.module_bytes(module, is_moe=sort.is_moe) for module in work.recompute_modules]
             kept += count * (cost.saved - sum(parts))
             again = max(parts)
         else:

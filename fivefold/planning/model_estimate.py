@@ -169,6 +169,7 @@ def estimate_rollout(inputs: Inputs, placed: RolePlacement, others: int) -> Roll
         sequence_length=inputs.actor.work.sequence_length,
         batch_size=min(rollout.batch, -(-rollout.generated // placed.layout.dp)),
         element_bytes=rollout.element_bytes,
+        is_quantized=rollout.is_quantized,
         taken=others,
         fraction=rollout.memory_fraction,
     )

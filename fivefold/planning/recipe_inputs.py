@@ -104,6 +104,7 @@ def _rollout(recipe: Recipe) -> RolloutInputs:
         batch=rollout.max_batch_size,
         generated=recipe.train_dataset.batch_size * recipe.gconfig.n_samples,
         element_bytes=ELEMENT_BYTES[rollout.dtype or recipe.actor.dtype],
+        is_quantized=rollout.quantization is not None,
         memory_fraction=rollout.memory_fraction,
         transport=rollout.weight_transport,
         overlaps_sync=rollout.overlap_weight_sync if rollout.max_head_offpolicyness else False,

@@ -54,6 +54,7 @@ def rollout_memory(
     sequence_length: int,
     batch_size: int,
     element_bytes: int,
+    is_quantized: bool = False,
     taken: int = 0,
     fraction: float | None = None,
 ) -> RolloutMemory:
@@ -66,14 +67,17 @@ def rollout_memory(
         sequence_length: tokens of the longest prompt and completion together.
         batch_size: sequences that a replica of the embedded engine decodes together; servers choose their number.
         element_bytes: bytes of one weight, key or value.
+        is_quantized: whether a server keeps the matrices of layers in one byte an element.
         taken: bytes that other roles keep on the same GPU.
         fraction: share of the GPU's memory that a server takes; None: its usual share, minus `taken`.
     """
     ranks = layout.tp * layout.pp
-    weights = shape.n_parameters * element_bytes // ranks
+    saved = (element_bytes - 1) * shape.layer_matrix_weights if is_quantized else 0
+    weights = (shape.n_parameters * element_bytes - saved) // ranks
     # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
+    per_sequence += shape.state_elements * _FLOAT // ranks
     context = _context(layout)
     if not layout.is_server:
         # The logits of one token per row: the model's own, and three float32 copies while they are sorted.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import EMBEDDING, tensors, trained_tensors
+from fivefold.families.shape import LayerSort, ModelShape
+from fivefold.families.tensors import embedding, tensors, trained_tensors
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
@@ -24,6 +25,10 @@ class Stage:
     has_embedding: bool
     has_head: bool
     """Whether it has the final norm and the output layer."""
+
+    def sorts(self, shape: ModelShape) -> Counter[LayerSort]:
+        """Return how many layers of each sort it has."""
+        return Counter(shape.layer_sorts[layer] for chunk in self.chunks for layer in chunk)
 
     @property
     def n_layers(self) -> int:
@@ -116,16 +121,16 @@ class _Counts:
 
 @lru_cache(maxsize=256)
 def _counts(shape: ModelShape, tp: int, ep: int, etp: int, only_trained: bool) -> _Counts:
-    dense, experts, embedding, head = [0] * shape.n_layers, [0] * shape.n_layers, 0, 0
+    dense, experts, first, head = [0] * shape.n_layers, [0] * shape.n_layers, 0, 0
     trained = trained_tensors(shape)
     for tensor in tensors(shape):
         if only_trained and tensor.names[0] not in trained:
             continue
         if tensor.layer is None:
-            embedding += (tensor.name == EMBEDDING) * tensor.elements(tp)
-            head += (tensor.name != EMBEDDING) * tensor.elements(tp)
+            first += (tensor.name == embedding(shape)) * tensor.elements(tp)
+            head += (tensor.name != embedding(shape)) * tensor.elements(tp)
         elif tensor.n_experts is None:
             dense[tensor.layer] += tensor.elements(tp)
         else:
             experts[tensor.layer] += tensor.n_experts // ep * tensor.elements(etp)
-    return _Counts(tuple(map(RankParameters, dense, experts)), embedding, head)
+    return _Counts(tuple(map(RankParameters, dense, experts)), first, head)

@@ -167,7 +167,7 @@ def _optimizer_seconds(layout: ParallelLayout, work: Workload, gpu: Gpu) -> floa
 def _distinct(layout: ParallelLayout, shape: ModelShape) -> list[Stage]:
     """Return the stages that may differ in time: the ends, and one of each composition in between."""
     every = stages(layout, shape)
-    middle = {(stage.n_layers, stage.n_moe): stage for stage in every[1:-1]}
+    middle = {frozenset(stage.sorts(shape).items()): stage for stage in every[1:-1]}
     return list({stage.index: stage for stage in (every[0], every[-1], *middle.values())}.values())
 
 
@@ -227,10 +227,10 @@ def _layer_seconds(
 
     They are (forward and backward, recomputation).
     """
-    share = stage.n_layers / shape.n_layers
+    mixers, attends = _mixer_shares(shape, stage)
     moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
     products = PartFlops(
-        projections=forward.projections * share * (1 + keys_of_others(shape, layout)) / DENSE_EFFICIENCY,
+        projections=forward.projections * mixers * (1 + keys_of_others(shape, layout)) / DENSE_EFFICIENCY,
         attention=0.0,
         dense_mlps=forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY,
         experts=forward.experts * moe_share / GROUPED_EFFICIENCY,
@@ -238,7 +238,7 @@ def _layer_seconds(
         head=0.0,
     )
     matmuls, mlps = products.total, products.dense_mlps + products.experts
-    attention = forward.attention * share
+    attention = forward.attention * attends
     forward_efficiency, backward_efficiency = ATTENTION_EFFICIENCY[work.attn_impl]
     scores = attention / forward_efficiency
     saved, mlp_saved = _saved(layout, shape, work, stage)
@@ -254,8 +254,16 @@ def _layer_seconds(
     else:
         again = mlp_again * (mlps / gpu.peak + mlp_saved * again_bytes)
         if work.recompute == "selective" and "core_attn" in work.recompute_modules:
-            again += (scores + forward.projections * share * keys_of_latents(shape, layout)) / gpu.peak
+            again += (scores + forward.projections * mixers * keys_of_latents(shape, layout)) / gpu.peak
     return computing / gpu.peak + moved / element_wise, again
+
+
+def _mixer_shares(shape: ModelShape, stage: Stage) -> tuple[float, float]:
+    """Return the stage's shares of the FLOPs of all projections, and of attention."""
+    kinds = [shape.layer_kinds[layer] for chunk in stage.chunks for layer in chunk]
+    n_attention = sum(kind != "delta" for kind in kinds)
+    weights = sum(shape.projection_weights(kind) for kind in kinds)
+    return weights / shape.all_projection_weights, n_attention / shape.n_attention_layers
 
 
 def _mlp_share(shape: ModelShape, stage: Stage) -> float:
@@ -271,9 +279,8 @@ def _mlp_share(shape: ModelShape, stage: Stage) -> float:
 def _saved(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Stage) -> tuple[int, int]:
     """Return the bytes that a micro-batch saves on the stage without recomputation: (all, MLPs only)."""
     saved = mlp = 0
-    for is_moe, count in {True: stage.n_moe, False: stage.n_layers - stage.n_moe}.items():
-        if count:
-            costs = layer_costs(shape, layout, work, is_moe=is_moe)
-            saved += count * costs.saved
-            mlp += count * costs.mlp
+    for sort, count in stage.sorts(shape).items():
+        costs = layer_costs(shape, layout, work, **sort._asdict())
+        saved += count * costs.saved
+        mlp += count * costs.mlp
     return saved, mlp

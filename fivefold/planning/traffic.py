@@ -118,6 +118,10 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     keys = element * tokens * layout.cp * (shape.key_width + shape.value_width) / tp
     if shape.latent is not None:
         keys = element * tokens * layout.cp * shape.latent.shared_dim
+    exchanged_heads = 0 if shape.delta is None else shape.delta.input_width + shape.delta.value_width
+    heads = element * tokens * exchanged_heads / tp
+    n_delta = sum(count for sort, count in stage.sorts(shape).items() if sort.is_delta)
+    mixers = keys * (stage.n_layers - n_delta) + heads * n_delta
     gathered = stream / tp * (1 if is_fsdp else layout.etp)
     parameters = (rank_parameters if is_fsdp else trained_rank_parameters)(layout, shape, stage)
     boundaries = (not stage.has_embedding) + (not stage.has_head) + 2 * (layout.vpp - 1)
@@ -126,7 +130,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
         exchanged = work.micro_batches(layout) * ((1 if work.kept_gathered == 1 else 2) * element + _FLOAT)
     return {
         "tp": _share(tp) * stream * passes,
-        "cp": _share(layout.cp) * keys * stage.n_layers * (2 + again[0]),
+        "cp": _share(layout.cp) * mixers * (2 + again[0]),
         "ep": _share(layout.ep) * gathered * shape.top_k * stage.n_moe * (4 + 2 * again[1]),
         "etp": 0.0 if is_fsdp else _share(layout.etp) * gathered * stage.n_moe * (4 + 2 * again[1]),
         "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,

@@ -224,6 +224,7 @@ def replica_spec(
         reserved=reserved,
         memory_fraction=config.memory_fraction,
         python=config.server_python,
+        quantization=config.quantization,
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
         server_timeout_s=config.server_timeout_s,

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from fivefold.algorithms.imitation import EXPERT
+from fivefold.batch import Batch, Columns, Totals, joined_cuts
 from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.packing import BatchPlan, MicroBatches, Share
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch, Columns, Cuts, Totals, joined_cuts
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Cuts
 
 Indices = npt.NDArray[np.int64]
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.batch import cuts_of
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason, cuts_of
+from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
     lengths, sampled, versions = (
         values.tolist() for values in (report.lengths_N, report.sampled_N, report.versions_N2)
     )
+    n_sequences_N = [1] * len(lengths) if report.cuts is None else [len(row) for row in report.cuts]
     answers, start = [], 0
     for job in jobs:
         end = start + len(job.requests)
@@ -135,10 +137,11 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
                 (oldest, newest),
                 rewards,
                 n_turns=n_turns,
+                n_sequences=n_sequences,
                 transcript=transcript,
                 moves=moves,
             )
-            for text, reason, length, n, (oldest, newest), rewards, n_turns, transcript, moves in zip(
+            for text, reason, length, n, (oldest, newest), rewards, n_turns, n_sequences, transcript, moves in zip(
                 report.texts[own],
                 report.finish_reasons[own],
                 lengths[own],
@@ -146,6 +149,7 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
                 versions[own],
                 report.rewards[own],
                 report.turns[own],
+                n_sequences_N[own],
                 report.transcripts[own],
                 report.moves[own],
                 strict=True,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fivefold.batch import Columns
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
@@ -22,7 +23,7 @@ from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
-from fivefold.types import Columns, Episode
+from fivefold.types import Episode
 from fivefold.weights.folder import NodePlace
 
 if TYPE_CHECKING:

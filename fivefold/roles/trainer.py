@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.algorithms.loss import Loss
+from fivefold.batch import Columns
 from fivefold.cluster.group import WorkerGroup, fetch
 from fivefold.engine.heads import Score
 from fivefold.engine.packing import BatchPlan, BatchPlanner
 from fivefold.layout.grid import rank_grid
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import BatchChange, ColumnFunction, Model, TrainerWorker, UpdateResult, first_ranks
-from fivefold.types import Columns
 
 R = TypeVar("R")
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
+from fivefold.batch import Batch, Columns
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
@@ -30,7 +31,6 @@ from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
 from fivefold.roles.remote_batch import ShareOrder, assemble
-from fivefold.types import Batch, Columns
 
 BatchChange = Callable[[Batch], Batch]
 """Changes the fields of a replica's sequences before they are trained on; it can be pickled."""

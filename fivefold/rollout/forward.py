@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.rollout.kv_cache import RowCache
 
@@ -31,7 +31,7 @@ def prefill(
     The longest sequences come first, and equal ones side by side. `after` is called after each forward pass.
     """
     logits = []
-    for start, stop, distinct, source in _batches(sequences):
+    for start, stop, distinct, source in _batches(sequences, are_ragged=not has_states(model.config)):
         source_B = torch.tensor(source, device=model.device)
         cache.begin_prompts(slice(start, stop), source_B)
         logits.append(_forward_prompts(model, cache, distinct)[source_B])
@@ -60,14 +60,23 @@ def forward_token(
     return _last_logits(model, cache, tokens_B[:, None], position_B[:, None], mask)
 
 
-def _batches(sequences: Sequence[Tokens]) -> Iterator[tuple[int, int, list[Tokens], list[int]]]:
-    """Yield (first row, row behind the last, distinct sequences, each row's index among them), in the order of rows."""
+def has_states(config: PreTrainedConfig) -> bool:
+    """Return whether some layers are gated delta nets, whose states padding at the left would change."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def _batches(sequences: Sequence[Tokens], *, are_ragged: bool) -> Iterator[tuple[int, int, list[Tokens], list[int]]]:
+    """Yield (first row, row behind the last, distinct sequences, each row's index among them), in the order of rows.
+
+    Sequences of a batch have one length, unless batches may be ragged.
+    """
     start = 0
     distinct: list[Tokens] = []
     source: list[int] = []
     for row, tokens in enumerate(sequences):
         if not distinct or tokens != distinct[-1]:
-            if distinct and len(distinct[0]) * (len(distinct) + 1) > _PREFILL_TOKENS:
+            is_full = bool(distinct) and len(distinct[0]) * (len(distinct) + 1) > _PREFILL_TOKENS
+            if is_full or (distinct and not are_ragged and len(distinct[0]) != len(tokens)):
                 yield start, row, distinct, source
                 start, distinct, source = row, [], []
             distinct.append(tokens)

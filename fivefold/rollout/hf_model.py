@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fivefold.bridge.finite import not_finite_error
 from fivefold.bridge.weight_files import survey
+from fivefold.families.registry import family_in_memory
 from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_names import not_finite
 
@@ -52,7 +53,8 @@ def build_model(
     """
     register_attention()
     with _reading("config.json"):
-        config = AutoConfig.from_pretrained(path)
+        # The language model of a model that sees images has a config of its own, inside the other one.
+        config = AutoConfig.from_pretrained(path).get_text_config()
         _check_full_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
@@ -161,7 +163,9 @@ def _files(path: str) -> dict[str, str]:
 
 def _check_full_attention(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or []
-    others = sorted(set(layer_types) - {"full_attention"})
+    # Gated delta nets of families that are known keep their states in the cache.
+    states = {"linear_attention"} if family_in_memory(config.model_type) is not None else set()
+    others = sorted(set(layer_types).difference({"full_attention"}, states))
     window = getattr(config, "sliding_window", None)
     # Families that list the kind of each layer use the window in those layers alone.
     if others or (window and not layer_types):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fivefold.bridge.finite import is_finite
 from fivefold.families.family import MLPNames
-from fivefold.families.registry import FAMILIES
+from fivefold.families.registry import FAMILIES, family_in_memory
 from fivefold.families.sigmoid_experts import is_router_offset
 from fivefold.rollout.hf_weights import FileTensor
 
@@ -39,7 +39,8 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
         ValueError: fused experts in a family whose names in files are not known.
     """
     model_type = model.config.model_type
-    moe = FAMILIES[model_type].moe if model_type in FAMILIES else None
+    family = family_in_memory(model_type)
+    moe = None if family is None else family.moe
     tensors: dict[str, FileTensor] = {}
     for name, parameter in _weights(model):
         layer, is_expert, matrix = name.partition(_EXPERTS)
@@ -56,7 +57,7 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
             tensors[f"{name.removesuffix(_ROUTER)}.{moe.router}"] = FileTensor(parameter)
         else:
             tensors[name] = FileTensor(parameter)
-    return tensors
+    return tensors if family is None else {family.in_files(name): tensor for name, tensor in tensors.items()}
 
 
 def _split_experts(parameter: Tensor, layer: str, matrix: str, names: MLPNames) -> Iterator[tuple[str, FileTensor]]:

@@ -1,4 +1,4 @@
-"""Keys and values of the rows being decoded, in buffers that are written in place.
+"""Keys and values of the rows being decoded, and states of gated delta nets, in buffers that are written in place.
 
 transformers' DynamicCache copies the whole cache for each token, and computes a prompt once for each of its
 completions. Here a token writes one column, a prompt is computed once and written to all its rows, and finished rows
@@ -8,15 +8,19 @@ are dropped.
 
     row 0    . p p p | r r r r _ _
     row 1    p p p p | r r r r _ _          .  padding, masked      _  free
+
+A gated delta net keeps a state for each row whatever its length, in `RowStates`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 _GROWTH = 64
@@ -37,12 +41,14 @@ class RowCache(Cache):
             n_rows: number of rows to decode.
             prompt_length: tokens of the longest prompt.
         """
-        super().__init__(layers=[])
+        super().__init__(layers=_StatesOfLayers(self))
         self.length = prompt_length
         """Number of columns in use, with the columns of the current forward."""
         self._n_rows = n_rows
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._convolved, self._recurrent = RowStates(n_rows), RowStates(n_rows)
+        """The last inputs of the convolutions [rows, channels, kernel], and states [rows, heads, D, E], by layer."""
         self._target: tuple[slice, Tensor] | None = None
 
     def begin_prompts(self, rows: slice, source: Tensor) -> None:
@@ -52,22 +58,26 @@ class RowCache(Cache):
     def begin_token(self) -> None:
         """Let the next forward append one token to every row."""
         self._target = None
-        if self.length == self._keys[0].shape[2]:
+        if self.length == next(iter(self._keys.values())).shape[2]:
             self._replace_buffers(_grown)
         self.length += 1
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except those at the indices `rows` (int64)."""
         self._replace_buffers(lambda buffer: buffer.index_select(0, rows))
+        for states in (self._convolved, self._recurrent):
+            states.keep(rows)
 
     def join(self, other: RowCache) -> None:
         """Append the rows of `other`. Rows stay aligned at their last column: shorter ones get columns at the left."""
         length = max(self.length, other.length)
         for own, theirs in ((self._keys, other._keys), (self._values, other._values)):
-            for layer in range(len(own)):
+            for layer in own:
                 own[layer] = torch.cat(
                     [_aligned(own[layer], self.length, length), _aligned(theirs[layer], other.length, length)]
                 )
+        self._convolved.join(other._convolved)
+        self._recurrent.join(other._recurrent)
         self.length = length
 
     def cut_left(self, columns: int) -> None:
@@ -90,9 +100,9 @@ class RowCache(Cache):
         Returns:
             Keys and values of the new prompts alone, or of all columns of every row.
         """
-        if layer_idx == len(self._keys):
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._allocate(key_states)
+            self._values[layer_idx] = self._allocate(value_states)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self._target is not None:
             rows, source = self._target
@@ -104,15 +114,92 @@ class RowCache(Cache):
         values[:, :, self.length - 1] = value_states[:, :, 0]
         return keys[:, :, : self.length], values[:, :, : self.length]
 
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether the next forward appends tokens to what the cache holds."""
+        return self._target is None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether convolutions keep more inputs than they need; they do not."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a layer's convolution, which the layer changes in place; None before a prompt."""
+        return None if self._target is not None else self._convolved[layer_idx]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the last inputs [B, channels, Q] of a convolution over prompts; return all of them.
+
+        `kwargs` has `conv_kernel_size`, how many of them the convolution sees.
+        """
+        assert self._target is not None, "single tokens change the state in place"
+        width: int = kwargs["conv_kernel_size"]
+        kept = conv_states[..., -width:]
+        self._convolved.store(layer_idx, pad(kept, (width - kept.shape[-1], 0)), self._target)
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a layer; None before a prompt."""
+        return None if self._target is not None else self._recurrent[layer_idx]
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Store the state of a layer after new prompts [B, heads, D, E], or after a token in every row."""
+        self._recurrent.store(layer_idx, recurrent_states, self._target)
+        return recurrent_states
+
     def _replace_buffers(self, successor: Callable[[Tensor], Tensor]) -> None:
         # One layer at a time, because the whole old and the whole new cache may not fit side by side.
         for buffers in (self._keys, self._values):
-            for layer in range(len(buffers)):
+            for layer in buffers:
                 buffers[layer] = successor(buffers[layer])
 
     def _allocate(self, states: Tensor) -> Tensor:
         # Padding is masked, but a weight of 0 times an uninitialised NaN would still be NaN: fill with zeros.
         return states.new_zeros(self._n_rows, states.shape[1], self.length + _GROWTH, states.shape[3])
+
+
+class _StatesOfLayers(list[Any]):
+    """An empty list of layers, which gives the states of each, where releases of transformers before 5.24 look."""
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, layer: Any) -> Any:
+        return SimpleNamespace(
+            record_past=self._cache.is_recording_past(layer),
+            conv_states=[self._cache.get_conv_state(layer)],
+            recurrent_states=[self._cache.get_recurrent_state(layer)],
+        )
+
+
+class RowStates:
+    """A tensor of fixed size for each row and layer."""
+
+    def __init__(self, n_rows: int) -> None:
+        self._n_rows = n_rows
+        self._buffers: dict[int, Tensor] = {}
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._buffers[layer]
+
+    def store(self, layer: int, states: Tensor, target: tuple[slice, Tensor] | None) -> None:
+        """Take the states of a layer for the rows of a target, as `begin_prompts` sets it; None: for all rows."""
+        if layer not in self._buffers:
+            self._buffers[layer] = states.new_empty(self._n_rows, *states.shape[1:])
+        rows, source = (slice(None), slice(None)) if target is None else target
+        self._buffers[layer][rows] = states[source]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows except those at the indices `rows` (int64)."""
+        for layer, buffer in self._buffers.items():
+            self._buffers[layer] = buffer.index_select(0, rows)
+
+    def join(self, other: RowStates) -> None:
+        """Append the rows of `other`."""
+        for layer, buffer in self._buffers.items():
+            self._buffers[layer] = torch.cat([buffer, other[layer]])
 
 
 def _grown(buffer: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ class ReplicaSpec:
     """Python program of the server's environment; None: this process's."""
     arguments: tuple[str, ...]
     """Further arguments of the server's command line."""
+    quantization: str | None = None
+    """How a server quantizes its weights; None: not."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     trust_remote_code: bool = False

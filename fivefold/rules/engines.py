@@ -127,10 +127,16 @@ def _bridge_problems(role: str, config: EngineConfig, shape: ModelShape, tp: int
         return
     if role == "critic":
         yield f"{key} has no value heads: set it to fivefold"
-    if shape.latent is not None:
-        yield f"{key} has no latent attention, which {shape.family} needs: set it to fivefold"
+    yield from _missing_layers(key, shape)
     if bridge == "megatron-bridge" and shape.vocab % tp:
         yield f"{key} does not pad the vocabulary, and t{tp} does not divide {shape.vocab} tokens: set it to fivefold"
+
+
+def _missing_layers(key: str, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each kind of layer of the model that only Fivefold's own layers are."""
+    names = {"latent": "latent attention", "delta": "gated delta nets"}
+    for kind in sorted(set(shape.layer_kinds) & names.keys()):
+        yield f"{key} has no {names[kind]}, which {shape.family} needs: set it to fivefold"
 
 
 def _kernel_problems(role: str, config: EngineConfig, shape: ModelShape, cp: int) -> Iterator[str]:
@@ -138,8 +144,7 @@ def _kernel_problems(role: str, config: EngineConfig, shape: ModelShape, cp: int
     if config.megatron.kernels != "te":
         return
     key = f"{role}.megatron.kernels=te"
-    if shape.latent is not None:
-        yield f"{key} has no latent attention, which {shape.family} needs: set it to fivefold"
+    yield from _missing_layers(key, shape)
     if cp > 1:
         yield f"{key} does not divide sequences as c{cp} does: set it to fivefold, or drop c{cp} from backend"
 

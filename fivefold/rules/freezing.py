@@ -22,10 +22,11 @@ def freezing_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> 
             own = others.get(name, shape).with_head(role.section.head)
             backend = backends.get(name, backends["actor"])
             key = f"{ROLES[name].key}.freeze"
-            yield from (f"{key}: {line}" for line in _problems(tuple(role.trained.freeze), own, backend))
+            yield from (f"{key}: {line}" for line in frozen_problems(tuple(role.trained.freeze), own, backend))
 
 
-def _problems(patterns: tuple[str, ...], shape: ModelShape, backend: str) -> Iterator[str]:
+def frozen_problems(patterns: tuple[str, ...], shape: ModelShape, backend: str) -> Iterator[str]:
+    """Yield a line for each thing that keeps the weights that match `patterns` from being frozen on an engine."""
     own = tensors(shape)
     known = [name for tensor in own for name in tensor.names]
     trained = Trained(patterns)
@@ -46,7 +47,7 @@ def _problems(patterns: tuple[str, ...], shape: ModelShape, backend: str) -> Ite
 
 
 def _together(shape: ModelShape, own: tuple[WeightTensor, ...], backend: str) -> Iterator[list[str]]:
-    """Yield the names of weights that an engine keeps in one parameter: of all experts, of gate and up, of q, k, v."""
+    """Yield the names of weights that an engine keeps in one parameter, such as q, k and v, or all experts."""
     joined: dict[str, list[str]] = {}
     for tensor in own:
         is_fused = tensor.n_experts is not None or backend == "megatron"
@@ -63,6 +64,9 @@ def _whole(name: str, shape: ModelShape) -> str:
     if shape.latent is None:
         for kind in ("weight", "bias"):
             fused += [(f"self_attn.q_proj.{kind}", f"self_attn.{letter}_proj.{kind}") for letter in "kv"]
+    if shape.delta is not None:
+        first, *others = ("qkvz", "ba") if shape.delta.is_grouped else ("qkv", "z", "b", "a")
+        fused += [(f"linear_attn.in_proj_{first}.weight", f"linear_attn.in_proj_{other}.weight") for other in others]
     for first, other in fused:
         if name.endswith(f".{other}"):
             return name.removesuffix(other) + first

@@ -64,6 +64,12 @@ def _tensor_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
         is_copied = not layout.is_training and tp % shape.n_kv_heads == 0
         if not is_copied:
             yield _indivisible("key/value heads", shape.n_kv_heads, "t", tp)
+    if shape.delta is not None and layout.is_training and shape.delta.n_key_heads % (tp * layout.cp):
+        yield (
+            f"{shape.delta.n_key_heads} key heads of gated delta nets cannot be split over t{tp} x c{layout.cp}, whose "
+            f"ranks have some each: t x c must divide {shape.delta.n_key_heads} "
+            f"({_divisors(shape.delta.n_key_heads)})"
+        )
     if not all(shape.moe_layers) and shape.ffn_hidden % tp:
         yield _indivisible("columns of the MLP", shape.ffn_hidden, "t", tp)
     if shape.shared_expert_ffn_hidden % tp:

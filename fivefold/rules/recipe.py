@@ -27,7 +27,7 @@ from fivefold.rules.models import (
     vocabulary_problems,
 )
 from fivefold.rules.replay import replay_problems
-from fivefold.rules.rollout import cache_problems, graph_problems, server_problems
+from fivefold.rules.rollout import cache_problems, graph_problems, quantization_problems, server_problems
 from fivefold.weights.table import name_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
@@ -60,6 +60,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
     yield from engine_problems(recipe, shape, others)
     yield from server_problems(recipe)
+    yield from quantization_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
     yield from distillation_problems(recipe, shape)

@@ -65,9 +65,31 @@ def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe) or shape.latent is None:
         return
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
-    given = {str(argument).split("=")[0] for argument in recipe.rollout.server_args}
-    if backend == "vllm" and given & {"--quantization", "-q"} and "--enforce-eager" not in given:
+    given = _arguments(recipe)
+    quantizes = recipe.rollout.quantization is not None or given & _QUANTIZATION
+    if backend == "vllm" and quantizes and "--enforce-eager" not in given:
         yield (
-            f"rollout.server_args={recipe.rollout.server_args} quantizes the latent attention of {shape.family}, "
-            "whose CUDA graphs in vLLM would continue with old weights: add --enforce-eager, or drop --quantization"
+            f"the rollout quantizes the latent attention of {shape.family}, whose CUDA graphs in vLLM would continue "
+            "with old weights: drop rollout.quantization, or set rollout.server_args=[--enforce-eager]"
         )
+
+
+def quantization_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line if the server cannot quantize the weights that it gets, or is told twice how."""
+    if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.quantization) is None:
+        return
+    backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    if backend == "sglang":
+        yield f"rollout.quantization={asked} is for vLLM: SGLang takes no new weights that it has to quantize: drop it"
+    if given := sorted(_arguments(recipe) & _QUANTIZATION):
+        yield f"rollout.quantization={asked} and {given[0]} in rollout.server_args say the same: drop the argument"
+    if (dtype := recipe.rollout.dtype or recipe.actor.dtype) != "bfloat16":
+        yield f"rollout.quantization={asked} needs weights that arrive in bfloat16, and they are {dtype}"
+
+
+_QUANTIZATION = {"--quantization", "-q"}
+
+
+def _arguments(recipe: TrainRecipe) -> set[str]:
+    """Return the names of the arguments of the server's command line."""
+    return {str(argument).split("=")[0] for argument in recipe.rollout.server_args}

@@ -92,6 +92,8 @@ def _corrections(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
         obstacle = "actor.recompute_logprob is false, so that auto corrects nothing"
     elif recipe.rollout.max_head_offpolicyness > 0:
         obstacle = "in asynchronous training auto corrects from the first step on"
+    elif recipe.rollout.quantization is not None:
+        obstacle = "with rollout.quantization auto corrects from the first step on"
     else:
         return
     if correction.auto_threshold != type(correction).model_fields["auto_threshold"].default:

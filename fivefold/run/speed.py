@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from fivefold.batch import Columns
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
@@ -21,7 +22,6 @@ from fivefold.layout.placement import Placement
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.run.setup import Groundwork
-from fivefold.types import Columns
 
 _FORWARD = {"old log-probs": "actor", "scores": "actor", "reference": "ref", "teacher": "teacher", "values": "critic"}
 """Phases of one forward pass over the step's sequences, and the role that makes it."""

@@ -129,8 +129,13 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Ite
         and actor.recompute_logprob is not False
     )
     if is_auto or age > 0:
-        threshold = actor.rollout_correction.auto_threshold
-        yield CorrectedRollout(may_correct, age, threshold, tells=not loss.old_is_rollout)
+        yield CorrectedRollout(
+            may_correct,
+            age,
+            from_start=age > 0 or recipe.rollout.quantization is not None,
+            threshold=actor.rollout_correction.auto_threshold,
+            tells=not loss.old_is_rollout,
+        )
     if actor.entropy_target is not None:
         yield EntropyTarget()
     if actor.router_replay != "none":

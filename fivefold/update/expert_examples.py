@@ -9,6 +9,7 @@ import numpy as np
 
 from fivefold.algorithms.imitation import EXPERT, NLL_WEIGHT, ExpertWeight, Imitation
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.batch import Columns, joined_cuts
 from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.examples import Examples
@@ -17,7 +18,6 @@ from fivefold.data.sft import SFTExample, load_sft, sft_columns
 from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch
 from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
-from fivefold.types import Columns, joined_cuts
 from fivefold.update.step import Part, Prepared, StepOutcome
 
 RIGHT = "is_right"

@@ -12,12 +12,14 @@ from fivefold.update.step import Part, Prepared, StepOutcome, UpdateState
 
 @dataclass(frozen=True)
 class CorrectedRollout(Part):
-    """Corrects losses once rollout and trainer disagree, or from the first step on if older weights sample."""
+    """Corrects losses once rollout and trainer disagree, or from the first step on if other weights sample."""
 
     may_correct: bool
     """Whether the log-probs of all tokens may be had."""
     max_age: int
     """Largest number of steps by which the weights that sample are older than those that are trained."""
+    from_start: bool
+    """Whether the weights that sample differ from the trained ones for certain: they are older, or quantized."""
     threshold: float
     """KL divergence between rollout and trainer, in nats a token, above which they disagree."""
     tells: bool
@@ -27,7 +29,6 @@ class CorrectedRollout(Part):
         """Correct the loss, and count the ages of tokens."""
         if self.needs_rollout_logprobs(step.state):
             loss = replace(loss, correction=RolloutCorrection.automatic())
-        # Weights that sampled some steps ago differ from the trained ones for certain.
         return replace(loss, version=step.step - 1, max_age=self.max_age) if self.max_age else loss
 
     def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
@@ -53,7 +54,7 @@ class CorrectedRollout(Part):
         return self.may_correct and self._corrects(state.algorithm)
 
     def _corrects(self, state: AlgorithmState) -> bool:
-        return self.max_age > 0 or state.corrects_rollout
+        return self.from_start or state.corrects_rollout
 
 
 class EntropyTarget(Part):

@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Columns
 from fivefold.checkpoints.run_state import RunState
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.data.sampler import SamplerState
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import BatchChange
-from fivefold.types import Columns, Sample
+from fivefold.types import Sample
 from fivefold.update.updates import Skips
 
 

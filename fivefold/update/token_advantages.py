@@ -14,12 +14,12 @@ from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator
 from fivefold.algorithms.kl_in_reward import KLInReward
+from fivefold.batch import Columns
 from fivefold.cluster.group import fetch, put
 from fivefold.engine.energies import Energies
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.types import Columns
 from fivefold.update.step import Part, Prepared
 
 

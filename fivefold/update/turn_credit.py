@@ -15,9 +15,10 @@ from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS
 from fivefold.algorithms.turns import Moves, returns
+from fivefold.batch import Columns
 from fivefold.cluster.group import put
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.types import Columns, Sample
+from fivefold.types import Sample
 from fivefold.update.step import Part, Prepared
 
 

@@ -26,6 +26,7 @@ from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.metrics import Metric
+from fivefold.batch import Batch
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import FromScratch
@@ -59,7 +60,7 @@ from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
 from fivefold.sft import FineTuning
 from fivefold.supervised import run_loop, set_up
-from fivefold.types import Batch, Prompt
+from fivefold.types import Prompt
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import DOCS, README, blocks, indented_commands, listed_metrics, shell_commands
 

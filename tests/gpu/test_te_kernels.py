@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
-from fivefold.types import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

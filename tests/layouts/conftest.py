@@ -15,7 +15,7 @@ from tiny_models import save_models
 from worker_pool import WorkerPool, Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 
 @pytest.fixture(scope="module")

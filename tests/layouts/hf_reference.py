@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import OptimizerConfig
-from fivefold.types import Batch
 
 Tensors = dict[str, torch.Tensor]
 Reference = tuple[torch.Tensor, torch.Tensor, float, Tensors]

@@ -15,13 +15,13 @@ from open_engine import EngineCase, WholeBatches
 from worker_pool import rejoin
 
 from fivefold.algorithms.loss import Loss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 from fivefold.mcore.stage_timers import BUBBLE
-from fivefold.types import Batch
 from fivefold.weights.stream import unstacked
 
 Module = TypeVar("Module", bound=torch.nn.Module)

@@ -11,6 +11,7 @@ import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import metric_values
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.base import EngineBase
 from fivefold.engine.heads import Logprobs
@@ -19,7 +20,6 @@ from fivefold.engine.values import Values
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parser import parse_backend
-from fivefold.types import Batch
 
 
 class WithEntropies(Logprobs):

@@ -8,7 +8,7 @@ import torch
 from hf_reference import logprobs_and_entropies
 from tiny_models import VOCAB
 
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 LENGTHS = (7, 1, 22, 5, 31, 9, 17)
 """Tokens of each sequence. One has a single token, so that nothing predicts it."""

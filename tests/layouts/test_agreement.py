@@ -29,9 +29,9 @@ from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.types import Batch
 
 N_STEPS = 2
 WEIGHT_TOLERANCE = 1e-5
@@ -88,6 +88,8 @@ WAYS: dict[str, tuple[MegatronConfig, MicroBatchConfig]] = {
         MicroBatchConfig(max_tokens_per_mb=50),
     ),
 }
+HYBRID_LAYOUTS = ("megatron:(attn:t2|ffn:e2)", "megatron:(attn:c2|ffn:t2)", "megatron:(attn:d2p2v2t2|ffn:t1e2)")
+"""Layouts of a model with gated delta nets."""
 WAYS_LAYOUTS = (
     "megatron:d1",
     "megatron:(attn:t2|ffn:e2)",
@@ -120,7 +122,7 @@ def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tenso
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next"])
 def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     workers: Workers,
     models: Path,
@@ -145,7 +147,8 @@ def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     [(layout, "qwen3_moe", "token_mean") for layout in LAYOUTS]
     + [(layout, "qwen3_moe", loss) for layout in FOLDED for loss in LOSSES]
     + [(FOLDED[0], "qwen3_moe", loss) for loss in OF_SEQUENCES]
-    + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS],
+    + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS]
+    + [(layout, "qwen3_next", "token_mean") for layout in HYBRID_LAYOUTS],
 )
 def test_every_layout_trains_like_one_process(
     workers: Workers,
@@ -169,21 +172,25 @@ def test_every_layout_trains_like_one_process(
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "way"), [(layout, way) for layout in WAYS_LAYOUTS for way in WAYS])
+@pytest.mark.parametrize(
+    ("layout", "model", "way"),
+    [(layout, "qwen2_moe", way) for layout in WAYS_LAYOUTS for way in WAYS]
+    + [(layout, "qwen3_next", way) for layout in WAYS_LAYOUTS[:2] for way in WAYS],
+)
 def test_every_split_and_schedule_trains_the_same(
-    workers: Workers, models: Path, batch_for: Callable[[str], Batch], alone: Trained, layout: str, way: str
+    workers: Workers, models: Path, batch_for: Callable[[str], Batch], alone: Trained, layout: str, model: str, way: str
 ) -> None:
     megatron, micro_batches = WAYS[way]
     case = Case(layout, megatron, micro_batches=micro_batches)
     runs = workers(case.world_size).run(
         megatron_cases.train,
         case,
-        models / "qwen2_moe",
-        batch_for("qwen2_moe"),
+        models / model,
+        batch_for(model),
         LOSSES["token_mean"],
         OPTIMIZER,
         1,
     )
-    wanted = alone("qwen2_moe", "token_mean", 1)
-    before = load_file(models / "qwen2_moe" / "model.safetensors")
+    wanted = alone(model, "token_mean", 1)
+    before = load_file(models / model / "model.safetensors")
     assert_same_run(runs[0], wanted.steps, wanted.weights, before, WEIGHT_TOLERANCE)

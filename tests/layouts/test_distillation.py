@@ -19,12 +19,12 @@ from worker_pool import Workers
 from fivefold.algorithms.distillation import Direction, Distillation
 from fivefold.algorithms.losses.policy_gradient import Reinforce
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
-from fivefold.types import Batch
 
 TOLERANCE = 1e-4
 COEFF, TEMPERATURE = 0.7, 1.3

@@ -26,11 +26,11 @@ from tiny_models import VOCAB
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.layout.parser import parse_backend
-from fivefold.types import Batch
 
 FOLDED = "megatron:(attn:t2|ffn:e2)"
 ONE_SEQUENCE = uneven_batch(lengths=(29,))

@@ -22,7 +22,7 @@ from worker_pool import Workers
 
 from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.policy_loss import PolicyLoss
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 TOLERANCE = 1e-4
 

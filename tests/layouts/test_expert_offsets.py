@@ -18,12 +18,12 @@ from test_checkpoint import commit
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.rules.engines import megatron_problems
-from fivefold.types import Batch
 
 RATE = 0.125
 OPTIMIZER = OptimizerConfig(lr=1e-3)

@@ -50,10 +50,16 @@ CASES = [
 OPTIMIZER = OptimizerConfig()
 
 
+def language_model(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's file, without those that see images."""
+    files = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in files.items() if not name.startswith("model.visual.")}
+
+
 def names_that_differ(case: AnyCase, folder: Path) -> list[str]:
     """In a worker: return the names of tensors that the engine exports differently from the file, in its own dtype."""
     dtype = getattr(torch, case.dtype)
-    files = load_file(folder / "model.safetensors")
+    files = language_model(folder)
     # The offsets of routers are float32 in any case.
     wanted = {name: tensor if name.endswith("correction_bias") else tensor.to(dtype) for name, tensor in files.items()}
     # With an optimizer, DDP moves the parameters into buffers of its own.
@@ -80,7 +86,7 @@ def test_exported_tensors_are_the_files_tensors_bit_for_bit(
 
 def exported_to(case: AnyCase, folder: Path, readers: frozenset[int]) -> list[str]:
     """In a worker: return the names of tensors that differ from the file, or on other ranks are no outlines of it."""
-    wanted = load_file(folder / "model.safetensors")
+    wanted = language_model(folder)
     differ = []
     for name, tensor in case.engine(folder, OPTIMIZER).export_weights(readers):
         want = wanted.pop(name)

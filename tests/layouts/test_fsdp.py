@@ -26,9 +26,9 @@ from worker_pool import Workers
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.types import Batch
 
 TOLERANCE = 1e-4
 N_STEPS = 2
@@ -60,6 +60,11 @@ CASES = [
     ("fsdp:d2t2", "glm4_moe"),
     ("fsdp:t2c2", "deepseek_v3"),
     ("fsdp:c2", "deepseek_v2"),
+    ("fsdp:d1", "qwen3_next"),
+    ("fsdp:d2t2", "qwen3_next"),
+    ("fsdp:d2t2", "qwen3_5"),
+    ("fsdp:t2c2", "qwen3_5_moe"),
+    ("fsdp:t2c2", "qwen3_next"),
 ]
 
 

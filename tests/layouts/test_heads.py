@@ -25,13 +25,13 @@ from worker_pool import Workers
 from fivefold.algorithms.preferences import BradleyTerry, DirectPreference, Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.algorithms.value_loss import ValueLoss
+from fivefold.batch import Batch, Columns
 from fivefold.bridge.audit import check_weights
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.preferences import DPOModelConfig
 from fivefold.data.preferences import score_columns
 from fivefold.data.sft import SFTExample
 from fivefold.families.read import load_shape
-from fivefold.types import Batch, Columns
 
 LAYOUTS = {
     "qwen3_moe": (

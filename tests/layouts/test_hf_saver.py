@@ -34,6 +34,8 @@ LAYOUTS = {
     ("qwen3_moe_mixed", "bfloat16"): ("megatron:(attn:d2|ffn:e2)", "megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)"),
     ("qwen2_moe", "float32"): ("megatron:d1", "megatron:(attn:t2|ffn:t2)", "megatron:(attn:c2t2|ffn:e2d2)"),
     ("qwen2_moe", "bfloat16"): ("megatron:d1",),
+    ("qwen3_5", "bfloat16"): ("megatron:t2", "megatron:p2t2", "fsdp:d3"),
+    ("qwen3_5_moe", "float32"): ("megatron:(attn:t2|ffn:e2)", "fsdp:d2t2"),
     ("mixtral", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}

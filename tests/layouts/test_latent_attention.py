@@ -18,6 +18,7 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FlashAttention, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine.kernels import flash as flash_attention
@@ -35,7 +36,6 @@ from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.stages import stages
 from fivefold.planning.traffic import step_traffic
 from fivefold.planning.workload import Workload
-from fivefold.types import Batch
 
 LENGTH, HIDDEN = 64, 32
 CPU = torch.device("cpu")

@@ -19,13 +19,13 @@ from worker_pool import Workers
 
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.batch import Batch
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Head
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs
-from fivefold.types import Batch
 
 HIDDEN = 12
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.schedule import learning_rate
@@ -31,7 +32,6 @@ from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore import compat
 from fivefold.rules.engines import megatron_problems
-from fivefold.types import Batch
 
 PROJECTION = "model.layers.0.mlp.up_proj.weight"
 ONE_SEQUENCE = uneven_batch(lengths=(29,))

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.engine.contract import StepResult
 from fivefold.engine.schedule import learning_rate
-from fivefold.types import Batch, StepResult
 
 LAYOUTS = ("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")
 DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2")

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from ragged import LENGTHS, uneven_batch
 from worker_pool import Workers
 
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.kernels.varlen import plan_attention, varlen_attention
 from fivefold.engine.packing import padded_tokens
 from fivefold.engine.sequences import LocalSequences, localize
 from fivefold.mcore.layers import PackedCoreAttention
-from fivefold.types import Batch
 
 CPU = torch.device("cpu")
 HEAD_DIM = 6

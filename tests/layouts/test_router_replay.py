@@ -22,11 +22,12 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Logprobs
 from fivefold.families.read import load_shape
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Batch
+from fivefold.types import ROUTES, UNKNOWN_EXPERT
 
 TOLERANCE = 1e-4
 N_EXPERTS = 8

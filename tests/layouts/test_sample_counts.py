@@ -13,10 +13,10 @@ from worker_pool import Workers
 
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.metrics import Metric, Metrics
+from fivefold.batch import Batch, Totals
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, sft_columns
-from fivefold.types import Batch, Totals
 
 N_SAMPLES, BATCH_SIZE = 12, 6
 MICRO_BATCHES = {

@@ -57,6 +57,18 @@ _LATENT = {
     },
 }
 
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 1e-2,
+}
+_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32}
+_VISION |= {"num_position_embeddings": 4, "patch_size": 2}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_BASE, "rope_parameters": _LLAMA3_ROPE}),
     "qwen2": ("Qwen2Config", {**_BASE, "tie_word_embeddings": True}),
@@ -71,6 +83,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {**_BASE, **_MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        # A key head serves two value heads; gated delta nets and attention layers both come with and without experts.
+        {
+            **_QWEN3_MOE,
+            **_DELTA_NET,
+            "mlp_only_layers": [2],
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Config", {"text_config": {**_BASE, **_DELTA_NET}, "vision_config": _VISION}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {
+                **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
+                **_MOE,
+                **_DELTA_NET,
+                "shared_expert_intermediate_size": 24,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _VISION,
+            "tie_word_embeddings": True,
+        },
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -132,7 +169,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5")
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Models with gated delta nets, whose norms multiply by 1 + weight."""
 ALIKE = ("deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
@@ -144,10 +183,12 @@ def save_models(folder: Path) -> None:
 
     for name, (config_class, arguments) in MODELS.items():
         config = getattr(transformers, config_class)(**arguments)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        sees = hasattr(config, "vision_config")
+        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(len(name))
         for key, parameter in model.named_parameters():
-            _randomize(key, parameter.data, generator)
+            _randomize(key, parameter.data, generator, is_zero_centered=name in HYBRID)
         offsets = {key: value for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")}
         for offset_E in offsets.values():
             offset_E.normal_(std=0.2, generator=generator)
@@ -158,9 +199,20 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / f"{name}-bf16")
 
 
-def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits."""
-    if tensor.ndim == 1 and not name.endswith("bias"):
+def _randomize(name: str, tensor: torch.Tensor, generator: torch.Generator, *, is_zero_centered: bool) -> None:
+    """Draw every tensor, norms and biases too, away from its usual first values, at a scale that separates logits.
+
+    Gated delta nets scale queries and keys to one length: where these are short, gradients are large, and so is the
+    rounding error in them.
+    """
+    if name.endswith("A_log"):
+        # Decays of a few tokens up to some tens of them.
+        tensor.uniform_(-3.0, 1.5, generator=generator)
+    elif name.endswith("conv1d.weight"):
+        tensor.normal_(std=0.6, generator=generator)
+    elif is_zero_centered and name.endswith("norm.weight") and "linear_attn" not in name:
+        tensor.uniform_(-0.5, 0.5, generator=generator)
+    elif tensor.ndim == 1 and not name.endswith("bias"):
         tensor.uniform_(0.5, 1.5, generator=generator)
     else:
-        tensor.normal_(std=0.2, generator=generator)
+        tensor.normal_(std=0.12 if is_zero_centered else 0.2, generator=generator)

@@ -27,7 +27,7 @@ from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.sequences import PolicyTokens
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 CHOSEN = "covariance_chosen"
 """Name of the field that is 1 on the tokens that were chosen, else 0."""

@@ -43,6 +43,12 @@ class EnvironmentConfig(Section):
     timeout_s: Duration = 60.0
     """Most seconds of one call of the game, whose episode a longer one fails; or of what an agent does in an episode
     besides waiting for the model, which then stops with `time` and reward 0."""
+    parser: OneLine = "hermes"
+    """How answers are read in a chat: `hermes` finds calls of tools as JSON between `<tool_call>` tags. A name of the
+    library renderers, such as `qwen3.5` or `glm-4.5`, finds a family's own calls, and parts thoughts from answers."""
+    keep_thinking: bool = False
+    """Whether a chat keeps all that the model wrote in earlier turns, thoughts included, so that it stays one sequence.
+    false: what the chat template keeps of it."""
     masked: list[Literal["turns", "context", "time"]] = []
     """Reasons to stop: no token of an episode that stopped for one of them is trained. Its reward still counts in the
     baseline of its group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -102,6 +102,9 @@ class RolloutConfig(RoleConfig):
     """Python program of the environment in which the server is installed; null: Fivefold's own."""
     server_args: Annotated[list[str | int | float], OfServers()] = []
     """Further arguments of the server's command line, for example `[--enforce-eager]`."""
+    quantization: Annotated[Literal["fp8_per_block", "fp8_per_tensor"] | None, OfServers()] = None
+    """Let vLLM quantize each layer's weights to FP8 whenever new ones arrive, by blocks of 128 x 128 or a whole matrix.
+    The actor stays as it is, and `actor.rollout_correction.method=auto` corrects from the first step on. null: not."""
     seeded: Annotated[bool, OfServers("seeds each request")] = False
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""

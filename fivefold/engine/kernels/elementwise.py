@@ -56,16 +56,24 @@ def split_heads(
     the plain version rounds after the norm and after each product, as Hugging Face does; on CUDA all of it is computed
     in float32 and rounded once.
     """
-    if _on_triton(qkv_TC) and cos_T1D.shape[-1] == head_dim:
+    # The kernel takes weights of the projection's dtype alone.
+    has_same_dtype = query_weight_D is None or query_weight_D.dtype == qkv_TC.dtype
+    if _on_triton(qkv_TC) and cos_T1D.shape[-1] == head_dim and has_same_dtype:
         return triton_heads.split_heads(qkv_TC, query_weight_D, key_weight_D, cos_T1D, sin_T1D, n_groups, eps)
     n_tokens = qkv_TC.shape[0]
     grouped = qkv_TC.view(n_tokens, n_groups, -1, head_dim)
     query = grouped[:, :, :-2].reshape(n_tokens, -1, head_dim)
     key, value = grouped[:, :, -2], grouped[:, :, -1]
-    if query_weight_D is not None:
-        query = F.rms_norm(query, (head_dim,), query_weight_D, eps)
-        key = F.rms_norm(key, (head_dim,), key_weight_D, eps)
+    if query_weight_D is not None and key_weight_D is not None:
+        query, key = rms_norm(query, query_weight_D, eps), rms_norm(key, key_weight_D, eps)
     return rotate_halves(query, cos_T1D, sin_T1D), rotate_halves(key, cos_T1D, sin_T1D), value.contiguous()
+
+
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / rms(x) * weight [..., D] (Zhang and Sennrich 2019), in float32 and rounded once if the weight is."""
+    if weight_D.dtype == x.dtype:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return F.rms_norm(x.float(), weight_D.shape, weight_D, eps).to(x.dtype)
 
 
 def cos_sin(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.user_code import load_user_object
+from fivefold.environments.agents.parsing import load_parser
 from fivefold.environments.agents.server import SessionServer
 from fivefold.environments.agents.session import MODEL, Session
 from fivefold.environments.environment import Client, Task
@@ -69,6 +70,7 @@ class Agent:
         self._agent = load_agent(config.agent)
         self._config = config
         self._tokenizer = tokenizer
+        self._parser = load_parser(config.parser, tokenizer)
         self._calls = UserCalls(KEY, config.agent, config.timeout_s)
         self._server = SessionServer()
         # Not the player's loop, which runs between two slices of the engine: clients would wait for it.
@@ -83,7 +85,7 @@ class Agent:
                 something else than rewards.
         """
         own = OwnTime(self._config.timeout_s)
-        session = Session(task, client, self._tokenizer, self._config)
+        session = Session(task, client, self._tokenizer, self._config, self._parser)
         base_url = self._server.open(session, own)
         reason: StopReason = "done"
         arguments = row_arguments(self._agent, task.prompt, task.request.seed) | _address(self._agent, base_url)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
+from fivefold.environments.agents.parsing import Answer
 from fivefold.environments.agents.session import MODEL, Refused, Session
 from fivefold.environments.agents.tree import Turn
-from fivefold.json_text import parsed, parsed_object
+from fivefold.json_text import parsed
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""A call in the form that Qwen's and Hermes' templates teach."""
+_MARK = "\ue000answer\ue001"
+"""Stands for an answer whose text a template must not see; templates may strip or split ordinary text."""
 
 Message = dict[str, Any]
 
@@ -26,8 +27,7 @@ class Chat:
     def __init__(self, session: Session) -> None:
         """Begin without a message."""
         self._session = session
-        self._answered: list[tuple[list[Message], Message, str]] = []
-        """For each answer: the messages before it, the message that the client got, and what was sampled."""
+        self._answered: list[_Answered] = []
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request to `/chat/completions`.
@@ -41,33 +41,58 @@ class Chat:
             raise Refused(f"tool_choice={body['tool_choice']!r} is not supported: the policy chooses (auto), or none")
         if (form := body.get("response_format")) and form.get("type", "text") != "text":
             raise Refused(f"response_format={form!r} is not supported: leave it out")
-        uses_tools = tools is not None and body.get("tool_choice") != "none"
-        turn = await self._session.complete(
-            self._rendered(messages, tools if uses_tools else None), body, has_special_tokens=True
-        )
-        message, reason = _message(turn, len(self._answered), parses=uses_tools)
-        self._answered.append((messages, _canonical(message), turn.visible_text))
+        if body.get("tool_choice") == "none":
+            tools = None
+        turn = await self._session.complete(self._rendered(messages, tools), body, has_special_tokens=True)
+        message = _message(self._session.parser(turn, tools or ()), len(self._answered))
+        reason = "tool_calls" if "tool_calls" in message else turn.completion.finish_reason
+        self._answered.append(_Answered(messages, _canonical(message), turn))
         return _reply("chat.completion", body, turn, {"message": message, "finish_reason": reason})
 
     def _rendered(self, messages: Sequence[Message], tools: Any) -> str:
         """Return messages as a text. Answers are written as they were sampled, however a client repeats them."""
-        as_sampled = [self._as_sampled(messages[:number], message) for number, message in enumerate(messages)]
+        answers = [self._answer(messages[:number], message) for number, message in enumerate(messages)]
+        as_sampled = [
+            {name: value for name, value in message.items() if value is not None}
+            if answer is None
+            else {"role": "assistant", "content": answer.visible_text}
+            for message, answer in zip(messages, answers, strict=True)
+        ]
+        answered = [(number, answer) for number, answer in enumerate(answers) if answer is not None]
+        if not self._session.keeps_thinking or not answered:
+            return self._by_template(as_sampled, tools)
+        last, kept = answered[-1]
+        as_sampled[last] = {"role": "assistant", "content": _MARK}
+        _, mark, after = self._by_template(as_sampled, tools).rpartition(_MARK)
+        if not mark:
+            raise Refused(
+                "environment.keep_thinking=true needs a chat template that writes every answer: set it to false"
+            )
+        return kept.before_text + kept.visible_text + after
+
+    def _by_template(self, messages: Sequence[Message], tools: Any) -> str:
         tokenizer = self._session.tokenizer
         if not tokenizer.chat_template:
             raise Refused("the tokenizer has no chat template: ask /completions with a text, or use an instruct model")
         try:
             return str(
-                tokenizer.apply_chat_template(as_sampled, tools=tools, tokenize=False, add_generation_prompt=True)
+                tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise Refused(f"the chat template refuses the messages: {error}") from error
 
-    def _as_sampled(self, before: Sequence[Message], message: Message) -> Message:
-        if message["role"] == "assistant":
-            for earlier, answer, sampled in self._answered:
-                if earlier == list(before) and answer == message:
-                    return {"role": "assistant", "content": sampled}
-        return {name: value for name, value in message.items() if value is not None}
+    def _answer(self, before: Sequence[Message], message: Message) -> Turn | None:
+        """Return what was sampled as a message of the client's; None: the client made it."""
+        same = (each.turn for each in self._answered if each.before == list(before) and each.message == message)
+        return next(same, None)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    before: list[Message]
+    message: Message
+    """What the client got."""
+    turn: Turn
 
 
 async def complete_text(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,36 +184,22 @@ def _canonical_call(call: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _message(turn: Turn, number: int, *, parses: bool) -> tuple[Message, str]:
-    """Return an answer as the client gets it, and why it ended."""
-    text = turn.visible_text
-    calls: list[Message] = []
-    for found in _CALL.finditer(text) if parses else ():
-        call = _parsed(found[1])
-        if call is None:
-            # The agent sees the text, and may tell the model what is wrong with it.
-            return {"role": "assistant", "content": text}, turn.completion.finish_reason
-        name, arguments = call
-        calls.append(
+def _message(answer: Answer, number: int) -> Message:
+    """Return an answer as the client gets it, the `number`-th of its session."""
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.thoughts is not None:
+        message["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
             {
-                "id": f"call_{number}_{len(calls)}",
+                "id": f"call_{number}_{place}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }
-        )
-    if not calls:
-        return {"role": "assistant", "content": text}, turn.completion.finish_reason
-    return {"role": "assistant", "content": _CALL.sub("", text).strip() or None, "tool_calls": calls}, "tool_calls"
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and the arguments of a call; None: it is none."""
-    try:
-        call = parsed_object(text)
-    except ValueError:
-        return None
-    name, arguments = call.get("name"), call.get("arguments", {})
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+            for place, (name, arguments) in enumerate(answer.calls)
+        ]
+    return message
 
 
 def _reply(kind: str, body: Mapping[str, Any], turn: Turn, choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.environments.agents.parsing import Parser
 from fivefold.environments.agents.tree import Continuation, Tree, Turn
 from fivefold.environments.environment import Client, Task
 from fivefold.rollout.protocol import SamplingParams
@@ -36,7 +37,12 @@ class Session:
     """Answers the requests of one episode."""
 
     def __init__(
-        self, task: Task, client: Client, tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig
+        self,
+        task: Task,
+        client: Client,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EnvironmentConfig,
+        parser: Parser,
     ) -> None:
         """Begin without a request.
 
@@ -45,11 +51,14 @@ class Session:
             client: samples completions.
             tokenizer: the model's tokenizer.
             config: the limits of the episode.
+            parser: reads answers.
         """
         self._task = task
         self._client = client
         self._config = config
+        self.keeps_thinking = config.keep_thinking
         self.tokenizer = tokenizer
+        self.parser = parser
         self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
         self._answers: dict[str | tuple[int, ...], asyncio.Task[Turn]] = {}
         """The turn of each prompt that was asked for: who asks again, as after a lost connection, gets the same one."""

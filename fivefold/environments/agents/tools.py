@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from fivefold.config.schema.environment import EnvironmentConfig, McpEntry
 from fivefold.config.user_code import load_user_object
 from fivefold.environments.agents.chat import Chat
+from fivefold.environments.agents.parsing import load_parser
 from fivefold.environments.agents.python_tool import check_python, python
 from fivefold.environments.agents.session import Refused, Session
 from fivefold.environments.environment import Client, Task
@@ -116,6 +117,7 @@ class Tools:
         self._tools = load_tools(config.tools)
         self._config = config
         self._tokenizer = tokenizer
+        self._parser = load_parser(config.parser, tokenizer)
         self._calls = UserCalls(KEY, str(config.tools), config.timeout_s)
         check_template(tokenizer)
 
@@ -136,7 +138,7 @@ class Tools:
             functions = _methods(game)
             opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
             messages = self._opened(prompt, game.reset, messages, opening)
-        session = Session(task, client, self._tokenizer, self._config)
+        session = Session(task, client, self._tokenizer, self._config, self._parser)
         try:
             await self._converse(prompt, Chat(session), messages, {each.__name__: each for each in functions})
         except Refused as refusal:

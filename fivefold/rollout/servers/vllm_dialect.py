@@ -119,6 +119,7 @@ class VLLMDialect:
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.load_weights else ["--load-format", "dummy"]),
+            *([] if spec.quantization is None else ["--quantization", spec.quantization]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.loss import LossInputs
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fivefold.algorithms.advantages.compute import Advantages, Outcomes, compute
 from fivefold.algorithms.build import build_advantage
 from fivefold.algorithms.kl_in_reward import subtract_kl_to_go
 from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.batch import Batch
 from fivefold.config.schema.roles import ActorConfig, NormConfig
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.types import Batch
 
 EPS = 1e-6
 

@@ -14,7 +14,7 @@ import torch
 from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.corrections import KEPT_TOKENS, SecondMomentMask, largest_kept
 from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, KLCov, random_numbers
-from fivefold.types import Batch
+from fivefold.batch import Batch
 from tests.unit.algorithms.random_batches import random_split, sample
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fivefold.algorithms.gae import GAE, EstimateMoments, Moments, Whitening
-from fivefold.types import Batch
+from fivefold.batch import Batch
 
 LENGTHS = (6, 1, 9, 4)
 

@@ -19,9 +19,9 @@ from fivefold.algorithms.build import build_advantage
 from fivefold.algorithms.gae import Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Batch
 from fivefold.config.methods import ADVANTAGES
 from fivefold.config.schema.roles import ActorConfig, NormConfig
-from fivefold.types import Batch
 
 STEPS = 200
 """Random steps for each advantage."""

@@ -16,6 +16,7 @@ from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.batch import Columns
 from fivefold.config.schema.data import ExpertDatasetConfig
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.data.examples import Examples
@@ -24,7 +25,6 @@ from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
-from fivefold.types import Columns
 from fivefold.update.expert_examples import RIGHT, ExpertExamples, ExpertTerm, with_imitation
 from tests.unit.algorithms.random_batches import random_split, sample
 

@@ -15,10 +15,10 @@ from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.losses.soft_clips import SAPO
 from fivefold.algorithms.user_loss import UserLoss, _tokens
+from fivefold.batch import Batch
 from fivefold.config.methods import ADVANTAGES, LOSSES, Method
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.types import Batch
 
 MODULE = """
 import torch

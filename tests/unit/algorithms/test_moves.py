@@ -18,8 +18,8 @@ from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.gae import GAE
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS, TurnGAE
 from fivefold.algorithms.turns import Moves, returns
+from fivefold.batch import Batch
 from fivefold.config.schema.roles import NormConfig
-from fivefold.types import Batch
 
 GRPO = partial(grpo, reward_norm=NormConfig())
 EPS = NormConfig().eps

@@ -16,9 +16,9 @@ from fivefold.algorithms.measures import mismatch_metrics
 from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.types import Batch
 
 LENGTHS = (5, 9, 3, 7, 4)
 RESPONSES = (3, 6, 0, 6, 1)  # trained tokens of each sequence, at its end; the third has none

@@ -7,7 +7,7 @@ import torch
 
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.value_loss import ValueLoss
-from fivefold.types import Totals
+from fivefold.batch import Totals
 
 MASK = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
 VALUES = torch.tensor([torch.nan, 0.0, 2.0, 9.0, -1.0])

@@ -20,12 +20,30 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     latent = base | {"num_key_value_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
     latent |= {"moe_intermediate_size": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
     latent |= {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6}
+    delta = {
+        "head_dim": 8,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 2,
+        "linear_value_head_dim": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+    qwen3_5 = {key: value for key, value in {**base, **delta}.items() if key != "intermediate_size"}
+    dense, experts = {"intermediate_size": 24}, {**moe, "shared_expert_intermediate_size": 24}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"num_position_embeddings": 4, "patch_size": 2}
     configs = {
+        "qwen3_5": hf.Qwen3_5Config(text_config={**qwen3_5, **dense}, vision_config=vision),
+        "qwen3_5_moe": hf.Qwen3_5MoeConfig(text_config={**qwen3_5, **experts}, vision_config=vision),
         "llama": hf.LlamaConfig(**base, tie_word_embeddings=True),
         "qwen2": hf.Qwen2Config(**qwen2, tie_word_embeddings=True),
         "qwen3": hf.Qwen3Config(**base, tie_word_embeddings=False),
         "qwen3_moe": hf.Qwen3MoeConfig(**base, **moe, mlp_only_layers=[1]),
         "qwen2_moe": hf.Qwen2MoeConfig(**qwen2, **moe, shared_expert_intermediate_size=24),
+        "qwen3_next": hf.Qwen3NextConfig(
+            **{**base, **delta},
+            **experts,
+        ),
         "mixtral": hf.MixtralConfig(**base, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
         "glm4_moe": hf.Glm4MoeConfig(
             **base,
@@ -41,7 +59,8 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     folders = {}
     for name, config in configs.items():
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto = hf.AutoModelForImageTextToText if hasattr(config, "vision_config") else hf.AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(len(folders))
         for parameter in model.parameters():
             parameter.data.normal_(generator=generator)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import Bridge
 from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
@@ -32,7 +35,7 @@ def megatron_parameters(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", NAMES)
 def test_names_and_shapes_are_those_that_transformers_writes(hf_models: dict[str, Path], family: str) -> None:
     with HFWeights(hf_models[family]) as saved:
-        written = {name: saved.shape(name) for name in saved.names}
+        written = {name: saved.shape(name) for name in saved.names if not name.startswith("model.visual.")}
     assert Bridge(load_shape(hf_models[family])).expected_names() == written
 
 
@@ -58,6 +61,42 @@ def test_hf_to_megatron_to_hf_is_bit_exact(hf_models: dict[str, Path], tmp_path:
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert original.keys() == reloaded.keys()
     assert all(reloaded[name].equal(tensor) for name, tensor in original.items())
+
+
+def test_experts_that_a_file_has_in_one_tensor_are_read_one_by_one(hf_models: dict[str, Path], tmp_path: Path) -> None:
+    """As the published folders of Qwen3.5 have them; transformers writes a tensor for each expert."""
+    folder = Path(shutil.copytree(hf_models["qwen3_5_moe"], tmp_path / "fused"))
+    written = load_file(folder / "model.safetensors")
+    fused = {name: tensor for name, tensor in written.items() if ".experts." not in name}
+    for layer in range(3):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([written[f"{experts}.{expert}.{kind}_proj.weight"] for expert in range(8)])
+            for kind in ("gate", "up", "down")
+        )
+        fused |= {f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1), f"{experts}.down_proj": down}
+    save_file(fused, folder / "model.safetensors", {"format": "pt"})
+    check_weights(folder, load_shape(folder))
+    with HFWeights(folder) as read:
+        assert read.names == written.keys()
+        for name, tensor in written.items():
+            assert read.shape(name) == tuple(tensor.shape)
+            assert read.read(name).equal(tensor)
+            assert read.read(name, slice(1, 3)).equal(tensor[1:3])
+        column = read.read("model.language_model.layers.1.mlp.experts.5.up_proj.weight", slice(2, 7), slice(1, 3))
+    assert column.equal(written["model.language_model.layers.1.mlp.experts.5.up_proj.weight"][2:7, 1:3])
+
+
+def test_tensors_for_multi_token_prediction_are_written_again(hf_models: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_models["qwen3_next"], tmp_path / "mtp"))
+    weights = load_file(folder / "model.safetensors")
+    further = {"mtp.fc.weight": torch.randn(4, 8, dtype=torch.bfloat16), "mtp.norm.weight": torch.randn(4)}
+    save_file({**weights, **further}, folder / "model.safetensors", {"format": "pt"})
+    check_weights(folder, load_shape(folder))
+    save_hf(tmp_path / "again", weights.items(), folder)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == weights.keys() | further.keys()
+    assert all(again[name].equal(tensor) and again[name].dtype == tensor.dtype for name, tensor in further.items())
 
 
 def test_loading_tells_how_far_it_is(hf_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,14 @@ def test_a_range_cuts_a_piece_into_rows_and_ends_of_rows(
     assert list(piece.within(begin, end)) == wanted
 
 
-def test_a_piece_has_one_dimension_or_two() -> None:
-    with pytest.raises(ValueError, match="one dimension, or all two"):
+def test_a_range_cuts_the_rows_of_a_convolution() -> None:
+    piece = Piece("w", (6, 1, 4), offsets=(1, 0, 0), sizes=(3, 1, 4), start=10)
+    weight, flat = torch.arange(24).view(6, 1, 4), torch.full((22,), -1)
+    for part in piece.within(12, 19):
+        part.view(flat)[:] = weight[part.index]
+    assert flat.tolist() == [-1] * 12 + list(range(6, 13)) + [-1] * 3
+
+
+def test_a_piece_has_rows_and_columns() -> None:
+    with pytest.raises(ValueError, match="rows and columns"):
         Piece("w", (2, 3, 4), (0, 0, 0), (2, 3, 4), 0)

@@ -6,8 +6,8 @@ import random
 
 import torch
 
+from fivefold.batch import Batch
 from fivefold.engine.values import EndScores
-from fivefold.types import Batch
 
 END = 7
 

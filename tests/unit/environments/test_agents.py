@@ -269,6 +269,28 @@ def test_a_template_that_drops_thoughts_begins_another_sequence(run: Callable[..
     assert [text.count("hm") for text in texts(episode)] == [1, 1]
 
 
+def test_kept_thoughts_leave_the_chat_one_sequence(run: Callable[..., list[Episode]]) -> None:
+    def agent(base_url: str) -> float:
+        chat = [user("x")]
+        for text in "yz":
+            chat += [ask(base_url, chat), user(text)]
+        ask(base_url, [*chat, {"role": "assistant", "content": "its own"}, user("w")])
+        return 1.0
+
+    policy = Policy(lambda text: "hm</think>ab")
+    [forgetful] = run(agent, policy, template=FORGETFUL)
+    assert len(forgetful.trajectories) == 3
+    policy = Policy(lambda text: "hm</think>ab")
+    [episode] = run(agent, policy, template=FORGETFUL, keep_thinking=True)
+    [text] = texts(episode)
+    assert trained(episode) == [[token for sampled in policy.sampled for token in sampled]]
+    assert [text.count(part) for part in ("hm</think>", "its own", "<|im_start|>assistant")] == [3, 1, 4]
+    # Without thoughts, both are what the template makes.
+    for template, keeps in ((TEMPLATE, False), (TEMPLATE, True)):
+        [plain] = run(agent, Policy(lambda text: " ab "), template=template, keep_thinking=keeps)
+        assert texts(plain) == texts(run(agent, Policy(lambda text: " ab "), template=TEMPLATE)[0])
+
+
 def test_the_same_request_again_is_the_same_turn(run: Callable[..., list[Episode]]) -> None:
     def agent(base_url: str) -> float:
         with ThreadPoolExecutor(3) as threads:

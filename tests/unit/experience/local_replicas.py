@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fivefold.batch import Columns
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.environments.play import Player
 from fivefold.environments.single_turn import SingleTurn
@@ -20,7 +21,6 @@ from fivefold.roles.rollout import ExpectedLengths, Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
-from fivefold.types import Columns
 
 MODEL = "package:tiny-moe"
 

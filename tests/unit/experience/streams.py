@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.batch import Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.train import TrainRecipe
@@ -31,7 +32,7 @@ from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
 from fivefold.rollout.tokenizer import load_tokenizer
-from fivefold.types import Columns, Completion, Episode, Prompt
+from fivefold.types import Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

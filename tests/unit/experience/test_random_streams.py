@@ -11,12 +11,13 @@ from random import Random
 import numpy as np
 import pytest
 
+from fivefold.batch import Columns
 from fivefold.data.sampler import EpochSampler
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.types import Columns, Completion, Episode, Prompt
+from fivefold.types import Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 from tests.unit.experience.streams import Parts, full_marks, recipe_of
 

@@ -10,12 +10,13 @@ from random import Random
 
 import pytest
 
+from fivefold.batch import Columns
 from fivefold.planning.simulation.lengths import Lengths, log_normal
 from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Columns, Completion, Prompt
+from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
 

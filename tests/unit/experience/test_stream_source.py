@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.batch import Columns
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import SamplerState
 from fivefold.engine.state.dcp_files import finish
@@ -23,7 +24,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, complete, group_requests
-from fivefold.types import Columns, Completion, Episode, FinishReason, Prompt
+from fivefold.types import Completion, Episode, FinishReason, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,

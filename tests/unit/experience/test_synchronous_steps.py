@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.batch import Columns
 from fivefold.data.sampler import EpochSampler, Outcome
 from fivefold.experience.source import Source
 from fivefold.observe.timers import PhaseTimers
@@ -19,7 +20,7 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.types import Columns, Completion, Episode, Prompt
+from fivefold.types import Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 from tests.unit.experience.streams import BATCH, SAMPLES, Parts, recipe_of
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.batch import Columns
 from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.types import Columns
 
 
 class Bytes(PreTrainedTokenizerBase):

@@ -36,6 +36,14 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
+    "full_attention_interval": 3,
+}
 KEYS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
@@ -43,6 +51,9 @@ KEYS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
+    "qwen3_next": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -57,11 +68,18 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
 }
+NORMALISING = {"mixtral", "qwen3_5_moe"}
+"""Families whose routers scale the weights of the chosen experts in any case."""
+SEEING = {"qwen3_5", "qwen3_5_moe"}
+"""Families whose files describe the language model inside a model that sees images."""
 
 
 def raw(family: str, **changes: Any) -> dict[str, Any]:
     """Return a `config.json` as transformers 4 writes it."""
-    return {"model_type": family, **SIZES, **KEYS[family], **changes}
+    own = {**SIZES, **KEYS[family], **changes}
+    if family in SEEING:
+        return {"model_type": family, "text_config": {"model_type": f"{family}_text", **own}, "vision_config": {}}
+    return {"model_type": family, **own}
 
 
 def n_offsets(model: torch.nn.Module) -> int:
@@ -73,7 +91,7 @@ def n_offsets(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool) -> None:
     config = raw(family, tie_word_embeddings=tied)
-    hf_config = AutoConfig.for_model(**config)
+    hf_config = AutoConfig.for_model(**config).get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     shape = read_shape(config)
@@ -95,20 +113,20 @@ def test_saved_configurations_of_this_transformers_give_the_same_shape(family: s
     config = raw(family, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, norm_topk_prob=normalises)
     AutoConfig.for_model(**config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert "rope_theta" not in saved, "this transformers nests theta in rope_parameters"
+    assert "rope_theta" not in saved.get("text_config", saved), "this transformers nests theta in rope_parameters"
     assert read_shape(saved) == read_shape(config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None:
     config = raw(family)
-    hf_config = AutoConfig.for_model(**config)
+    hf_config = AutoConfig.for_model(**config).get_text_config()
     shape = read_shape(config)
     assert shape.rms_norm_eps == hf_config.rms_norm_eps
     assert shape.rope_theta == hf_config.rope_parameters["rope_theta"]
     assert shape.tied_embeddings == hf_config.tie_word_embeddings
     if shape.is_moe:
-        assert shape.norm_topk_prob == (family == "mixtral" or hf_config.norm_topk_prob)
+        assert shape.norm_topk_prob == (family in NORMALISING or hf_config.norm_topk_prob)
 
 
 @pytest.mark.parametrize(

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.activations import LayerCosts, layer_costs
 from fivefold.planning.workload import Workload
+from tests.unit.planning.live_bytes import LiveBytes
 
 HIDDEN = 128
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside: `now`, and at the `most`."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 class Linear(torch.autograd.Function):

@@ -57,7 +57,7 @@ def test_norms_alone_are_on_every_tensor_parallel_rank() -> None:
 
 def test_keeping_gathered_weights_takes_those_of_all_layers_instead_of_two() -> None:
     shape = QWEN3_8B
-    layer = shape.attention_parameters + shape.dense_mlp_parameters + 2 * shape.hidden
+    layer = shape.mixer_parameters("full") + shape.dense_mlp_parameters + 2 * shape.hidden
     more = memory_of("fsdp:d8", kept_gathered=1.0).buffers - memory_of("fsdp:d8").buffers
     assert more == (shape.n_layers - 2) * layer * 2
 
@@ -77,5 +77,5 @@ def test_a_reference_is_sharded_in_its_own_dtype() -> None:
 
 def test_experts_are_gathered_with_their_layer() -> None:
     shape = find_shape("Qwen3-30B-A3B")
-    layer = 2 * (shape.attention_parameters + shape.n_experts * shape.expert_parameters)
+    layer = 2 * (shape.mixer_parameters("full") + shape.n_experts * shape.expert_parameters)
     assert memory_of("fsdp:d8", "Qwen3-30B-A3B").buffers > 2 * layer

@@ -103,7 +103,8 @@ def test_shards_of_all_ranks_add_up_to_the_model(name: str, backend: str) -> Non
     experts = sum(rank.experts for rank in held) * layout.ep * layout.etp
     assert experts == shape.n_moe_layers * shape.n_experts * shape.expert_parameters
     norms = shape.n_layers * 2 * shape.hidden + shape.hidden
-    whole = norms + shape.n_layers * shape.whole_attention_parameters + shape.n_moe_layers * shape.router_parameters
+    mixers = sum(shape.whole_mixer_parameters(kind) for kind in shape.layer_kinds)
+    whole = norms + mixers + shape.n_moe_layers * shape.router_parameters
     dense = sum(rank.dense for rank in held) * layout.tp - (layout.tp - 1) * whole
     padding = 0 if shape.vocab % layout.tp == 0 else (layout.tp - shape.vocab % layout.tp) * shape.hidden
     # Tied embeddings stand on both ends of a pipeline.

@@ -75,3 +75,16 @@ def test_frozen_weights_are_sent_from_the_host_where_two_copies_do_not_fit() -> 
     assert problems == []
     _, _, problems = roles("h100-80g", *short, "actor.offload.params=false")
     assert any("rollout: a rank needs" in line or "while new weights arrive" in line for line in problems)
+
+
+def test_quantized_weights_leave_more_room_for_the_cache() -> None:
+    """Embeddings, output layer, routers and norms stay in bfloat16."""
+    shape = find_shape("Qwen3-30B-A3B")
+    _, plain, _ = roles("h200-141g")
+    _, quantized, problems = roles("h200-141g", "rollout.quantization=fp8_per_block")
+    kept = 2 * shape.vocab * shape.hidden + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
+    matrices = shape.n_parameters - kept
+    assert quantized["memory"]["weights"] == matrices + 2 * kept
+    assert plain["memory"]["weights"] == 2 * (matrices + kept)
+    assert quantized["memory"]["kv_cache"] == plain["memory"]["kv_cache"] + matrices
+    assert problems == []

@@ -17,7 +17,9 @@ from fivefold.algorithms.distillation import coarse_divergence
 from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.algorithms.metrics import Metrics
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig
+from fivefold.engine.contract import StepResult
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Logprobs, Score
@@ -29,7 +31,6 @@ from fivefold.roles import remote_batch
 from fivefold.roles import trainer as trainer_module
 from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
-from fivefold.types import Batch, StepResult
 from fivefold.update import token_advantages
 
 VOCAB = 11

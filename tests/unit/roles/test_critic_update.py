@@ -11,6 +11,7 @@ import torch
 
 from fivefold.algorithms.gae import EstimateMoments, Estimates
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Batch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.heads import Score
@@ -21,7 +22,6 @@ from fivefold.roles.devices import Models
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer import Trainer
-from fivefold.types import Batch
 from fivefold.update.compose import policy_update
 from fivefold.update.critic import Critic
 from fivefold.update.step import Prepared, UpdateState

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from fivefold.batch import Columns
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Job, Responses, Work, answers_of, load_metrics
 from fivefold.roles.rollout import ExpectedLengths
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Columns, Episode, Prompt, Sample, Trajectory
+from fivefold.types import Episode, Prompt, Sample, Trajectory
 
 SAMPLING = SamplingParams(16, 0, False, 1.0, 1.0, 0, (), ())
 

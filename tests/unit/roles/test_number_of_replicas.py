@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.batches import minibatches
@@ -29,7 +30,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.types import Columns, Completion, Episode, Prompt, Sample
+from fivefold.types import Completion, Episode, Prompt, Sample
 from fivefold.update.compose import policy_update
 from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.step import UpdateState

@@ -15,6 +15,7 @@ from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
+from fivefold.batch import Batch, Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
@@ -27,7 +28,7 @@ from fivefold.roles.devices import Models
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.types import Batch, Columns, Prompt, Sample, StopReason
+from fivefold.types import Prompt, Sample, StopReason
 from fivefold.update import token_advantages
 from fivefold.update.compose import policy_update
 from fivefold.update.step import StepOutcome, UpdateState
@@ -242,6 +243,9 @@ def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None
     assert updates(actor, ONE_UPDATE, stale).news is None
     assert [loss.correction for loss in actor.losses] == [RolloutCorrection("token", 2.0)]
     assert actor.n_recomputed == 0, "with one update, the policy before the step is the current one"
+    quantized = RecordingActor(rollout_mismatch_kl=1e-5)
+    assert updates(quantized, ONE_UPDATE, "rollout.quantization=fp8_per_block").news is None
+    assert [loss.correction for loss in quantized.losses] == [RolloutCorrection("token", 2.0)]
     several = RecordingActor()
     updates(several, "actor.ppo_n_minibatches=2", stale)
     assert several.n_recomputed == 1

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.batch import Batch, Columns
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
-from fivefold.types import UNKNOWN_EXPERT, Batch, Columns
+from fivefold.types import UNKNOWN_EXPERT
 
 N = 23
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fivefold.batch import Columns
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Columns, Completion, Episode, Prompt
+from fivefold.types import Completion, Episode, Prompt
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 SLOTS, SIZE, N_JOBS = 8, 4, 12

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.batch import Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.preferences import DPORecipe
@@ -18,7 +19,6 @@ from fivefold.layout.gpus import device_peak, peak_flops
 from fivefold.layout.placement import place
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.run.speed import StepSpeed, Worked
-from fivefold.types import Columns
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart-ppo.yaml"
 

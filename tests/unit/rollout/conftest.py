@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -23,7 +24,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from fivefold.rollout.replica import ReplicaSpec
@@ -43,6 +47,15 @@ COMMON: dict[str, Any] = {
     "eos_token_id": END,
     "bos_token_id": 1,
     **ATTENTION,
+}
+VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
+DELTA_NET = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -70,6 +83,31 @@ YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
     "qwen2": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        # With larger weights transformers' own step by step decoding is 1e-3 away from its forward pass.
+        **{**COMMON, **DELTA_NET, "initializer_range": 0.2},
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config={**COMMON, **DELTA_NET, "initializer_range": 0.2, "head_dim": 16}, vision_config=VISION
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config={
+            **{key: value for key, value in COMMON.items() if key != "intermediate_size"},
+            **DELTA_NET,
+            "initializer_range": 0.2,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 16,
+        },
+        vision_config=VISION,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **COMMON,
         head_dim=16,
@@ -137,7 +175,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         if (family, seed) not in made:
             path = tmp_path_factory.mktemp(f"{family}-{seed}")
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
+            config = CONFIGS[family]()
+            sees = hasattr(config, "vision_config")
+            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
+                config, dtype=torch.float32
+            )
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which hide a mix-up
                     parameter.data += 0.3 * torch.randn_like(parameter)

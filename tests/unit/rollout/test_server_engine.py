@@ -120,6 +120,12 @@ def test_the_command_line_follows_from_the_replica(backend: str) -> None:
     assert server_command(DIALECTS[backend], plain, 81) == ["/opt/python", *words.split(), "--x", "--y=1"]
 
 
+def test_vllm_quantizes_as_the_recipe_says() -> None:
+    spec = spec_of("vllm", Path("/models/a"), python="/opt/python", quantization="fp8_per_block")
+    command = server_command(DIALECTS["vllm"], spec, 81)
+    assert command[command.index("--quantization") + 1] == "fp8_per_block"
+
+
 @pytest.mark.parametrize("argument", ["--uds=/tmp/socket", "--host=0.0.0.0", "--port", "--middleware"])
 def test_the_recipe_cannot_say_where_vllm_listens_or_how_it_answers(argument: str, tmp_path: Path) -> None:
     spec = spec_of("vllm", Path("/models/a"), python=write_python(tmp_path), arguments=("--enforce-eager", argument))

@@ -19,6 +19,7 @@ from fivefold.rules.layouts import layout_problems
 from fivefold.rules.recipe import check_recipe
 from fivefold.rules.replay import replay_taken, with_replay
 
+HYBRID = find_shape("Qwen3.5-35B-A3B")
 MOE = ModelShape(
     family="qwen2_moe",
     n_layers=12,
@@ -71,6 +72,7 @@ def test_a_layout_that_divides_every_size_is_accepted(text: str) -> None:
         ("megatron:t4", replace(DENSE, ffn_hidden=90), "90 columns of the MLP cannot be split over t4"),
         ("megatron:t4", replace(MOE, moe_layers=(False,) + (True,) * 11), "90 columns of the MLP"),
         ("megatron:t4", replace(MOE, shared_expert_ffn_hidden=38), "38 columns of the shared expert"),
+        ("megatron:t2c16", HYBRID, "16 key heads of gated delta nets cannot be split over t2 x c16"),
         ("megatron:p8v2", MOE, "12 layers are too few for p8*v2 = 16"),
         ("megatron:d4e4", MOE, "6 experts cannot be split over e4"),
         ("megatron:(attn:d3|ffn:t3)", MOE, "20 columns of an expert cannot be split over ffn t3"),
@@ -244,6 +246,22 @@ def test_mbridge_has_no_latent_attention() -> None:
         check_recipe(recipe(actor=actor), find_shape("DeepSeek-V3"))
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"megatron": {"bridge_type": "mbridge"}}, "bridge_type=mbridge has no gated delta nets, which qwen3_5_moe"),
+        ({"megatron": {"kernels": "te"}}, "kernels=te has no gated delta nets, which qwen3_5_moe needs"),
+        ({"lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
+        ({"backend": "fsdp:d2", "lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
+    ],
+)
+def test_what_gated_delta_nets_do_not_do_is_refused(section: dict[str, Any], message: str) -> None:
+    actor = {"path": "m", "backend": "megatron:d2"}
+    check_recipe(recipe(actor=actor), HYBRID)
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_recipe(recipe(actor={**actor, **section}), HYBRID)
+
+
 def test_adapters_need_layers_that_have_them() -> None:
     for backend in ("megatron:d2", "fsdp:d2"):
         actor = {"path": "m", "backend": backend, "lora": {"targets": ["q_proj", "down_*"]}}
@@ -297,11 +315,27 @@ def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[st
     def asked(backend: str, *arguments: str) -> TrainRecipe:
         return recipe(rollout={"backend": backend, "server_args": [*quantized, *arguments]})
 
-    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: add --enforce-eager"):
+    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: drop"):
         check_recipe(asked("vllm:d2"), latent)
     check_recipe(asked("vllm:d2", "--enforce-eager"), latent)
     check_recipe(asked("sglang:d2"), latent)
     check_recipe(asked("vllm:d2"), MOE)
+
+
+def test_vllm_alone_quantizes_bfloat16_weights_that_it_gets() -> None:
+    def asked(backend: str, **keys: Any) -> TrainRecipe:
+        return recipe(rollout={"backend": backend, "quantization": "fp8_per_block", **keys})
+
+    check_recipe(asked("vllm:d2"), MOE)
+    with pytest.raises(RecipeError, match=r"quantization=fp8_per_block is for vLLM"):
+        check_recipe(asked("sglang:d2"), MOE)
+    with pytest.raises(RecipeError, match=r"and -q in rollout\.server_args say the same"):
+        check_recipe(asked("vllm:d2", server_args=["-q", "fp8"]), MOE)
+    with pytest.raises(RecipeError, match=r"and they are float32"):
+        check_recipe(asked("vllm:d2", dtype="float32"), MOE)
+    with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights"):
+        check_recipe(asked("vllm:d2"), find_shape("DeepSeek-V3"))
+    check_recipe(asked("vllm:d2", server_args=["--enforce-eager"]), find_shape("DeepSeek-V3"))
 
 
 def test_a_server_on_shared_devices_cannot_keep_keys_and_values_of_older_weights() -> None:

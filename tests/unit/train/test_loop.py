@@ -15,6 +15,7 @@ import pytest
 
 from fivefold import evaluate, train
 from fivefold.algorithms.metrics import Metric
+from fivefold.batch import Columns
 from fivefold.checkpoints.start import FromScratch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -38,7 +39,7 @@ from fivefold.roles.weight_sync import WeightSync
 from fivefold.run.resume import state_at_start
 from fivefold.run.setup import OpenRun
 from fivefold.train_setup import set_up
-from fivefold.types import Columns, Completion, Episode
+from fivefold.types import Completion, Episode
 from fivefold.update.updates import MOST_SKIPPED, Skips
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 

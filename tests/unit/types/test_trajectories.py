@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.types import (
-    NOT_SAMPLED,
-    UNKNOWN_EXPERT,
-    Batch,
-    Columns,
-    Completion,
-    Episode,
-    Prompt,
-    Sample,
-    Totals,
-    Trajectory,
-)
+from fivefold.batch import Batch, Columns, Totals
+from fivefold.types import NOT_SAMPLED, UNKNOWN_EXPERT, Completion, Episode, Prompt, Sample, Trajectory
 
 
 def trajectory(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Trajectory:
