@@ -36,7 +36,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides
 from fivefold.engine.contract import TrainingEngine
 from fivefold.engine.packing import Share
-from fivefold.families.flops import training_flops
+from fivefold.families.backward import training_flops
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.grid import rank_grid

@@ -4,7 +4,8 @@
 
 After each update of weights, the rollout adds Gaussian noise to the weights of its routers, with a standard deviation
 of `--noise` times their own: it stands for the difference between the kernels of a server in bfloat16 and the
-trainer's. Each run is made without replay and with `actor.router_replay=rollout`. The last lines are JSON.
+trainer's. Each run is made without replay and with `actor.router_replay=rollout`. Further words are keys of the recipe.
+The last lines are JSON.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def run(folder: Path, args: argparse.Namespace, seed: int, replay: str, override
         "noise": args.noise,
         "seed": seed,
         "router_replay": replay,
+        "keys": overrides,
         "held_out": [round(value, 3) for value in held_out],
         "accuracy_last_8": round(fmean(row["accuracy"] for row in rows[-8:]), 3),
         "rollout_mismatch_kl": round(fmean(row["rollout_mismatch_kl"] for row in rows), 6),

@@ -25,6 +25,7 @@ from fivefold.roles.launch import replica_spec
 from fivefold.roles.reward_model import RewardModel
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
+from fivefold.rules.replay import replay_taken, with_replay
 from fivefold.run.setup import lay_groundwork
 from fivefold.run.whole_run import RunSetup
 from fivefold.types import Prompt
@@ -47,6 +48,8 @@ class TrainSetup(RunSetup[Prompt]):
     """Responses of an expert to learn in addition to the rewards; None: there are none."""
     route: Route
     """How weights travel from the actor to the rollout."""
+    replay: str | None
+    """What the banner says about router replay; None: nothing."""
 
     def facts(self) -> Mapping[str, object]:
         """Return what the banner says about this kind of run."""
@@ -62,6 +65,8 @@ class TrainSetup(RunSetup[Prompt]):
             "weight sync": self.route.transport.title,
             "algorithm": ", with ".join([recipe.algorithm, *filter(None, [", ".join(deviations(recipe))])]),
             **({} if recipe.actor.lora is None else {"lora": self.ground.shape.with_lora(recipe.actor.lora).adapted}),
+            **({} if self.replay is None else {"router replay": self.replay}),
+            **({"frozen": ", ".join(recipe.actor.freeze)} if recipe.actor.freeze else {}),
             **({} if recipe.environment is None else {"environment": recipe.environment.name}),
             "prompts": self.data.usage,
             **({} if self.experts is None else {"expert": self.experts.examples.usage}),
@@ -134,6 +139,7 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
         ValueError: a recipe, a model or a data set that cannot work.
     """
     ground = lay_groundwork(recipe, began)
+    replay, recipe = replay_taken(recipe, ground.shape), with_replay(recipe, ground.shape)
     route = choose_route(recipe, ground.placement)
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
     check_environment(recipe.environment, ground.tokenizer)
@@ -163,4 +169,5 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
         experts=ExpertExamples.load(recipe, ground),
         total_steps=recipe.n_steps(sampler.batches_per_epoch),
         route=route,
+        replay=replay,
     )

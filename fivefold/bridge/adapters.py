@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from fivefold.bridge.reading import TensorReader, WithFurther
 from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import Shape, tensors
+from fivefold.families.tensors import WeightTensor, tensors
 from fivefold.json_text import read_object
 
 
@@ -36,13 +36,12 @@ class WithAdapters(WithFurther):
     """
 
     def __init__(self, source: TensorReader, shape: ModelShape, seed: int) -> None:
-        super().__init__(
-            source, {name: tensor.shape for tensor in tensors(shape) if tensor.adapts for name in tensor.names}
-        )
+        own = [tensor for tensor in tensors(shape) if tensor.adapts]
+        super().__init__(source, {name: tensor.shape for tensor in own for name in tensor.names})
         self._seed = seed
         assert shape.adapters is not None
         path = shape.adapters.path
-        self._stored = None if path is None else StoredAdapters(Path(path), self._further, shape.adapters)
+        self._stored = None if path is None else StoredAdapters(Path(path), own, shape.adapters)
 
     def _origin(self, name: str) -> str:
         return "a new adapter" if self._stored is None else WEIGHTS
@@ -62,18 +61,20 @@ class WithAdapters(WithFurther):
 class StoredAdapters:
     """The adapters in a folder that PEFT or Fivefold has written."""
 
-    def __init__(self, folder: Path, wanted: Mapping[str, Shape], adapters: AdapterShape) -> None:
+    def __init__(self, folder: Path, matrices: Sequence[WeightTensor], adapters: AdapterShape) -> None:
         """Check that they are the wanted ones.
 
         Args:
             folder: the folder.
-            wanted: names and shapes of the model's adapters.
+            matrices: the matrices of the model's adapters.
             adapters: the model's adapters, whose scale B is converted to.
 
         Raises:
             ValueError: a file is missing or damaged, or the adapters are others.
         """
-        self._adapters = adapters
+        self._folder, self._adapters = folder, adapters
+        self._copies = {tensor.name: tensor.names_in_peft for tensor in matrices if tensor.shared_by is not None}
+        wanted = {name: tensor.shape for tensor in matrices for name in tensor.names_in_peft}
         try:
             self._config = read_object(folder / CONFIG)
             # Once: the header has every expert's matrices, and parsing it for each of them would take minutes.
@@ -93,10 +94,21 @@ class StoredAdapters:
                 )
 
     def read(self, name: str) -> Tensor:
-        """Return a matrix, float32; B has the difference of the scales in it."""
-        matrix: Tensor = self._file.get_tensor(PREFIX + name).float()
+        """Return a matrix, float32; B has the difference of the scales in it.
+
+        Raises:
+            ValueError: experts are to share the matrix, and the folder has different ones.
+        """
+        first, *others = self._copies.get(name, (name,))
+        matrix: Tensor = self._file.get_tensor(PREFIX + first).float()
+        for other in others:
+            if not torch.equal(self._file.get_tensor(PREFIX + other).float(), matrix):
+                raise ValueError(
+                    f"lora.path={str(self._folder)!r} has different matrices {first} and {other}, which "
+                    "lora.experts=shared_outer shares: set lora.experts=each"
+                )
         if name.endswith("lora_B.weight"):
-            matrix *= self._scale(name, matrix.shape[1]) / self._adapters.scale(matrix.shape[1])
+            matrix *= self._scale(first, matrix.shape[1]) / self._adapters.scale(matrix.shape[1])
         return matrix
 
     def _scale(self, name: str, rank: int) -> float:

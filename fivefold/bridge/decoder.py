@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from fivefold.bridge.mapping import TiedOutput, WeightMapping, mapping_of
-from fivefold.families.adapters import MATRICES, adapter_name, layer_of
+from fivefold.families.adapters import MATRICES, find_adapter, layer_of
 from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
@@ -108,15 +108,14 @@ def _model(shape: ModelShape, family: Family) -> Iterator[WeightMapping]:
         yield mapping_of("output_layer.weight", by_name[OUTPUT])
 
 
-def _adapters(parameter: str, found: list[WeightTensor], by_name: dict[str, WeightTensor]) -> Iterator[WeightMapping]:
+def _adapters(parameter: str, weights: list[WeightTensor], by_name: dict[str, WeightTensor]) -> Iterator[WeightMapping]:
     """Yield the mappings of the adapters of the weights in a parameter, each a separate parameter."""
     module = parameter.rpartition(".")[0]
-    for weight in found:
+    for weight in weights:
         layer = layer_of(weight.name)
-        names = [(matrix, adapter_name(weight.name, matrix)) for matrix in MATRICES]
-        for matrix, name in names if layer is not None else ():
-            if name in by_name:
-                yield mapping_of(f"{module}.adapters.{layer}.{matrix}", by_name[name])
+        for matrix in MATRICES if layer is not None else ():
+            if (found := find_adapter(by_name, weight.name, matrix)) is not None:
+                yield mapping_of(f"{module}.adapters.{layer}.{matrix}", found)
 
 
 def _n_units(shape: ModelShape, parameter: str) -> int | None:

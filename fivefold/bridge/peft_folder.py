@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,23 @@ class AdapterFolder:
             if tensor.name.endswith("lora_B.weight") and tensor.shape[1] != usual
             for name in tensor.names
         }
-        specs = {
-            PREFIX + name: TensorSpec(dtype, tensor.shape)
-            for tensor in tensors(shape)
-            if tensor.adapts
-            for name in tensor.names
+        own = [tensor for tensor in tensors(shape) if tensor.adapts]
+        self._names = {
+            name: tensor.names_in_peft if tensor.shared_by else (name,) for tensor in own for name in tensor.names
         }
+        specs = {PREFIX + name: TensorSpec(dtype, tensor.shape) for tensor in own for name in tensor.names_in_peft}
         self.plan = plan_shards(specs, sum(spec.n_bytes for spec in specs.values()))
 
-    def block(self, piece: Piece, content: Tensor) -> tuple[Piece, Tensor]:
-        """Return a piece of an adapter as it is in the file: with the name that it has there.
+    def blocks(self, piece: Piece, content: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield a piece of an adapter as it is in the file: with the name that it has there, once for each expert.
 
         B of a layer with another rank than the usual one has the difference of their scales in it: engines that serve
         models have one scale for all.
         """
         if (factor := self._factors.get(piece.name)) is not None:
             content = content * factor
-        return replace(piece, name=PREFIX + piece.name), content
+        for name in self._names[piece.name]:
+            yield replace(piece, name=PREFIX + name), content
 
     kept_bytes = 0
     """All of it is trained."""

@@ -135,7 +135,7 @@ _TRANSFORMER: dict[str, str] = {
     **_each(_UNREAD, "async_tensor_model_parallel_allreduce test_mode barrier_with_L1_time"),
     "calculate_per_token_loss": "losses are summed over tokens and divided by global counts: set loss_aggregation",
     "moe_router_topk_limited_devices": "Megatron-Core replaced it by moe_router_num_groups and moe_router_group_topk",
-    "moe_enable_routing_replay": "nothing records the router's choices of the rollout",
+    "moe_enable_routing_replay": "routes are replayed by actor.router_replay",
     "moe_per_layer_logging": "metrics.jsonl always has the load of experts by layer",
     "config_logger_dir": "the run's folder has the whole configuration in engine.yaml",
     "moe_hybridep_num_sms": "token_dispatcher=flex exchanges tokens by DeepEP, not by HybridEP",

@@ -76,7 +76,7 @@ class SavingVerbs(ABC):
         """Write the adapters as a folder that PEFT loads; see `TrainingEngine.save_adapters`."""
         self._require("params")
         new = AdapterFolder(folder, self.shape, getattr(torch, self.config.dtype), self.config.path)
-        save_blocks(new, (new.block(piece, content) for piece, content in self._adapter_blocks()))
+        save_blocks(new, (each for piece, content in self._adapter_blocks() for each in new.blocks(piece, content)))
 
     def snapshot(self, folder: Path, *, copy: bool = True) -> Snapshot:
         """Copy master weights, Adam's moments, counts and random-number generators of this rank to host memory.

@@ -8,10 +8,12 @@ experts see each token.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import sqrt
-from typing import Literal
+from typing import Literal, TypeVar
 
 PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's layers."""
@@ -19,6 +21,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Files of a folder of adapters."""
 Matrix = Literal["A", "B"]
 MATRICES: tuple[Matrix, ...] = ("A", "B")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class AdapterShape:
     expert_rank: int | None
     """Rank of each routed expert's; None: routed experts have none."""
     alpha: float
+    shares_outer: bool = False
+    """Whether the experts of a layer share the matrices that see or make hidden states: A of gate and up, B of down."""
     rank_stabilized: bool = False
     """Whether the scale is alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("*",)
@@ -62,3 +68,13 @@ def layer_of(name: str) -> str | None:
 def adapter_name(weight: str, matrix: Matrix) -> str:
     """Return the name of a matrix of the adapter of a weight, as PEFT writes it."""
     return f"{weight.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def shared_name(weight: str, matrix: Matrix) -> str:
+    """Return the name of a matrix that all experts share, of the adapters of one expert's weight or of a pattern."""
+    return adapter_name(re.sub(r"\.experts\.(\d+|\{expert\})\.", ".experts.", weight), matrix)
+
+
+def find_adapter(known: Mapping[str, T], weight: str, matrix: Matrix) -> T | None:
+    """Return what is known of a matrix of a weight's adapter, be it the weight's own or shared; None: nothing."""
+    return known.get(adapter_name(weight, matrix), known.get(shared_name(weight, matrix)))

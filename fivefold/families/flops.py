@@ -8,14 +8,12 @@ recurrence of gated delta nets, token by token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from fivefold.families.shape import ModelShape
 
 BACKWARD_AND_FORWARD = 3.0
 """Backward and forward FLOPs over forward FLOPs. Recomputation is not counted (MFU, not HFU)."""
-FROZEN_WEIGHTS = 2.0
-"""The same of products with weights that have no gradient. The adapters' own products are not counted."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +93,3 @@ class ForwardFlops:
             router=float(tokens * self.router),
             head=float(n_predicted * self.head),
         )
-
-
-def training_flops(shape: ModelShape, lengths: Sequence[int], n_predicted: int) -> float:
-    """Return the FLOPs of forward and backward over sequences of `lengths` tokens.
-
-    `n_predicted` of all tokens get logits.
-    """
-    return with_backward(shape, ForwardFlops.of(shape).on(lengths, n_predicted)).total
-
-
-def with_backward(shape: ModelShape, forward: PartFlops) -> PartFlops:
-    """Return the FLOPs of forward and backward; weights that are frozen under adapters need no gradient."""
-    if shape.adapters is None:
-        return forward.scaled(BACKWARD_AND_FORWARD)
-    return replace(forward.scaled(FROZEN_WEIGHTS), attention=BACKWARD_AND_FORWARD * forward.attention)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from fivefold.config.paths import user_path
+from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
@@ -180,6 +181,8 @@ class ModelShape:
     """Whether a value head has a bias: a critic's has one, a reward model's none."""
     adapters: AdapterShape | None = None
     """Low-rank adapters on its linear layers; None: it has none."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained; with adapters, none of the weights is."""
     name: str = field(default="", compare=False)
     """What tables and pictures call the model; empty where it has no name."""
 
@@ -215,6 +218,17 @@ class ModelShape:
         """Layers that attend to keys and values of every token."""
         return self.n_layers - self.n_delta_layers
 
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's routes (`fivefold.routes`): its experts in all layers, and -1 for those not known."""
+        return self.n_moe_layers * self.top_k * (1 if self.n_experts <= 128 else 2)
+
+    def trained_by(self, config: TrainedModelConfig | None) -> ModelShape:
+        """Return the shape of this model as a recipe trains it, with its head; None: it is not trained."""
+        if config is None:
+            return replace(self, adapters=None, frozen=())
+        return replace(self.with_lora(config.lora), frozen=tuple(config.freeze))
+
     def with_lora(self, config: LoraConfig | None) -> ModelShape:
         """Return the shape of this model with the adapters of a recipe; None: it has none."""
         if config is None:
@@ -222,7 +236,8 @@ class ModelShape:
         expert_rank = config.rank_of_experts or max(1, config.rank // max(1, self.top_k))
         adapters = AdapterShape(
             rank=config.rank,
-            expert_rank=expert_rank if config.experts == "each" else None,
+            expert_rank=None if config.experts == "none" else expert_rank,
+            shares_outer=config.experts == "shared_outer",
             alpha=config.alpha,
             rank_stabilized=config.use_rslora,
             targets=tuple(config.targets),
@@ -237,6 +252,7 @@ class ModelShape:
         if adapters is None:
             return "no adapters"
         experts = f", {adapters.expert_rank} of each expert" if self.is_moe and adapters.expert_rank else ""
+        experts += ", outer matrices shared" if experts and adapters.shares_outer else ""
         layers = "" if adapters.targets == ("*",) else f", on {', '.join(adapters.targets)}"
         return f"rank {adapters.rank}{experts}{layers}"
 

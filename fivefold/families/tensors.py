@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
-from fivefold.families.adapters import AdapterShape, adapter_name
+from fivefold.families.adapters import MATRICES, AdapterShape, Matrix, adapter_name, shared_name
 from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, MLPNames
 from fivefold.families.registry import find_family
@@ -49,6 +49,8 @@ class WeightTensor:
     """Whether it is float32 whatever the dtype of the model: offsets of routers, which no gradient changes."""
     adapts: str | None = None
     """Name of the weight whose adapter it is part of; None: it is part of the model itself."""
+    shared_by: int | None = None
+    """Experts whose adapters have the matrix in common; None: it is no such matrix."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,6 +58,14 @@ class WeightTensor:
         if self.n_experts is None:
             return (self.name,)
         return tuple(self.name.format(expert=expert) for expert in range(self.n_experts))
+
+    @property
+    def names_in_peft(self) -> tuple[str, ...]:
+        """Return the names of a matrix of an adapter in a folder of PEFT, which has a copy of it for each expert."""
+        if self.shared_by is None:
+            return self.names
+        [matrix] = (matrix for matrix in MATRICES if self.name == shared_name(str(self.adapts), matrix))
+        return tuple(adapter_name(str(self.adapts).format(expert=e), matrix) for e in range(self.shared_by))
 
     def elements(self, ranks: int) -> int:
         """Return the elements, padding included, that each of `ranks` tensor-parallel ranks has; of one expert."""
@@ -90,6 +100,11 @@ ADAPTERS = Trained(only=(adapter_name("*", "A"), adapter_name("*", "B"), VALUE_W
 """The adapters, and a value head, which begins at 0."""
 
 
+def trained_tensors(shape: ModelShape) -> Trained:
+    """Return which tensors of a model are trained: its adapters, or without them all that are not frozen."""
+    return Trained(shape.frozen) if shape.adapters is None else ADAPTERS
+
+
 def embedding(shape: ModelShape) -> str:
     """Return the name of the embedding."""
     return find_family(shape.family).in_files(_EMBEDDING)
@@ -113,11 +128,18 @@ def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTen
     rank = adapters.rank_of(tensor.name, of_expert=tensor.n_experts is not None)
     if rank is not None:
         rows, columns = tensor.shape
-        of_a: Cut = "columns" if tensor.cut == "columns" else "whole"
-        of_b: Cut = "rows" if tensor.cut == "rows" else "whole"
-        part = replace(tensor, adapts=tensor.name)
-        yield replace(part, name=adapter_name(tensor.name, "A"), shape=(rank, columns), cut=of_a)
-        yield replace(part, name=adapter_name(tensor.name, "B"), shape=(rows, rank), cut=of_b)
+        forms: dict[Matrix, tuple[Shape, Cut]] = {
+            "A": ((rank, columns), "columns" if tensor.cut == "columns" else "whole"),
+            "B": ((rows, rank), "rows" if tensor.cut == "rows" else "whole"),
+        }
+        for matrix, (shape, cut) in forms.items():
+            part = replace(tensor, adapts=tensor.name, shape=shape, cut=cut)
+            # What tensor parallelism leaves whole is on the side of the hidden states.
+            if adapters.shares_outer and tensor.n_experts is not None and cut == "whole":
+                shared = shared_name(tensor.name, matrix)
+                yield replace(part, name=shared, n_experts=None, shared_by=tensor.n_experts)
+            else:
+                yield replace(part, name=adapter_name(tensor.name, matrix))
 
 
 def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.bridge.mapping import WeightMapping
@@ -24,7 +25,10 @@ from fivefold.fsdp.mappings import expert_adapter
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of one weight of all experts: A [experts, rank, in] and B [experts, out, rank]."""
+    """The adapters of one weight of all experts: A [experts, rank, in] and B [experts, out, rank].
+
+    One of the two may be shared by the experts, and then has no first dimension.
+    """
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -35,8 +39,8 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
         """Return what is added to the product of rows, sorted by expert, [N, out]."""
-        low = _product(rows_NI, padded_rank(self.A, 1), ends_E)
-        return _product(low, padded_rank(self.B, 2), ends_E) * self._scale
+        low = _product(rows_NI, padded_rank(self.A, -2), ends_E)
+        return _product(low, padded_rank(self.B, -1), ends_E) * self._scale
 
 
 class AdaptedExperts:
@@ -82,9 +86,9 @@ class AdaptedExperts:
         ]
 
 
-def _product(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Return rows, sorted by expert, times the transposes of their experts' weights, [N, O]."""
-    return grouped_mm(rows_NI, weight_EOI.transpose(1, 2), ends_E)
+def _product(rows_NI: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    """Return rows, sorted by expert, times the transposes of [E, O, I], or of one matrix for all, [N, O]."""
+    return F.linear(rows_NI, weight) if weight.ndim == 2 else grouped_mm(rows_NI, weight.transpose(1, 2), ends_E)
 
 
 def install_adapters(model: nn.Module, mappings: Mapping[str, WeightMapping], shape: AdapterShape) -> Switch:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fivefold.bridge.mapping import WeightMapping, mapping_of
-from fivefold.families.adapters import MATRICES, Matrix, adapter_name, layer_of
+from fivefold.families.adapters import MATRICES, Matrix, find_adapter, layer_of
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import WeightTensor, tensors
@@ -40,7 +40,7 @@ def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
     for tensor in by_name.values():
         layer = f"model.layers.{tensor.layer}."
         in_file = family.in_files(layer)
-        if tensor.n_experts is None:
+        if tensor.n_experts is None and tensor.shared_by is None:
             own = tensor.name.removeprefix(in_file)
             # A bias follows its weight, as in a module of transformers.
             if not own.endswith(".bias"):
@@ -58,7 +58,7 @@ def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
 def _adapters(experts: str, weight: WeightTensor, by_name: Mapping[str, WeightTensor]) -> Iterator[WeightMapping]:
     """Yield the mappings of the adapters of one weight of all experts, whose module is `experts`."""
     for matrix in MATRICES:
-        if (tensor := by_name.get(adapter_name(weight.name, matrix))) is not None:
+        if (tensor := find_adapter(by_name, weight.name, matrix)) is not None:
             yield mapping_of(expert_adapter(experts, str(layer_of(weight.name)), matrix), tensor)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.pieces import Piece
-from fivefold.families.adapters import AdapterShape, adapter_name
+from fivefold.families.adapters import MATRICES, AdapterShape, find_adapter
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def additions(pieces: Iterable[Piece], matrices: Mapping[str, Tensor], shape: Ad
         shape: the adapters.
     """
     for piece in pieces:
-        if (a := matrices.get(adapter_name(piece.name, "A"))) is not None:
+        a, b = (find_adapter(matrices, piece.name, matrix) for matrix in MATRICES)
+        if a is not None and b is not None:
             rows, columns = piece.index
-            b = matrices[adapter_name(piece.name, "B")]
             # Copies, so that nothing refers to the whole matrices.
             yield Addition(piece, a[:, columns].clone(), b[rows].clone(), shape.scale(len(a)))
 

@@ -150,19 +150,28 @@ class ExpertAdapters(Adapters):
         """Return the products [N, out] of rows [N, in], sorted by expert, with what the adapters add."""
         if not self._switch.is_on:
             return output
-        multiply, adapters = self._experts.multiply, list(self._adapters.items())
-        # The matrix that is whole on ranks with different parts of an expert gets a part of its gradient on each.
-        group, is_a_whole = self._experts.etp_group, self._cut == "rows"
-        matrices = [
-            (copy_to_group(each.A, group), each.B) if is_a_whole else (each.A, copy_to_group(each.B, group))
-            for _, each in adapters
-        ]
-        low = multiply(rows, torch.cat([padded_rank(a, 1) for a, _ in matrices], dim=1), groups)
+        adapters, is_a_whole = list(self._adapters.items()), self._cut == "rows"
+        ups = [padded_rank(self._summed(each.A) if is_a_whole else each.A, -2) for _, each in adapters]
+        low = self._multiply(rows, torch.cat(ups, dim=-2), groups)
         parts = {
-            name: multiply(own.contiguous(), padded_rank(b, 2), groups) * adapter.scale
-            for (name, adapter), (_, b), own in zip(adapters, matrices, low.chunk(len(adapters), dim=-1), strict=True)
+            name: self._multiply(
+                own.contiguous(), padded_rank(each.B if is_a_whole else self._summed(each.B), -1), groups
+            )
+            * each.scale
+            for (name, each), own in zip(adapters, low.chunk(len(adapters), dim=-1), strict=True)
         }
         return output + self._arranged(parts, 1)
+
+    def _summed(self, whole: Tensor) -> Tensor:
+        """Return a matrix that is whole on ranks with different parts of an expert, each with a part of its gradient.
+
+        The gradient of one that all experts share is summed over all ranks of the stage, as in dense layers.
+        """
+        return whole if whole.ndim == 2 else copy_to_group(whole, self._experts.etp_group)
+
+    def _multiply(self, rows: Tensor, matrix: Tensor, groups: Any) -> Tensor:
+        """Return rows [N, in] times the transposes of their experts' [E, out, in], or of one matrix for all."""
+        return F.linear(rows, matrix) if matrix.ndim == 2 else self._experts.multiply(rows, matrix, groups)
 
 
 def is_over_tokens(linear: Any) -> bool:
@@ -252,6 +261,10 @@ def _parameter(mapping: WeightMapping, like: Tensor, module: Any, groups: ShardG
     elif mapping.domain == "tensor":
         set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=0, stride=1)
     else:
-        # Each rank has seen a part of the tokens, or has a part of the outputs.
-        attributes["sequence_parallel"] = is_over_tokens(module) or getattr(module, "disable_grad_reduce", False)
+        # Each rank has seen a part of the tokens, or has a part of the outputs or of the experts.
+        attributes["sequence_parallel"] = (
+            isinstance(module, GroupedExperts)
+            or is_over_tokens(module)
+            or getattr(module, "disable_grad_reduce", False)
+        )
     return matrix

@@ -22,6 +22,7 @@ from fivefold.layout.recipe import recipe_allocation, recipe_devices
 from fivefold.planning.inputs import Inputs, ModelInputs, RolloutInputs
 from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.rules.recipe import recipe_problems
+from fivefold.rules.replay import with_replay
 from fivefold.rules.unused import unused_keys
 from fivefold.rules.unusual import unusual_values
 
@@ -82,6 +83,7 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
             *unusual_values(recipe),
             *_folder_notes(recipe),
             *_generation_notes(recipe),
+            *_replay_notes(recipe, shape),
         ),
     )
 
@@ -123,7 +125,7 @@ def _model(recipe: Recipe, role: Role, shape: ModelShape, changes: Changes) -> M
         given = expert.batch_size // section.ppo_n_minibatches
         work = replace(work, given_sequences=given, given_length=expert.max_length)
     return ModelInputs(
-        shape.with_head(section.head).with_lora(role.trained.lora if role.trained else None),
+        shape.with_head(section.head).trained_by(role.trained),
         changes.applied(work),
         trains=role.trained is not None,
         leaves=section.leaves_devices,
@@ -235,6 +237,21 @@ def _folder_notes(recipe: Recipe) -> Iterator[str]:
         yield f"{folder} has no weights (*.safetensors), which training needs unless actor.init_from_scratch is true"
     if recipe.tokenizer_path is None and not any(folder.glob("*token*")):
         yield f"{folder} has no tokenizer, which training needs: put its files there, or set tokenizer_path"
+
+
+def _replay_notes(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a note about the routes that a step keeps for router replay."""
+    if not isinstance(recipe, TrainRecipe):
+        return
+    replay = with_replay(recipe, shape).actor.router_replay
+    if replay != "none":
+        steps = 1 + (recipe.rollout.max_head_offpolicyness if replay == "rollout" else 0)
+        sequences = steps * recipe.train_dataset.batch_size * recipe.gconfig.n_samples
+        most = sequences * recipe.most_tokens(recipe.train_dataset) * shape.route_bytes
+        yield (
+            f"actor.router_replay={replay}: the experts of a token take {shape.route_bytes:,} bytes, and "
+            f"{sequences:,} sequences at most {most / 1e9:,.1f} GB of host memory"
+        )
 
 
 def _generation_notes(recipe: Recipe) -> Iterator[str]:

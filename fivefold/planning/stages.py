@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fivefold.families.shape import LayerSort, ModelShape
-from fivefold.families.tensors import ADAPTERS, embedding, tensors
+from fivefold.families.tensors import embedding, tensors, trained_tensors
 from fivefold.layout.grid import stage_layers
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
@@ -91,18 +91,15 @@ def _stage(layout: ParallelLayout, shape: ModelShape, index: int) -> Stage:
 
 
 def trained_rank_parameters(layout: ParallelLayout, shape: ModelShape, stage: Stage) -> RankParameters:
-    """Return the parameters of one rank of `stage` that are trained: all, or the adapters that the model has."""
-    return rank_parameters(layout, shape, stage, trained=shape.adapters is not None)
+    """Return the parameters of one rank of `stage` that are trained."""
+    return rank_parameters(layout, shape, stage, only_trained=True)
 
 
 def rank_parameters(
-    layout: ParallelLayout, shape: ModelShape, stage: Stage, *, trained: bool = False
+    layout: ParallelLayout, shape: ModelShape, stage: Stage, *, only_trained: bool = False
 ) -> RankParameters:
-    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp.
-
-    `trained`: those that are trained where a model has adapters.
-    """
-    counts = _counts(shape, layout.tp, layout.ep, layout.etp, trained)
+    """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
+    counts = _counts(shape, layout.tp, layout.ep, layout.etp, only_trained)
     layers = [counts.layers[layer] for chunk in stage.chunks for layer in chunk]
     # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
     has_table = stage.has_embedding or (stage.has_head and shape.tied_embeddings)
@@ -123,10 +120,11 @@ class _Counts:
 
 
 @lru_cache(maxsize=256)
-def _counts(shape: ModelShape, tp: int, ep: int, etp: int, trained: bool) -> _Counts:
+def _counts(shape: ModelShape, tp: int, ep: int, etp: int, only_trained: bool) -> _Counts:
     dense, experts, first, head = [0] * shape.n_layers, [0] * shape.n_layers, 0, 0
+    trained = trained_tensors(shape)
     for tensor in tensors(shape):
-        if trained and tensor.name not in ADAPTERS:
+        if only_trained and tensor.names[0] not in trained:
             continue
         if tensor.layer is None:
             first += (tensor.name == embedding(shape)) * tensor.elements(tp)

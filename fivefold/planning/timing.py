@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.families.flops import BACKWARD_AND_FORWARD, FROZEN_WEIGHTS, ForwardFlops, PartFlops, with_backward
+from fivefold.families.backward import over_forward, with_backward
+from fivefold.families.flops import ForwardFlops, PartFlops
 from fivefold.families.recomputation import keys_of_latents, keys_of_others
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
@@ -202,7 +203,7 @@ class _StageTime:
         layers, again = _layer_seconds(layout, shape, work, stage, gpu, forward, fill)
         if layout.backend == "fsdp":
             layers, again = PLAIN_LAYERS * layers, PLAIN_LAYERS * again
-        products = 4 if work.logprob_recompute else 3
+        products = over_forward(shape).head + work.logprob_recompute
         head = products * forward.head / DENSE_EFFICIENCY / gpu.peak if stage.has_head else 0.0
         exposed = sum(item.seconds(gpu) / count for item in traffic if item.dimension in _COLLECTIVES_IN_THE_WAY)
         repeated, _ = repeated_halves(stage, work)
@@ -228,10 +229,15 @@ def _layer_seconds(
     """
     mixers, attends = _mixer_shares(shape, stage)
     moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
-    mlps = forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY
-    mlps += forward.experts * moe_share / GROUPED_EFFICIENCY
-    projections = forward.projections * mixers * (1 + keys_of_others(shape, layout))
-    matmuls = (projections + forward.router * moe_share) / DENSE_EFFICIENCY + mlps
+    products = PartFlops(
+        projections=forward.projections * mixers * (1 + keys_of_others(shape, layout)) / DENSE_EFFICIENCY,
+        attention=0.0,
+        dense_mlps=forward.dense_mlps * _mlp_share(shape, stage) / DENSE_EFFICIENCY,
+        experts=forward.experts * moe_share / GROUPED_EFFICIENCY,
+        router=forward.router * moe_share / DENSE_EFFICIENCY,
+        head=0.0,
+    )
+    matmuls, mlps = products.total, products.dense_mlps + products.experts
     attention = forward.attention * attends
     forward_efficiency, backward_efficiency = ATTENTION_EFFICIENCY[work.attn_impl]
     scores = attention / forward_efficiency
@@ -239,8 +245,8 @@ def _layer_seconds(
     moved = PASSES_OVER_SAVED * saved * fill
     moved += ACCUMULATION_BYTES * trained_rank_parameters(layout, shape, stage).experts
     element_wise = gpu.bandwidth * BANDWIDTH_EFFICIENCY
-    passes = BACKWARD_AND_FORWARD if shape.adapters is None else FROZEN_WEIGHTS
-    computing = passes * matmuls + scores + 2 * attention / backward_efficiency
+    passes = over_forward(shape)
+    computing = products.weighted(passes) + scores + (passes.attention - 1) * attention / backward_efficiency
     again_bytes = PASSES_OVER_SAVED / 3 * fill / element_wise
     attention_again, mlp_again = repeated_halves(stage, work)
     if work.recompute == "full":

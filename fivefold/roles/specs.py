@@ -85,7 +85,8 @@ def _spec(recipe: Recipe, role: Role, placement: Placement, *, updates: int, cop
         ema_decay=role.section.follows,
         value_head=shape.value_head,
         value_bias=shape.value_bias,
-        adapters=None if trained is None else shape.with_lora(trained.lora).adapters,
+        adapters=shape.trained_by(trained).adapters,
+        frozen=() if trained is None else tuple(trained.freeze),
         replays=role.section.replays,
         copies_state=copies,
     )

@@ -26,6 +26,7 @@ from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
 from fivefold.families.adapters import AdapterShape
+from fivefold.families.tensors import Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
@@ -61,6 +62,8 @@ class TrainerSpec:
     """Optimizer steps of the run."""
     adapters: AdapterShape | None = None
     """Low-rank adapters, which are trained in place of the model's weights; None: it has none."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the Hugging Face names of weights that are not trained."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
     reference_is_base: bool = False
@@ -123,6 +126,7 @@ class TrainerWorker:
             value_bias=spec.value_bias,
             replays=spec.replays,
             adapters=spec.adapters,
+            trained=Trained(spec.frozen),
         )
         self._reference: TrainingEngine | None = None
         if spec.reference is not None:

@@ -17,6 +17,7 @@ from fivefold.layout.placement import place
 from fivefold.rewards.static_check import reward_problems
 from fivefold.rules.adapters import adapter_problems
 from fivefold.rules.engines import engine_problems
+from fivefold.rules.freezing import freezing_problems
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import (
     RoleShapes,
@@ -78,6 +79,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from sampling_problems(recipe, shape)
     yield from replay_problems(recipe, shape)
     yield from adapter_problems(recipe, shape, others)
+    yield from freezing_problems(recipe, shape, others)
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

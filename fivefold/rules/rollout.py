@@ -87,7 +87,7 @@ def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def quantization_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield a line if the server cannot quantize the weights that it gets, or is told twice how."""
+    """Yield a line if the server cannot quantize the weights that it gets, or gets two such keys."""
     if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.quantization) is None:
         return
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")

@@ -13,7 +13,8 @@ from fivefold.batch import Columns
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.flops import ForwardFlops, PartFlops, with_backward
+from fivefold.families.backward import with_backward
+from fivefold.families.flops import ForwardFlops, PartFlops
 from fivefold.families.recomputation import repeated_shares
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import device_peak
@@ -83,8 +84,7 @@ class StepSpeed:
         for name, role in roles_of(recipe).items():
             if not role.spec.generates:
                 section = role.section if isinstance(role.section, EngineConfig) else recipe.actor
-                own = others.get(name, shape).with_head(role.section.head)
-                own = own.with_lora(role.trained.lora if role.trained else None)
+                own = others.get(name, shape).with_head(role.section.head).trained_by(role.trained)
                 layout = placement[name if name in placement else "actor"].layout
                 epochs = 1 if role.trained is None else role.trained.epochs
                 repeated = repeated_shares(section, layout, own)

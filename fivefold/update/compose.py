@@ -15,6 +15,7 @@ from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.algorithms.turn_gae import TurnGAE
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.shape import ModelShape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.types import TRUNCATED
@@ -31,7 +32,7 @@ from fivefold.update.turn_credit import TurnAdvantages, TurnRewards
 
 
 def policy_update(
-    recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int, experts: ExpertExamples | None = None
+    recipe: TrainRecipe, models: Models, timers: PhaseTimers, shape: ModelShape, experts: ExpertExamples | None = None
 ) -> PolicyUpdate:
     """Return the policy update of a recipe.
 
@@ -39,7 +40,7 @@ def policy_update(
         recipe: the recipe.
         models: the actor, and the models that the recipe has besides.
         timers: count the time of each phase.
-        vocab: number of tokens in the actor's vocabulary.
+        shape: the actor's model.
         experts: an expert's examples; None: there are none.
     """
     loss = build_policy_loss(recipe.actor, recipe.gconfig)
@@ -47,10 +48,10 @@ def policy_update(
     advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
     parts = (
         *_marks(recipe, loss, shaping, experts),
-        *_columns(recipe, models, loss, timers, vocab),
+        *_columns(recipe, models, loss, timers, shape.vocab),
         *_advantages(recipe, models, advantage, shaping, timers),
         *([] if (limit := recipe.actor.advantage_clip) is None else [ClippedAdvantages(limit)]),
-        *_loss_parts(recipe, loss),
+        *_loss_parts(recipe, loss, shape),
     )
     return PolicyUpdate(recipe.actor, models.actor, recipe.seed, shaping, advantage, loss, parts)
 
@@ -122,7 +123,7 @@ def _advantages(
         yield WhitenedAdvantages(models.actor)
 
 
-def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss) -> Iterator[Part]:
+def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Iterator[Part]:
     """Yield what changes the loss from step to step."""
     actor, age = recipe.actor, recipe.rollout.max_head_offpolicyness
     is_auto = actor.rollout_correction.method == "auto"
@@ -143,7 +144,7 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss) -> Iterator[Part]:
     if actor.entropy_target is not None:
         yield EntropyTarget()
     if actor.router_replay != "none":
-        yield AlignedRoutes(actor.router_replay_min_overlap)
+        yield AlignedRoutes(actor.router_replay_min_overlap, shape.route_bytes)
 
 
 def _penalizes(recipe: TrainRecipe) -> bool:

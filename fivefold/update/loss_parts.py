@@ -71,13 +71,16 @@ class EntropyTarget(Part):
 
 @dataclass(frozen=True)
 class AlignedRoutes(Part):
-    """Ends the run if the routes that were replayed seem to be of other tokens, or of another model."""
+    """Measures routes, and ends the run if they seem to be of other tokens, or of another model."""
 
     min_overlap: float
     """Least share of the replayed experts that the routers would choose themselves."""
+    token_bytes: int
+    """Bytes of a token's routes."""
 
     def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
         """Compare the overlap with the least one."""
+        outcome = outcome.measured({"replay/bytes": float(step.batch.n_tokens * self.token_bytes)})
         overlap = 1.0 - outcome.metrics.get("replay/differs", 0.0)
         if overlap >= self.min_overlap:
             return outcome

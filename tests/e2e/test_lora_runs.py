@@ -1,9 +1,10 @@
-"""Runs that train low-rank adapters in place of the weights."""
+"""Runs that train low-rank adapters in place of the weights, or only some of the weights."""
 
 from __future__ import annotations
 
 import json
 import math
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -12,35 +13,43 @@ from safetensors.torch import load_file
 from tests.e2e.conftest import ROOT, Fivefold
 
 LORA = ("actor.lora.rank=4", "actor.lora.rank_of_experts=2", "actor.lora.alpha=8", "actor.optimizer.lr=1e-3")
+ADAPTERS = (*LORA, "actor.lora.use_rslora=true", "actor.kl_ctl=0.01")
 TRAIN = (
-    "train", str(ROOT / "recipes" / "quickstart.yaml"), *LORA, "actor.lora.use_rslora=true", "actor.kl_ctl=0.01",
-    "actor.ppo_n_minibatches=1", "train_dataset.batch_size=8", "valid_dataset=null", "recover.freq_steps=1",
+    "train", str(ROOT / "recipes" / "quickstart.yaml"), "actor.ppo_n_minibatches=1", "train_dataset.batch_size=8",
+    "valid_dataset=null", "recover.freq_steps=1",
 )  # fmt: skip
 
 
-def run(fivefold: Fivefold, folder: Path, n_steps: int, *keys: str) -> list[dict[str, float]]:
+def run(fivefold: Fivefold, folder: Path, n_steps: int, *keys: str, says: str) -> list[dict[str, float]]:
     """Train up to a step, from a checkpoint if there is one; return the metrics of all steps."""
     result = fivefold(*TRAIN, f"cluster.fileroot={folder}", f"total_train_steps={n_steps}", *keys)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert "rank 4, 2 of each expert" in result.stdout
+    assert says in result.stdout
     [file] = folder.glob("*/*/metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def changed(folder: Path) -> set[str]:
+    """Return the weights of a run that differ from those that it began with."""
+    [file] = folder.glob("*/*/weights/model.safetensors")
+    before, after = load_file(ROOT / "fivefold" / "models" / "tiny-moe" / "model.safetensors"), load_file(file)
+    assert before.keys() == after.keys()
+    return {name for name in before if not (before[name].float() == after[name].float()).all()}
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_a_run_resumes_with_the_same_bits(
     fivefold: Fivefold, tmp_path: Path
 ) -> None:
-    whole = run(fivefold, tmp_path / "whole", 3)
+    says = "rank 4, 2 of each expert"
+    whole = run(fivefold, tmp_path / "whole", 3, *ADAPTERS, says=says)
     assert whole[0]["kl_ref"] == 0.0, "new adapters change nothing, and the reference has none"
     assert whole[1]["kl_ref"] > 0.0
-    run(fivefold, tmp_path / "resumed", 1)
-    assert run(fivefold, tmp_path / "resumed", 2)[1]["kl_ref"] == whole[1]["kl_ref"]
+    run(fivefold, tmp_path / "resumed", 1, *ADAPTERS, says=says)
+    assert run(fivefold, tmp_path / "resumed", 2, *ADAPTERS, says=says)[1]["kl_ref"] == whole[1]["kl_ref"]
     [folder] = (tmp_path / "whole").glob("*/*/weights")
-    before = load_file(ROOT / "fivefold" / "models" / "tiny-moe" / "model.safetensors")
-    after, adapters = load_file(folder / "model.safetensors"), load_file(folder / "adapter/adapter_model.safetensors")
+    adapters = load_file(folder / "adapter/adapter_model.safetensors")
     adapted = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapters if "lora_A" in name}
-    assert adapted < before.keys() == after.keys()
-    assert {name for name in before if not (before[name].float() == after[name].float()).all()} == adapted
+    assert changed(tmp_path / "whole") == adapted
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["use_rslora"] is True
 
 
@@ -58,3 +67,26 @@ def test_preferences_train_adapters_against_the_model_without_them(
     assert rows[0]["loss"] == pytest.approx(math.log(2)), "the policy is its own reference"
     assert rows[0]["grad_norm"] > 0.0
     assert all(abs(row["loss"] - math.log(2)) > 1e-4 for row in rows[1:])
+
+
+FROZEN = ("model.embed_tokens.weight", "*.mlp.gate.weight", "model.layers.0.*")
+FREEZE = (f"actor.freeze=[{', '.join(json.dumps(pattern) for pattern in FROZEN)}]", "actor.optimizer.lr=1e-3")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [("actor.backend=megatron:d1", "actor.megatron.recompute=full"), ("actor.backend=fsdp:d1",)],
+    ids=["megatron", "fsdp"],
+)
+def test_frozen_weights_stay_the_others_learn_and_a_run_resumes_with_the_same_bits(
+    keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
+) -> None:
+    keys, says = (*FREEZE, *keys, "rollout.backend=transformers:d1"), "frozen"
+    whole = run(fivefold, tmp_path / "whole", 2, *keys, says=says)
+    assert all(row["grad_norm"] > 0 for row in whole)
+    run(fivefold, tmp_path / "resumed", 1, *keys, says=says)
+    assert run(fivefold, tmp_path / "resumed", 2, *keys, says=says)[1]["grad_norm"] == whole[1]["grad_norm"]
+    names = load_file(ROOT / "fivefold" / "models" / "tiny-moe" / "model.safetensors").keys()
+    frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in FROZEN)}
+    assert 0 < len(frozen) < len(names)
+    assert changed(tmp_path / "whole") == names - frozen

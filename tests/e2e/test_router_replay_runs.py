@@ -40,3 +40,4 @@ def test_a_run_that_replays_routes_resumes_with_the_same_bits(replay: str, fivef
         # The rollout's engine was never given the last token of a response.
         assert row["replay/share"] == 1.0 if replay == "old_logprobs" else 0.85 < row["replay/share"] < 1.0
         assert 0 <= row["replay/differs"] < 0.1
+        assert row["replay/bytes"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.families.adapters import AdapterShape, adapter_name
+from fivefold.families.adapters import MATRICES, AdapterShape, adapter_name
 from fivefold.families.read import load_shape
 from fivefold.families.tensors import VALUE_BIAS, VALUE_WEIGHT, tensors
 from fivefold.fsdp.shards import local_elements
 
 ALL_LAYERS = AdapterShape(rank=3, expert_rank=2, alpha=6.0)
+SHARED = replace(ALL_LAYERS, shares_outer=True)
 OPTIMIZER = OptimizerConfig(lr=5e-3, eps=1e-3, weight_decay=0.1, gradient_clipping=1.0)
 N_STEPS = 4
 FULL = MegatronConfig(recompute="full")
@@ -49,9 +51,18 @@ class Result:
 def merged(base: Tensors, adapters: Tensors, shape: AdapterShape) -> Tensors:
     found = dict(base)
     for name in base:
-        if (a := adapters.get(adapter_name(name, "A"))) is not None:
-            found[name] = base[name] + shape.scale(len(a)) * adapters[adapter_name(name, "B")] @ a
+        # Experts that share a matrix have one without their number in its name.
+        a, b = (
+            adapters.get(adapter_name(name, matrix), adapters.get(adapter_name(without_number(name), matrix)))
+            for matrix in MATRICES
+        )
+        if a is not None and b is not None:
+            found[name] = base[name] + shape.scale(len(a)) * b @ a
     return found
+
+
+def without_number(name: str) -> str:
+    return re.sub(r"experts\.\d+", "experts", name)
 
 
 def as_in_memory(model: Any, files: Tensors) -> Tensors:
@@ -185,13 +196,33 @@ CASES: list[tuple[str, AnyCase]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "case"), CASES, ids=[f"{model} {case.layout}" for model, case in CASES])
+OF_SHARED: list[tuple[str, AnyCase]] = [
+    ("qwen3_moe", Case("megatron:d1")),
+    ("qwen3_moe", Case("megatron:d2e2", FULL)),
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
+    ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)")),
+    ("qwen3_moe", Case("megatron:(attn:t2c2|ffn:t2e2)", MegatronConfig(recompute="selective"))),
+    ("qwen2_moe", Case("megatron:t2e2")),
+    ("qwen3_moe", FSDPCase("fsdp:d1")),
+    ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full"))),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "case", "shape"),
+    [*((*each, ALL_LAYERS) for each in CASES), *((*each, SHARED) for each in OF_SHARED)],
+    ids=[
+        f"{model} {case.layout}{shared}"
+        for cases, shared in ((CASES, ""), (OF_SHARED, " shared"))
+        for model, case in cases
+    ],
+)
 def test_adapters_train_as_in_plain_autograd(
-    workers: Workers, models: Path, tmp_path: Path, model: str, case: AnyCase
+    workers: Workers, models: Path, tmp_path: Path, model: str, case: AnyCase, shape: AdapterShape
 ) -> None:
     folder = models / model
-    ((steps, adapters, wanted),) = workers(1).run(hf_train, folder, ALL_LAYERS)
-    results = workers(case.world_size).run(train, case, folder, ALL_LAYERS, tmp_path / "state")
+    ((steps, adapters, wanted),) = workers(1).run(hf_train, folder, shape)
+    results = workers(case.world_size).run(train, case, folder, shape, tmp_path / "state")
     before = load_file(folder / "model.safetensors")
     for ours, theirs in zip(results[0].steps, steps, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
@@ -201,12 +232,13 @@ def test_adapters_train_as_in_plain_autograd(
     assert_close(difference(weights, before), difference(wanted, before), 5e-3)
     [state, *moments] = read_with_torch(tmp_path / "state").values()
     assert state.keys() == adapters.keys() == moments[0].keys()
+    assert any(".experts.gate_proj" in name for name in adapters) == shape.shares_outer
     assert_close(state, adapters, 5e-3)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert_equal(saved, weights)
     in_file = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
     in_file = {name.removeprefix("base_model.model."): each for name, each in in_file.items()}
-    one_scale = ALL_LAYERS.scale(2 if any(".experts." in name for name in in_file) else 3)
+    one_scale = shape.scale(2 if any(".experts." in name for name in in_file) else 3)
     by_file = {
         name: weight + one_scale * in_file[adapter_name(name, "B")] @ in_file[adapter_name(name, "A")]
         for name, weight in before.items()
@@ -214,10 +246,10 @@ def test_adapters_train_as_in_plain_autograd(
     }
     assert len(by_file) == len(in_file) // 2
     assert_close(by_file, {name: weights[name] for name in by_file}, 1e-5)
-    again = replace(ALL_LAYERS, path=str(tmp_path / "saved" / "adapter"))
+    again = replace(shape, path=str(tmp_path / "saved" / "adapter"))
     (continued, *_) = workers(case.world_size).run(merged_weights, case, folder, again)
     assert_close(continued, weights, 1e-6)
-    resumed = workers(case.world_size).run(resume, case, folder, ALL_LAYERS, tmp_path / "state")
+    resumed = workers(case.world_size).run(resume, case, folder, shape, tmp_path / "state")
     assert_equal(resumed[0], weights)
     plain = workers(case.world_size).run(base_logprobs, case, folder)
     assert torch.equal(results[0].without, plain[0]), "without adapters it is the model that it began with"
@@ -247,6 +279,7 @@ def peft_logprobs(folder: Path, saved: Path) -> tuple[torch.Tensor, torch.Tensor
         ("qwen3_moe_mixed", replace(ALL_LAYERS, targets=("[qkvo]_proj",))),
         ("qwen3_moe", replace(ALL_LAYERS, expert_rank=3)),
         ("qwen3_moe", ALL_LAYERS),
+        ("qwen3_moe", SHARED),
     ],
 )
 def test_peft_loads_the_adapters(
@@ -271,14 +304,18 @@ def test_some_layers_alone_have_adapters(workers: Workers, models: Path, tmp_pat
     assert_close(difference(result.weights, before), difference(wanted, before), 5e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("float32", ALL_LAYERS), ("bfloat16", ALL_LAYERS), ("float32", SHARED)],
+    ids=["float32", "bfloat16", "shared"],
+)
 @pytest.mark.parametrize(("first", "second"), [("megatron:t2", "fsdp:d2"), ("fsdp:t2", "megatron:d2")])
 def test_a_run_resumes_on_the_other_engine(
-    workers: Workers, models: Path, tmp_path: Path, first: str, second: str, dtype: str
+    workers: Workers, models: Path, tmp_path: Path, first: str, second: str, dtype: str, shape: AdapterShape
 ) -> None:
     folder, state = models / "qwen3_moe", tmp_path / "state"
-    result, *_ = workers(2).run(train, case_of(first, dtype=dtype), folder, ALL_LAYERS, state)
-    resumed, *_ = workers(2).run(resume, case_of(second, dtype=dtype), folder, ALL_LAYERS, state)
+    result, *_ = workers(2).run(train, case_of(first, dtype=dtype), folder, shape, state)
+    resumed, *_ = workers(2).run(resume, case_of(second, dtype=dtype), folder, shape, state)
     # The engines merge in products of other shapes, which may sum in another order.
     assert_close(resumed, result.weights, torch.finfo(getattr(torch, dtype)).eps)
 
@@ -320,6 +357,15 @@ def test_the_adapters_of_a_model_are_the_layers_that_are_named(models: Path) -> 
         found = [tensor for tensor in tensors(replace(shape, adapters=adapters)) if tensor.adapts]
         assert {tensor.name.split(".")[-3] for tensor in found} == layers
         assert len(found) == 2 * len(layers) * shape.n_layers
+
+
+def test_different_matrices_of_experts_are_not_shared(workers: Workers, models: Path, tmp_path: Path) -> None:
+    folder = models / "qwen3_moe"
+    workers(1).run(train, Case("megatron:d1"), folder, ALL_LAYERS, tmp_path / "state")
+    adapters = replace(SHARED, path=str(tmp_path / "saved" / "adapter"))
+    source = WithAdapters(HFWeights(folder), replace(load_shape(folder), adapters=adapters), seed=1)
+    with pytest.raises(ValueError, match=r"different matrices .*experts\.0\.gate_proj.* and .*experts\.1\.gate_proj"):
+        source.read("model.layers.0.mlp.experts.gate_proj.lora_A.weight")
 
 
 def test_a_folder_of_other_adapters_is_refused(workers: Workers, models: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import hf_reference
 import pytest
 import torch
-from cases import AnyCase
+from cases import AnyCase, case_of
 from compare import assert_close, difference
 from fsdp_cases import FSDPCase
 from hf_reference import Step, Tensors
@@ -136,6 +136,32 @@ def test_some_tensors_train_as_with_torch_and_the_others_have_nothing(
     assert [tensors.keys() for tensors in stored.values()] == [learning] * 3
     resumed = workers(case.world_size).run(resume, case, folder, SOME, tmp_path / "state")
     assert_equal(resumed[0], weights)
+
+
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:p2", "megatron:t2p2", "fsdp:d2"])
+@pytest.mark.parametrize("frozen", [("model.embed_tokens.weight",), ("model.layers.*",)], ids=["embedding", "layers"])
+def test_a_tied_embedding_is_frozen_at_both_ends_of_a_pipeline_or_trained_at_both(
+    workers: Workers, models: Path, tmp_path: Path, layout: str, frozen: tuple[str, ...]
+) -> None:
+    folder, case = models / "qwen2", case_of(layout)
+    assert load_shape(folder).tied_embeddings
+    ((steps, wanted),) = workers(1).run(
+        hf_reference.train, folder, uneven_batch(), SFTLoss(), OPTIMIZER, N_STEPS, tmp_path / "hf", frozen
+    )
+    result, *_ = workers(case.world_size).run(train, case, folder, Trained(frozen), tmp_path / "state")
+    for ours, theirs in zip(result.steps, steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    before = load_file(folder / "model.safetensors")
+    learning = {name for name in before if name in Trained(frozen)}
+    assert {name for name in before if not torch.equal(result.weights[name], before[name])} == learning
+    assert_close(
+        *(
+            difference({n: after[n] for n in learning}, {n: before[n] for n in learning})
+            for after in (result.weights, wanted)
+        ),
+        2e-3,
+    )
 
 
 def train_head(folder: Path, old_T: torch.Tensor) -> Tensors:

@@ -13,6 +13,7 @@ from fivefold.config.schema.fields import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
+    OneLine,
     PathText,
     Positive,
     PositiveFloat,
@@ -136,6 +137,17 @@ class TrainedModelConfig(EngineConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """Low-rank adapters that are trained in place of the weights; null: all weights are trained."""
+    freeze: list[OneLine] = []
+    """Weights that are not trained, by Hugging Face name or pattern, such as `["model.embed_tokens.*", "*.mlp.gate.*"]`
+    (docs/lora.md#frozen-weights)."""
+
+    @rule
+    def _frozen_once(self) -> Iterator[str]:
+        if self.freeze and self.lora is not None:
+            yield (
+                f"freeze={self.freeze} has no effect with lora, which freezes all weights: drop it, or name the layers "
+                "that get adapters in lora.targets"
+            )
 
     @property
     def has_reference(self) -> bool:

@@ -24,9 +24,10 @@ class LoraConfig(Section):
     """The product of an adapter's matrices is multiplied by this number over its rank."""
     targets: Annotated[list[OneLine], Field(min_length=1)] = ["*"]
     """Layers that have adapters, by name or pattern, such as `[q_proj, v_proj]`; routers never have one."""
-    experts: Literal["each", "none"] = "each"
-    """Whether `each` routed expert has separate adapters, or `none`."""
-    rank_of_experts: Annotated[Rank | None, reads_if(equals("experts", "each"))] = None
+    experts: Literal["each", "shared_outer", "none"] = "each"
+    """Whether `each` routed expert has separate adapters, or `none`. `shared_outer`: the experts of a layer have in
+    common the matrices that see or make hidden states: A of gate and up, B of down."""
+    rank_of_experts: Annotated[Rank | None, reads_if(equals("experts", "each", "shared_outer"))] = None
     """Rank of the adapters of each routed expert; null: `rank` divided by the experts that a token visits."""
     use_rslora: bool = False
     """Divide `alpha` by the square root of the rank instead."""

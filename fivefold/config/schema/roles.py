@@ -226,14 +226,14 @@ class ActorConfig(TrainedModelConfig):
     lie between the rollout's and the current ones, the nearer to the latter the older the token is (A-3PO); this takes
     no forward pass."""
     router_replay: Annotated[
-        Literal["none", "old_logprobs", "rollout"],
+        Literal["none", "old_logprobs", "rollout", "auto"],
         needs("old_logprobs", differs("recompute_logprob", False), _COMPUTES_OLD),
         needs("old_logprobs", equals("prox_logp_method", "recompute"), _COMPUTES_OLD),
         needs("old_logprobs", differs("advantage", "optimal_token_baseline"), "records a plain pass over the samples"),
     ] = "none"
     """Experts that updates send tokens to. `none`: the routers' own choice. `old_logprobs`: the choice of the pass that
-    computes old log-probs (R2). `rollout`: the choice of the rollout's engine (R3), in that pass too
-    (docs/megatron.md)."""
+    computes old log-probs (R2). `rollout`: the choice of the rollout's engine (R3), in that pass too. `auto`: `rollout`
+    if the model has experts and the engine can tell them, else `none` (docs/megatron.md)."""
     router_replay_min_overlap: Annotated[Fraction, reads_if(differs("router_replay", "none"), warns=True)] = 0.5
     """The run ends if a smaller share of replayed experts are those that the routers would choose: the routes are then
     of other tokens or another model."""

@@ -41,14 +41,14 @@ def _is_aligned(matrices: torch.Tensor) -> bool:
 
 
 def padded_rank(matrix: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a matrix of the experts' adapters, [E, ...], with zeros up to a rank that `grouped_mm` takes.
+    """Return a matrix of the experts' adapters with zeros up to a rank that `grouped_mm` takes.
 
     Args:
-        matrix: A [E, rank, in] or B [E, out, rank].
-        dim: the dimension of the rank, 1 or 2.
+        matrix: A [E, rank, in] or B [E, out, rank]; without E, if the experts share it.
+        dim: the dimension of the rank, -2 or -1.
     """
     missing = -matrix.shape[dim] % _ALIGNED_RANK
-    return F.pad(matrix, (0, missing) if dim == 2 else (0, 0, 0, missing)) if missing else matrix
+    return F.pad(matrix, (0, missing) if dim == -1 else (0, 0, 0, missing)) if missing else matrix
 
 
 def add_grouped_product(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops, training_flops
+from fivefold.config.schema.lora import LoraConfig
+from fivefold.families.backward import training_flops, with_backward
+from fivefold.families.flops import BACKWARD_AND_FORWARD, ForwardFlops, PartFlops
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 
@@ -34,3 +38,32 @@ def test_ragged_sequences_pay_for_their_own_pairs_and_for_the_logits_that_they_g
     unpredicted = 3 * 2 * 100 * shape.hidden * shape.vocab
     whole = sum(parts.total for parts in alone)
     assert training_flops(shape, [500, 20], 420) == pytest.approx(whole - unpredicted)
+
+
+def frozen(shape: ModelShape, *patterns: str) -> ModelShape:
+    return replace(shape, frozen=patterns)
+
+
+def test_frozen_weights_have_no_gradient_and_nothing_goes_backward_through_layers_before_the_first_trained_one() -> (
+    None
+):
+    shape = find_shape("Qwen3-30B-A3B")
+    forward = ForwardFlops.of(shape).on_equal(3, 1000)
+    without_experts = with_backward(frozen(shape, "*.experts.*"), forward)
+    assert without_experts == replace(forward.scaled(3), experts=2 * forward.experts)
+    # 36 of 48 layers and the embedding are frozen: these go forward alone.
+    upper = [f"model.layers.{layer}.*" for layer in range(36)]
+    part = with_backward(frozen(shape, "model.embed_tokens.weight", *upper), forward)
+    assert part.head == 3 * forward.head
+    assert part.experts == pytest.approx(forward.experts * (36 / 48 + 3 * 12 / 48))
+    assert part.attention == pytest.approx(forward.attention * (36 / 48 + 3 * 12 / 48))
+    # The lower layers are frozen and the embedding is not: their inputs need gradients.
+    through = with_backward(frozen(shape, *upper), forward)
+    assert through.projections == pytest.approx(forward.projections * (2 * 36 / 48 + 3 * 12 / 48))
+    assert through.attention == pytest.approx(3 * forward.attention)
+
+
+def test_adapters_need_gradients_of_all_inputs_and_of_no_weight() -> None:
+    shape = find_shape("Qwen3-30B-A3B").with_lora(LoraConfig(rank=8))
+    forward = ForwardFlops.of(shape).on_equal(3, 1000)
+    assert with_backward(shape, forward) == replace(forward.scaled(2), attention=3 * forward.attention)

@@ -41,6 +41,13 @@ def test_router_replay_has_the_names_of_other_frameworks() -> None:
             assert convert_words("verl", f"{key}={mode}").recipe["actor.router_replay"] == ours
     both = convert_words("verl", f"{ACTOR}router_replay.mode=R3", f"{ROLLOUT}enable_rollout_routing_replay=True")
     assert both.unsupported() == set()
+    for mode, ours in (("disable", "none"), ("R2", "old_logprobs"), ("R3", "rollout")):
+        words = [f"{role}.router_replay.mode={mode}" for role in ("actor_train", "actor_infer")]
+        built = "actor_train.strategy_args.strategy_config.moe_enable_routing_replay=true"
+        trainer = "actor_train.strategy_args.strategy_name=megatron_train"
+        roll = convert_words("roll", *words, trainer, built, "reference.router_replay.mode=disable")
+        assert roll.recipe["actor.router_replay"] == ours
+        assert roll.unsupported() == set()
     assert convert_words("trinity", "algorithm.enable_router_replay=true").recipe["actor.router_replay"] == "rollout"
 
 

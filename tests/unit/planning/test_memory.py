@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.config.schema.engine import EngineConfig
+from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.source import apply_overrides
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
@@ -21,7 +22,7 @@ from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.memory import RankMemory, micro_batches_in_flight, training_memory
 from fivefold.planning.model_estimate import trainer_memory
 from fivefold.planning.recipe_inputs import engine_work
-from fivefold.planning.stages import rank_parameters, stages
+from fivefold.planning.stages import rank_parameters, stages, trained_rank_parameters
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import RECOMPUTE, StateBytes, Workload
 from fivefold.rules.layouts import layout_problems
@@ -109,6 +110,32 @@ def test_shards_of_all_ranks_add_up_to_the_model(name: str, backend: str) -> Non
     # Tied embeddings stand on both ends of a pipeline.
     twice = shape.vocab * shape.hidden if shape.tied_embeddings and layout.pp > 1 else 0
     assert dense + experts == shape.n_parameters + twice + padding
+
+
+@pytest.mark.parametrize(
+    ("experts", "of_attention", "of_experts"),
+    [("each", 0.84e6, 51.9e6), ("shared_outer", 0.84e6, 14.45e6), ("none", 0.84e6, 0)],
+)
+def test_adapters_are_counted_by_their_ranks(experts: str, of_attention: float, of_experts: float) -> None:
+    """Of Qwen3-30B-A3B: an adapter has as many parameters as its weight has rows and columns, times its rank."""
+    keys = {"rank": 32, "experts": experts, **({"rank_of_experts": 4} if of_experts else {})}
+    shape = find_shape("Qwen3-30B-A3B").with_lora(LoraConfig.model_validate(keys))
+    layout = with_stages(parse_backend("megatron:d1"), EngineConfig(path=".").megatron)
+    [stage] = stages(layout, shape)
+    trained = trained_rank_parameters(layout, shape, stage)
+    assert trained.total == pytest.approx(32 * of_attention + 4 * of_experts, rel=0.01)
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
+    shape, backend = find_shape("Qwen3-30B-A3B"), "megatron:(attn:d8|ffn:e8)"
+    config = EngineConfig(path=".", backend=backend)
+    layout, work = with_stages(parse_backend(backend), config.megatron), engine_work(config, "megatron", 4096, 64)
+    whole, some = (training_memory(layout, replace(shape, frozen=frozen), work)[0] for frozen in ((), ("*.experts.*",)))
+    experts = 48 * 128 // 8 * 3 * 2048 * 768
+    assert whole.weights == some.weights
+    assert some.frozen == 2 * experts
+    assert whole.gradients - some.gradients == work.gradient_bytes * experts
+    assert whole.optimizer - some.optimizer == work.state.of(work.element_bytes) * experts
 
 
 def test_every_layer_is_on_one_stage() -> None:

@@ -304,6 +304,21 @@ def test_files_that_training_needs_and_a_plan_does_not_are_noted(small: Path, tm
     assert str(model) not in notes()
 
 
+def test_the_routes_of_a_step_are_noted(small: Path) -> None:
+    def notes(*keys: str) -> str:
+        words = ["actor.path=Qwen3-30B-A3B", "actor.backend=megatron:d2e2", "rollout.backend=vllm:d1", *keys]
+        return "\n".join(read_back(plan_recipe(load_any_recipe(small, words)))["notes"])
+
+    assert "router_replay" not in notes()
+    # 48 layers, 8 of 128 experts: one byte each.
+    assert "actor.router_replay=rollout: the experts of a token take 384 bytes" in notes("actor.router_replay=auto")
+    assert "router_replay" not in notes("actor.router_replay=auto", "actor.path=Qwen3-8B", "actor.backend=megatron:d2")
+    few = ("actor.router_replay=rollout", "train_dataset.batch_size=4", "gconfig.n_samples=2")
+    now, later = (notes(*few, f"rollout.max_head_offpolicyness={age}") for age in (0, 1))
+    assert "and 8 sequences" in now
+    assert "and 16 sequences" in later
+
+
 def test_a_server_over_two_nodes_is_drawn_and_noted_as_untried(recipe: Path) -> None:
     values = read_back(plan_recipe(load_any_recipe(recipe, ["rollout.backend=vllm:d1t8p2"]), gpu="h200"))
     assert values["problems"] == []

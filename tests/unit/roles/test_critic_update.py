@@ -15,6 +15,7 @@ from fivefold.batch import Batch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.heads import Score
+from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
@@ -48,7 +49,7 @@ def estimates(*keys: str) -> tuple[list[float], list[float], bool]:
     """Return advantages and returns of the completion, and whether the former are whitened."""
     recipe, processes = load_recipe(PPO, list(keys), TrainRecipe), OneCompletion()
     models = Models(object.__new__(Actor), {"critic": TrainedModel(cast(Trainer, processes))})
-    parts = policy_update(recipe, models, PhaseTimers(), vocab=128).parts
+    parts = policy_update(recipe, models, PhaseTimers(), find_shape("package:tiny-moe")).parts
     [critic] = [part for part in parts if isinstance(part, Critic)]
     batch, state = RemoteBatch(np.array([3]), np.array([3]), ()), UpdateState(AlgorithmState.of(recipe.actor), {})
     prepared = critic.prepare(Prepared(1, [], batch, state, np.array([REWARD], np.float32)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.batches import minibatches
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample
+from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
@@ -100,7 +102,13 @@ def gradients(overrides: tuple[str, ...], n_replicas: int, max_tokens: int = 20)
     expert, tokens = recipe.expert_dataset, range(4)
     examples = Examples(tuple(SFTExample((token,), (token + 1, token + 2)) for token in tokens), 4, 0)
     experts = None if expert is None else ExpertExamples.of(expert, examples, recipe.actor.ppo_n_minibatches, 1)
-    update = policy_update(recipe, Models(actor, further, frozen), PhaseTimers(), VOCAB, experts)
+    update = policy_update(
+        recipe,
+        Models(actor, further, frozen),
+        PhaseTimers(),
+        replace(find_shape("package:tiny-moe"), vocab=VOCAB),
+        experts,
+    )
     state = UpdateState(AlgorithmState.of(recipe.actor), {role: Skips(role) for role in ("actor", "critic")})
     samples, columns = samples_of_a_step()
     update.run(update.prepare(1, samples, RemoteBatch.of(columns), (), state))

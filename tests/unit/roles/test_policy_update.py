@@ -22,6 +22,7 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.energies import Energies
 from fivefold.engine.heads import Score
+from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
@@ -91,7 +92,7 @@ def updates(
     """Return the outcome of the last step."""
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
     models = Models(actor, frozen={"ref": reference or FollowingReference()} if recipe.actor.kl_ctl else {})
-    update = policy_update(recipe, models, PhaseTimers(), vocab=128)
+    update = policy_update(recipe, models, PhaseTimers(), find_shape("package:tiny-moe"))
     prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
     samples = [Sample(prompts[i // 2], "", reasons[i], 4, 1 + i, (0, 0), {"r": rewards[i]}) for i in range(4)]
     batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
@@ -140,7 +141,10 @@ def test_routes_are_recorded_with_old_log_probs_even_for_one_update() -> None:
 
 def test_routes_that_no_router_would_choose_end_the_run() -> None:
     replay = ("actor.router_replay=rollout", "actor.router_replay_min_overlap=0.75")
-    assert updates(RecordingActor(**{"replay/differs": 0.25}), *replay).problem is None
+    outcome = updates(RecordingActor(**{"replay/differs": 0.25}), *replay)
+    assert outcome.problem is None
+    # The model has 4 layers with 8 experts, of which 2 are chosen: one byte each.
+    assert outcome.metrics["replay/bytes"] == 4 * 2 * 20
     problem = updates(RecordingActor(**{"replay/differs": 0.5}), *replay).problem
     assert problem is not None
     assert "only 50.0% of the replayed experts are those that the routers would choose" in problem

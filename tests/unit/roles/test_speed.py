@@ -13,7 +13,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.families.flops import training_flops
+from fivefold.families.backward import training_flops
 from fivefold.families.read import find_shape
 from fivefold.layout.gpus import device_peak, peak_flops
 from fivefold.layout.placement import place

@@ -17,6 +17,7 @@ from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch
@@ -46,7 +47,7 @@ def samples() -> list[Sample]:
 def columns(*keys: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, npt.NDArray[Any]]:
     monkeypatch.setattr(turn_credit, "put", lambda columns: columns)
     recipe = load_recipe(QUICKSTART, [ONE_UPDATE, *GAME, *keys], TrainRecipe)
-    update = policy_update(recipe, Models(RecordingActor()), PhaseTimers(), vocab=128)
+    update = policy_update(recipe, Models(RecordingActor()), PhaseTimers(), find_shape("package:tiny-moe"))
     state = UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()})
     batch = RemoteBatch(LENGTHS, np.array([3, 4]), ())
     prepared = update.prepare(1, samples(), batch, (), state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -41,11 +42,13 @@ def test_a_rank_for_experts_without_adapters_has_no_effect() -> None:
         load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
 
 
-def test_the_recipe_of_the_page_is_taken() -> None:
+def test_the_recipes_of_the_page_are_taken() -> None:
     page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    written = yaml.safe_load(block)["actor"]
-    keys = [f"actor.lora.rank={written['lora']['rank']}", f"actor.optimizer.lr={written['optimizer']['lr']}"]
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
-    assert recipe.actor.lora is not None
-    assert not list(recipe_problems(recipe, find_shape("package:tiny-moe"), {}))
+    adapters, frozen = (yaml.safe_load(block)["actor"] for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    for keys in (
+        [f"actor.lora.rank={adapters['lora']['rank']}", f"actor.optimizer.lr={adapters['optimizer']['lr']}"],
+        [f"actor.freeze={json.dumps(frozen['freeze'])}", "actor.path=Qwen3-30B-A3B"],
+    ):
+        recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
+        assert (recipe.actor.lora is None) == bool(recipe.actor.freeze)
+        assert not list(recipe_problems(recipe, find_shape(recipe.actor.path), {}))

@@ -17,6 +17,7 @@ from fivefold.layout.parallel import describe
 from fivefold.layout.parser import parse_backend
 from fivefold.rules.layouts import layout_problems
 from fivefold.rules.recipe import check_recipe
+from fivefold.rules.replay import replay_taken, with_replay
 
 HYBRID = find_shape("Qwen3.5-35B-A3B")
 MOE = ModelShape(
@@ -215,14 +216,27 @@ def test_routes_are_replayed_only_where_they_are_recorded_and_asked_for() -> Non
 
     for replay in ("old_logprobs", "rollout"):
         check_recipe(asked(replay), MOE)
-        with pytest.raises(RecipeError, match=rf"router_replay={replay} replays the experts .* has none: drop it"):
+        with pytest.raises(RecipeError, match=rf"router_replay={replay}: the model has no experts: drop it"):
             check_recipe(asked(replay), DENSE)
-        with pytest.raises(RecipeError, match=r"force_load_balancing=true, which sends tokens to random experts"):
+        with pytest.raises(RecipeError, match=r"force_load_balancing=true sends tokens to random experts"):
             check_recipe(asked(replay, transformer={"moe_router_force_load_balancing": True}), MOE)
-    with pytest.raises(RecipeError, match=r"=rollout needs vLLM to return routes, which it cannot with pipeline"):
+    with pytest.raises(RecipeError, match=r"=rollout: vLLM returns no routes with pipeline"):
         check_recipe(asked("rollout", "vllm:p2"), MOE)
     check_recipe(asked("old_logprobs", "vllm:p2"), MOE)
     check_recipe(asked("rollout", "sglang:p2"), MOE)
+    random = {"transformer": {"moe_router_force_load_balancing": True}}
+    for auto, shape, taken, said in (
+        (asked("auto"), MOE, "rollout", r"rollout \(auto\)"),
+        (asked("auto", "transformers:d2"), MOE, "rollout", r"rollout \(auto\)"),
+        (asked("auto"), DENSE, "none", r"none \(auto\): the model has no experts"),
+        (asked("auto", "vllm:p2"), MOE, "none", r"none \(auto\): vLLM returns no routes with pipeline stages"),
+        (asked("auto", **random), MOE, "none", r"none \(auto\): .*force_load_balancing=true sends tokens to random"),
+        (asked("none"), MOE, "none", "None"),
+        (asked("old_logprobs"), MOE, "old_logprobs", "old_logprobs"),
+    ):
+        check_recipe(auto, shape)
+        assert with_replay(auto, shape).actor.router_replay == taken
+        assert re.fullmatch(f"{said}.*", str(replay_taken(auto, shape)))
 
 
 def test_mbridge_has_no_latent_attention() -> None:
