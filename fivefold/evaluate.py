@@ -71,7 +71,8 @@ class Evaluation:
     pass_at: Mapping[str, float]
     """`pass_at/<k>` of prompts with several completions: the chance that one of k is right."""
     parts: Mapping[str, float]
-    """`accuracy` and `reward` of each of several sets and data sources, such as `accuracy/set/<name>`."""
+    """`accuracy/set/<name>` and `reward/set/<name>` of each of several sets, `accuracy/source/<data_source>` and
+    `reward/source/<data_source>` of each of several data sources."""
 
     @property
     def told(self) -> str:

@@ -224,7 +224,10 @@ def test_the_page_of_metrics_lists_the_columns_of_the_screen() -> None:
 def test_the_page_of_metrics_lists_the_numbers_of_an_evaluation() -> None:
     of_supervised = {"eval/nll", "eval/loss", "eval/margin"}
     shown = {name.removeprefix("eval/") for name in listed_metrics().keys() - of_supervised if name.startswith("eval/")}
-    assert shown == Evaluation(0.5, 0.5, 3.0, n_prompts=1, pass_at={"pass_at/<k>": 0.75}).measures.keys()
+    kinds = ("set/<name>", "source/<data_source>")
+    parts = {f"{measure}/{kind}": 0.5 for measure in ("accuracy", "reward") for kind in kinds}
+    evaluation = Evaluation(0.5, 0.5, 3.0, n_prompts=1, pass_at={"pass_at/<k>": 0.75}, parts=parts)
+    assert shown == evaluation.measures.keys()
 
 
 class FixedTrainer(Actor):
