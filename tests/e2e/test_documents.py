@@ -74,9 +74,10 @@ BLOCKS = {
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],
     "first-experiment.md": ["python", "python", "yaml", "bash", "bash"],
-    "lora.md": ["yaml"],  # tests/unit/rules
+    "lora.md": ["yaml", "yaml"],  # tests/unit/rules
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
+    "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
     "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
