@@ -83,6 +83,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "reward/penalty",  # keys and losses that the recipe does not have
         *(
             "covariance_chosen",
+            "masked_groups",
             "opsm_masked",
             "entropy_coeff",
             "imitation_nll",
