@@ -71,4 +71,4 @@ def test_an_evaluation_without_any_score_ends_the_run() -> None:
     with service(lambda number: False) as judge, scripted(ScriptedWorker(), judge) as source:
         prompts = (Prompt(0, "0", (3, 4), ""),)
         with pytest.raises(ValueError, match=r"scored none of the .* responses of a step or an evaluation"):
-            Evaluator(recipe_of(), PromptDataset(prompts, 1, 0)).run(source.stream)
+            Evaluator(recipe_of(), {"valid_dataset": PromptDataset(prompts, 1, 0)}).run(source.stream)
