@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fivefold.config.paths import user_path
@@ -196,13 +197,13 @@ class ModelShape:
         """Layers that have experts."""
         return sum(self.moe_layers)
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """How each layer mixes tokens."""
         own: LayerKind = "full" if self.latent is None else "latent"
         return tuple("delta" if is_delta else own for is_delta in self.delta_layers) or (own,) * self.n_layers
 
-    @property
+    @cached_property
     def layer_sorts(self) -> tuple[LayerSort, ...]:
         """The sort of each layer."""
         kinds = zip(self.layer_kinds, self.moe_layers, strict=True)
