@@ -1,6 +1,7 @@
 """The skeleton that the families share, as a `config.json` describes it.
 
 read_dense    sizes, heads, rotary positions; refuses what would change the outputs and is not implemented
+read_hybrid   a dense decoder with gated delta nets in place of attention in some of its layers
 add_experts   a dense decoder with a mixture of experts in some of its layers
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from fivefold.families.delta_net import read_delta_layers, read_delta_net
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.rope import read_rope, rotary_part
 from fivefold.families.shape import LatentAttention, ModelShape
@@ -71,6 +73,31 @@ def read_dense(
         rope_scaling=scaling,
         rotary_dim=rotary_part(config, head_dim) if is_rotated_in_part else None,
         latent=latent,
+    )
+
+
+HYBRID_DEFAULTS = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+"""What transformers takes for keys that the config of a hybrid decoder leaves out."""
+
+
+def read_hybrid(config: HFConfig, *, is_grouped: bool) -> ModelShape:
+    """Read a dense decoder of gated delta nets and attention with output gates; `is_grouped` as in `DeltaNet`.
+
+    Raises:
+        ValueError: as `read_dense`; or sizes or kinds of layers that are missing or inconsistent.
+    """
+    dense = read_dense(config, has_delta_nets=True, qk_norm=True, is_rotated_in_part=True)
+    return replace(
+        dense,
+        delta=read_delta_net(config, is_grouped=is_grouped),
+        delta_layers=read_delta_layers(config, dense.n_layers),
+        output_gate=True,
+        zero_centered_norms=True,
     )
 
 

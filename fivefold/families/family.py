@@ -81,7 +81,7 @@ class Family:
     """Tensors that files may hold and loading need not use: (regular expression of the whole name, reason)."""
     inner_type: str | None = None
     """`model_type` of the config of the language model, where this is inside another model's; None: it is not."""
-    body: str = "model."
+    body: str = BODY
     """What precedes the names of all tensors but the output layer's, in files; transformers' is `model.` in memory."""
     kept: tuple[str, ...] = ()
     """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""

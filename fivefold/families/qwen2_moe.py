@@ -15,17 +15,21 @@ SHARED = MLPNames(
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 
 
-def _read(config: HFConfig) -> ModelShape:
+def with_experts(dense: ModelShape, config: HFConfig) -> ModelShape:
+    """Return a decoder with experts next to a gated shared expert, as Qwen2-MoE's config describes them."""
     return add_experts(
-        read_dense(
-            config, has_window=uses_window(config) and not lists_layers(config), qkv_bias=config.flag("qkv_bias")
-        ),
+        dense,
         config,
         moe_layers=sparse_layers(config),
         width_key="moe_intermediate_size",
         norm_topk_prob=config.flag("norm_topk_prob"),
         gated_shared_key="shared_expert_intermediate_size",
     )
+
+
+def _read(config: HFConfig) -> ModelShape:
+    has_window = uses_window(config) and not lists_layers(config)
+    return with_experts(read_dense(config, has_window=has_window, qkv_bias=config.flag("qkv_bias")), config)
 
 
 QWEN2_MOE = Family(

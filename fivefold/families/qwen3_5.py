@@ -6,41 +6,21 @@ multi-token prediction stay as they are, and are written again unchanged.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from fivefold.families.decoder import add_experts, read_dense
-from fivefold.families.delta_net import read_delta_layers, read_delta_net
+from fivefold.families.decoder import HYBRID_DEFAULTS, add_experts, read_hybrid
 from fivefold.families.family import Family, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.qwen2_moe import SHARED, SHARED_GATE
 from fivefold.families.shape import ModelShape
 
-_DEFAULTS = {
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.25,
-}
 _BODY = "model.language_model."
 _KEPT = (r"model\.visual\..+", r"mtp\..+")
-_MOE_DEFAULTS = {**_DEFAULTS, "intermediate_size": 1}
+_MOE_DEFAULTS = {**HYBRID_DEFAULTS, "intermediate_size": 1}
 """Every layer has experts, and no layer a dense MLP, so that files do not give its width."""
 _MOE = MoENames(shared=SHARED, shared_gate=SHARED_GATE)
 
 
-def _read_dense(config: HFConfig) -> ModelShape:
-    shape = read_dense(config, has_delta_nets=True, qk_norm=True, is_rotated_in_part=True)
-    return replace(
-        shape,
-        delta=read_delta_net(config, is_grouped=False),
-        delta_layers=read_delta_layers(config, shape.n_layers),
-        output_gate=True,
-        zero_centered_norms=True,
-    )
-
-
 def _read_moe(config: HFConfig) -> ModelShape:
-    dense = _read_dense(config)
+    dense = read_hybrid(config, is_grouped=False)
     return add_experts(
         dense,
         config,
@@ -53,8 +33,8 @@ def _read_moe(config: HFConfig) -> ModelShape:
 
 QWEN3_5 = Family(
     "qwen3_5",
-    read=lambda config: _read_dense(config.inside("text_config")),
-    defaults=_DEFAULTS,
+    read=lambda config: read_hybrid(config.inside("text_config"), is_grouped=False),
+    defaults=HYBRID_DEFAULTS,
     inner_type="qwen3_5_text",
     body=_BODY,
     kept=_KEPT,
