@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.types import UNKNOWN_EXPERT, Routes
+from fivefold.types import MOST_IN_A_BYTE, UNKNOWN_EXPERT, Routes
 
 
 def route_dtype(n_experts: int) -> torch.dtype:
     """Return the dtype of routes of so many experts."""
-    return torch.int8 if n_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
+    return torch.int8 if n_experts <= MOST_IN_A_BYTE else torch.int16
 
 
 def padded_routes(parts: Sequence[npt.NDArray[Any]], n_tokens: int, dtype: torch.dtype) -> Routes:

@@ -38,8 +38,10 @@ UNKNOWN_EXPERT = -1
 given."""
 ROUTES = "routes"
 """Name of the column, and of the field, of routes."""
+MOST_IN_A_BYTE = 128
+"""Experts whose numbers, and -1 for those that are not known, take one byte in routes; of more, two."""
 Routes = npt.NDArray[np.signedinteger[Any]]
-"""Experts of tokens, [tokens, MoE layers, top_k]: int8 of up to 128 experts, else int16."""
+"""Experts of tokens, [tokens, MoE layers, top_k]: int8 of up to `MOST_IN_A_BYTE` experts, else int16."""
 ENVIRONMENT = "environment"
 """Name of an environment's reward that has no other name."""
 FULL_REWARD = 1.0

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from fivefold.families.hf_config import HFConfig
 
+CHUNK = 64
+"""Tokens that the engines compute together (`fivefold.engine.kernels.delta_rule`)."""
+
 
 @dataclass(frozen=True)
 class DeltaNet:

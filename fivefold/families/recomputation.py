@@ -76,16 +76,14 @@ def _recomputed_layers(config: EngineConfig, layout: ParallelLayout, shape: Mode
 def _of_layers(shape: ModelShape, layers: Collection[int], others: float) -> PartFlops:
     """Return the shares of whole layers; `others` is what the keys of other ranks' latents add to the projections."""
     n_moe = sum(shape.moe_layers[layer] for layer in layers)
-    weights = sum(shape.projection_weights(shape.layer_kinds[layer]) for layer in layers)
-    n_attention = sum(shape.layer_kinds[layer] != "delta" for layer in layers)
+    mixers, attends = shape.mixer_shares(layers)
     moe_share = n_moe / shape.n_moe_layers if n_moe else 0.0
     n_dense = shape.n_layers - shape.n_moe_layers
     dense_share = (len(layers) - n_moe) / n_dense if n_dense else 0.0
     dense, shared = _dense_and_shared(shape)
     return PartFlops(
-        projections=weights / shape.all_projection_weights * (1 + others),
-        # The recurrence of gated delta nets is little next to it.
-        attention=n_attention / shape.n_attention_layers,
+        projections=mixers * (1 + others),
+        attention=attends,
         dense_mlps=moe_share * shared + dense_share * dense,
         experts=moe_share,
         router=moe_share,

@@ -9,6 +9,7 @@ MLPs, some of them mixtures of experts) and differ in the fields below.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -19,6 +20,7 @@ from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.delta_net import DeltaNet
+from fivefold.types import MOST_IN_A_BYTE
 
 LayerKind = Literal["full", "latent", "delta"]
 """How a layer mixes tokens: attention with keys and values of every token, the same made of latents (MLA), or a state
@@ -221,8 +223,8 @@ class ModelShape:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of a token's routes (`fivefold.routes`): its experts in all layers, and -1 for those not known."""
-        return self.n_moe_layers * self.top_k * (1 if self.n_experts <= 128 else 2)
+        """Bytes of a token's routes: its experts in all layers."""
+        return self.n_moe_layers * self.top_k * (1 if self.n_experts <= MOST_IN_A_BYTE else 2)
 
     def trained_by(self, config: TrainedModelConfig | None) -> ModelShape:
         """Return the shape of this model as a recipe trains it, with its head; None: it is not trained."""
@@ -372,6 +374,16 @@ class ModelShape:
     def all_projection_weights(self) -> int:
         """The same of all layers."""
         return sum(self.projection_weights(kind) for kind in self.layer_kinds)
+
+    def mixer_shares(self, layers: Collection[int]) -> tuple[float, float]:
+        """Return what some layers have of all projections that mix tokens, and of all attention.
+
+        Gated delta nets count nothing as attention: their recurrence is little next to it.
+        """
+        kinds = [self.layer_kinds[layer] for layer in layers]
+        weights = sum(self.projection_weights(kind) for kind in kinds)
+        n_attention = sum(kind != "delta" for kind in kinds)
+        return weights / self.all_projection_weights, n_attention / self.n_attention_layers
 
     @property
     def layer_matrix_weights(self) -> int:

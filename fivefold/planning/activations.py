@@ -14,14 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fivefold.config.schema.megatron import RecomputeModule
-from fivefold.families.delta_net import DeltaNet
+from fivefold.families.delta_net import CHUNK, DeltaNet
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
-CHUNK = 64
-"""Tokens of a chunk of a gated delta net, as in the engines."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,12 @@ class Stage:
 
     def sorts(self, shape: ModelShape) -> Counter[LayerSort]:
         """Return how many layers of each sort it has."""
-        return Counter(shape.layer_sorts[layer] for chunk in self.chunks for layer in chunk)
+        return Counter(shape.layer_sorts[layer] for layer in self.layers)
+
+    @property
+    def layers(self) -> list[int]:
+        """Layer numbers of all its virtual stages."""
+        return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def n_layers(self) -> int:
@@ -100,7 +105,7 @@ def rank_parameters(
 ) -> RankParameters:
     """Return the parameters of one rank of `stage`. Rows of the vocabulary are padded to a multiple of tp."""
     counts = _counts(shape, layout.tp, layout.ep, layout.etp, only_trained)
-    layers = [counts.layers[layer] for chunk in stage.chunks for layer in chunk]
+    layers = [counts.layers[layer] for layer in stage.layers]
     # A tied matrix is on both ends of a pipeline, and only once where the ends are the same stage.
     has_table = stage.has_embedding or (stage.has_head and shape.tied_embeddings)
     ends = has_table * counts.embedding + stage.has_head * counts.head

@@ -227,7 +227,7 @@ def _layer_seconds(
 
     They are (forward and backward, recomputation).
     """
-    mixers, attends = _mixer_shares(shape, stage)
+    mixers, attends = shape.mixer_shares(stage.layers)
     moe_share = stage.n_moe / shape.n_moe_layers if shape.n_moe_layers else 0.0
     products = PartFlops(
         projections=forward.projections * mixers * (1 + keys_of_others(shape, layout)) / DENSE_EFFICIENCY,
@@ -256,14 +256,6 @@ def _layer_seconds(
         if work.recompute == "selective" and "core_attn" in work.recompute_modules:
             again += (scores + forward.projections * mixers * keys_of_latents(shape, layout)) / gpu.peak
     return computing / gpu.peak + moved / element_wise, again
-
-
-def _mixer_shares(shape: ModelShape, stage: Stage) -> tuple[float, float]:
-    """Return the stage's shares of the FLOPs of all projections, and of attention."""
-    kinds = [shape.layer_kinds[layer] for chunk in stage.chunks for layer in chunk]
-    n_attention = sum(kind != "delta" for kind in kinds)
-    weights = sum(shape.projection_weights(kind) for kind in kinds)
-    return weights / shape.all_projection_weights, n_attention / shape.n_attention_layers
 
 
 def _mlp_share(shape: ModelShape, stage: Stage) -> float:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 64
-"""Tokens of a chunk."""
+from fivefold.families.delta_net import CHUNK
+
 _NORM_EPS = 1e-6
 """What is added to the square of the length of queries and keys."""
 
