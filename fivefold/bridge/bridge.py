@@ -6,6 +6,7 @@ Hugging Face folder ──load──> parameters of every rank ──export─�
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class Bridge:
     Raises:
         ValueError: a family that is not known.
     """
+
+    reads_parts: ClassVar[bool] = True
+    """Whether an export reads parameters by `rows`, so that some of them may be elsewhere until then."""
 
     def __init__(self, shape: ModelShape, *, seed: int = 0, bucket_bytes: int = GATHER_BYTES) -> None:
         self._shape = shape

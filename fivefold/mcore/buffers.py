@@ -98,9 +98,11 @@ class ChunkBuffers:
         """Bring back parked weights that are trained inside the block, but none of the others."""
         for tensor in self._trained:
             tensor.fetch(keep_values=True)
-        yield
-        for tensor in self._trained:
-            tensor.park(keep_values=True)
+        try:
+            yield
+        finally:
+            for tensor in self._trained:
+                tensor.park(keep_values=True)
 
     def rows(self, name: str, tensor: Tensor, first: int, count: int) -> Tensor:
         """Return rows of a weight on its device, also of a parked one that is not trained.

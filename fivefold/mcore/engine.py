@@ -221,7 +221,7 @@ class MegatronEngine(EngineBase[Optimizer]):
 
     def export_stacks(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
-        if not self._buffers.has_frozen:
+        if not (self._buffers.has_frozen and self._bridge.reads_parts):
             self._require("params")
         if readers not in self._exports:
             self._exports[readers] = self._bridge.export(

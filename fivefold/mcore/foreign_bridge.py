@@ -32,6 +32,7 @@ class ForeignBridge(Bridge, ABC):
 
     name: ClassVar[str]
     """Name of the package."""
+    reads_parts = False
 
     def __init__(self, shape: ModelShape) -> None:
         """Take the shape of a model.

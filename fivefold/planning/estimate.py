@@ -106,8 +106,7 @@ def _offload_steps(sharing: Sharing, generating: list[str]) -> Iterator[tuple[tu
         return
     for offloaded in offload_steps(sharing.inputs.actor.leaves):
         yield offloaded, False
-    actor = sharing.models["actor"]
-    if may_stream_frozen(actor.placed.layout, actor.memory, offloaded):
+    if may_stream_frozen(sharing.models["actor"].memory, offloaded):
         yield offloaded, True
 
 

@@ -67,7 +67,7 @@ class RankMemory:
     host_reference: int = 0
     """Host memory of a reference's weights that are off the GPU, and of its EMA."""
     frozen: int = 0
-    """Bytes of `weights` that are not trained, and may pass through the GPU part by part on their way to a rollout."""
+    """Bytes of `weights` that may pass through the GPU part by part on their way to a rollout; they are not trained."""
 
     @property
     def resident(self) -> int:
@@ -150,7 +150,7 @@ def _stage_memory(
         temporaries=temporaries,
         buffers=_buffers(layout, shape, work, stream),
         context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
-        frozen=weights - parameters.total * work.element_bytes,
+        frozen=weights - parameters.total * work.element_bytes if work.sends_parts else 0,
     )
 
 

@@ -207,6 +207,7 @@ def _megatron_work(config: EngineConfig, work: Workload) -> Workload:
         logprob_recompute=section.logprob_recompute,
         gradient_bytes=4 if section.ddp.grad_reduce_in_fp32 else work.element_bytes,
         state=replace(work.state, master=2 if section.optimizer.store_param_remainders else 4),
+        sends_parts=section.bridge_type == "fivefold",
     )
 
 

@@ -17,7 +17,7 @@ from fivefold.planning.inputs import Inputs, may_leave
 from fivefold.planning.memory import RankMemory
 from fivefold.planning.model_estimate import estimate_rollout, trainer_memory
 from fivefold.planning.problems import HEADROOM
-from fivefold.planning.sending import kept_while_sending, sending_bytes
+from fivefold.planning.sending import kept_while_sending, may_stream_frozen, sending_bytes
 from fivefold.planning.sharing import Sharing
 from fivefold.planning.workload import Workload
 from fivefold.weights.table import pick
@@ -152,7 +152,7 @@ class Cluster:
     def _may_keep(self, stage: RankMemory) -> bool:
         if self.most_kept is None:
             return True
-        streams = self.backend == "megatron" and "params" in self.offloadable
+        streams = may_stream_frozen([stage], self.offloadable)
         kept = kept_while_sending(stage, self.offloadable, streams_frozen=streams)
         arriving = max(engine.weights for engine in self.engines) + kept
         return stage.kept(self.offloadable) <= self.most_kept and arriving + self.reserved <= self.gpu.memory

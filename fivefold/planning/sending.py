@@ -49,15 +49,14 @@ def kept_while_sending(stage: RankMemory, offloaded: Collection[Offloadable], *,
     return kept - stage.frozen if streams_frozen else kept
 
 
-def may_stream_frozen(layout: ParallelLayout, stages: Iterable[RankMemory], leaves: Collection[Offloadable]) -> bool:
-    """Return whether weights may go to a rollout from host memory: there are some that are not trained.
+def may_stream_frozen(stages: Iterable[RankMemory], leaves: Collection[Offloadable]) -> bool:
+    """Return whether weights may go to a rollout from host memory.
 
     Args:
-        layout: layout of the actor.
-        stages: memory of a rank of each stage.
+        stages: memory of a rank of each stage of the actor.
         leaves: what may be offloaded.
     """
-    return layout.backend == "megatron" and "params" in leaves and any(stage.frozen for stage in stages)
+    return "params" in leaves and any(stage.frozen for stage in stages)
 
 
 def overlapping_transport(inputs: Inputs, placement: Placement) -> Transport | None:

@@ -80,6 +80,8 @@ class Workload:
     """Tokens of each given sequence."""
     infer_tokens: int | None = None
     """Most tokens of a micro-batch in passes without gradients; None: `micro_tokens`."""
+    sends_parts: bool = True
+    """Whether Fivefold's own bridge sends the weights, which can read those that are not trained from host memory."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "sequences", "micro_tokens", "logprob_chunk"):

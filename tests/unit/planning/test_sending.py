@@ -77,6 +77,15 @@ def test_frozen_weights_are_sent_from_the_host_where_two_copies_do_not_fit() -> 
     assert any("rollout: a rank needs" in line or "while new weights arrive" in line for line in problems)
 
 
+def test_only_fivefolds_own_bridge_sends_frozen_weights_from_the_host() -> None:
+    layers = ("actor.backend=megatron:d1", "rollout.backend=vllm:d1", "cluster.n_gpus_per_node=1")
+    frozen = (*layers, "actor.mb_spec.max_tokens_per_mb=8192", 'actor.freeze=["model.layers.*"]')
+    actor, rollout, _ = roles("h100-80g", *frozen)
+    other, both_copies, _ = roles("h100-80g", *frozen, "actor.megatron.bridge_type=mbridge")
+    assert (actor["frozen"] > 59e9, other["frozen"]) == (True, 0)
+    assert both_copies["memory"]["arriving"] == pytest.approx(rollout["memory"]["arriving"] + actor["frozen"], abs=1e8)
+
+
 def test_quantized_weights_leave_more_room_for_the_cache() -> None:
     """Embeddings, output layer, routers and norms stay in bfloat16."""
     shape = find_shape("Qwen3-30B-A3B")
