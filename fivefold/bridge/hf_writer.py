@@ -64,7 +64,7 @@ def kept_specs(source: Path) -> dict[str, TensorSpec]:
     """
     file = source / "config.json"
     model_type = parsed(file.read_text()).get("model_type") if file.is_file() else None
-    family = next((family for family in FAMILIES.values() if family.model_type == model_type), None)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or not family.kept:
         return {}
     return {
@@ -108,9 +108,7 @@ def save_hf(
     source = resolve_model_folder(config_source)
     if tensors is None:
         tensors, weights = _described(source, weights)
-    kept = kept_specs(source) if scores is None else {}
-    plan = plan_shards({**tensors, **kept}, max_shard_bytes)
-    new = HFFolder(folder, plan, source, tokenizer_source, scores=scores, kept=kept)
+    new = HFFolder(folder, tensors, source, tokenizer_source, max_shard_bytes=max_shard_bytes, scores=scores)
     partial = new.begin()
     try:
         with ShardFiles(partial, new.plan) as files:
@@ -128,26 +126,27 @@ class HFFolder:
     def __init__(
         self,
         folder: str | Path,
-        plan: ShardPlan,
+        tensors: Mapping[str, TensorSpec],
         config_source: Path,
         tokenizer_source: str | Path | None,
         *,
-        scores: Classified | None = None,
-        kept: Mapping[str, TensorSpec] | None = None,
+        max_shard_bytes: int,
+        scores: Classified | None,
     ) -> None:
         """Describe the folder; nothing is written.
 
         Args:
             folder: where it is to be in the end. If that is a symbolic link, what it points to is replaced.
-            plan: the weight files.
+            tensors: dtypes and shapes of the weights. A language model's folder has besides what `kept_specs` of
+                `config_source` says.
             config_source: folder of the model whose config is written.
             tokenizer_source: folder or hub name of the tokenizer; None: `config_source`.
+            max_shard_bytes: most bytes of a weight file, unless a single tensor is larger.
             scores: what a model with a value head gives a number, so that its config becomes one for the
                 classification of that; None: it is a language model.
-            kept: the tensors of the plan that are copied from `config_source`; None: none are.
         """
-        self.plan = plan
-        self._kept = dict(kept or {})
+        self._kept = kept_specs(config_source) if scores is None else {}
+        self.plan = plan_shards({**tensors, **self._kept}, max_shard_bytes)
         self._scores = scores
         self.target = Path(os.path.realpath(folder))
         self._source = config_source

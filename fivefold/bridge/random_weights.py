@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fivefold.bridge.decoder import expected_tensors
+from fivefold.families.shape import ModelShape
 from fivefold.json_text import parsed
 
 
@@ -40,6 +42,14 @@ class RandomWeights:
         self._dtype = dtype
         self._folder = Path(folder)
         self._of_norms = 0.0 if has_zero_centered_norms else 1.0
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, folder: str | Path, seed: int, device: torch.device, dtype: torch.dtype
+    ) -> RandomWeights:
+        """Return all weights of a model."""
+        centered = shape.zero_centered_norms
+        return cls(expected_tensors(shape), folder, seed, device, dtype, has_zero_centered_norms=centered)
 
     @property
     def folder(self) -> Path:

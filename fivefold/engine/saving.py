@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from fivefold.bridge.hf_saver import Block, save_blocks
-from fivefold.bridge.hf_writer import HFFolder, classified, kept_specs, tensor_specs
+from fivefold.bridge.hf_writer import HFFolder, classified, tensor_specs
 from fivefold.bridge.peft_folder import AdapterFolder
-from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, plan_shards
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, Snapshot
 from fivefold.engine.state.training_state import TrainingState
@@ -67,9 +67,14 @@ class SavingVerbs(ABC):
             OSError: on every rank, if a disk is full or one of them cannot write; an earlier folder stays as it was.
         """
         self._require("params")
-        kept = {} if self.shape.value_head else kept_specs(self._folder)
-        plan = plan_shards({**tensor_specs(self.shape, getattr(torch, self.config.dtype)), **kept}, max_shard_bytes)
-        new = HFFolder(folder, plan, self._folder, tokenizer_source, scores=classified(self.shape), kept=kept)
+        new = HFFolder(
+            folder,
+            tensor_specs(self.shape, getattr(torch, self.config.dtype)),
+            self._folder,
+            tokenizer_source,
+            max_shard_bytes=max_shard_bytes,
+            scores=classified(self.shape),
+        )
         save_blocks(new, self._blocks())
 
     def save_adapters(self, folder: Path) -> None:

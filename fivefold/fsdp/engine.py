@@ -15,7 +15,6 @@ import torch
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
-from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
 from fivefold.bridge.parameters import trained_parameters
@@ -148,15 +147,7 @@ class FSDPEngine(EngineBase[Optimizer]):
     def _load(self, seed: int, stored: ModelShape) -> None:
         """Load the weights; `stored` is the shape of the model in the files, which need not be a critic."""
         if self.config.init_from_scratch:
-            drawn = RandomWeights(
-                expected_tensors(stored),
-                self._folder,
-                seed,
-                self._device,
-                self._dtype,
-                has_zero_centered_norms=stored.zero_centered_norms,
-            )
-            self.shards.load(drawn)
+            self.shards.load(RandomWeights.of(stored, self._folder, seed, self._device, self._dtype))
             return
         with HFWeights(self._folder) as weights:
             self.shards.load(weights)

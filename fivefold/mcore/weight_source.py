@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.bridge import Bridge, checked_source
-from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -39,15 +38,7 @@ class WeightSource:
         """Fill this rank's weights; see `Bridge.load`. Random ones are drawn with `seed`, on `device`."""
         if self.config.init_from_scratch:
             dtype = getattr(torch, self.config.dtype)
-            drawn = RandomWeights(
-                expected_tensors(self.stored),
-                self.folder,
-                seed,
-                device,
-                dtype,
-                has_zero_centered_norms=self.stored.zero_centered_norms,
-            )
-            bridge.load(weights, drawn, groups)
+            bridge.load(weights, RandomWeights.of(self.stored, self.folder, seed, device, dtype), groups)
             return
         with self._files() as files:
             bridge.load(weights, files, groups)
