@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from fivefold.layout.allocation import Allocation
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
+from fivefold.observe.jsonl import write_lines
 from fivefold.observe.private_folder import PrivateFolder
 from fivefold.observe.status_line import StatusLine
 from fivefold.observe.timers import PhaseTimers
@@ -100,8 +100,7 @@ class Evaluator:
         """Take the sets of held-out prompts, by the dotted keys of their sections."""
         self.sets = sets
         self.data = PromptDataset.joined(list(sets.values()))
-        names = [key.rpartition(".")[2] for key, data in sets.items() for _ in data.prompts]
-        self._set_of = dict(enumerate(names))
+        self._set_of = [key.rpartition(".")[2] for key, data in sets.items() for _ in data.prompts]
         self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
@@ -311,8 +310,9 @@ def _no_weights(version: int) -> None:
 
 def _run(evaluator: Evaluator, stream: Stream, file: Path | None) -> Evaluation:
     def write(samples: Sequence[Sample]) -> None:
-        records = ({**as_record(sample, step=0), "set": evaluator.set_of(sample.prompt)} for sample in samples)
-        file and file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        if file is not None:
+            records = ({**as_record(sample, step=0), "set": evaluator.set_of(sample.prompt)} for sample in samples)
+            write_lines(file, records)
 
     try:
         return evaluator.run(stream, write)

@@ -86,8 +86,6 @@ class Reinforcement:
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
         self._texts = TokenTexts(setup.ground.tokenizer)
         self._was_told_of_no_signal = False
-        self._sent: int | None = None
-        """Version of the weights that the rollout got last; None: it got none."""
 
     def needs_rollout_logprobs(self) -> bool:
         """Return whether the next loss reads the rollout's log-prob of every token."""
@@ -131,7 +129,7 @@ class Reinforcement:
         evaluator, run = self._setup.evaluator, self._run
         if evaluator is None:
             return None
-        if self._sent != step:
+        if self._roles.rollout.version != step:
             self._send_weights(step)
             self.source.stream.settle()
         with self._timers.phase("evaluation"):
@@ -161,7 +159,6 @@ class Reinforcement:
         """Give the rollout the actor's weights: while the next step runs, or at once if the route does not allow it."""
         roles, timers = self._roles, self._timers
         self.source.stream.settle()
-        self._sent = version
         if self._setup.route.overlaps_training:
             give = partial(roles.give_weights, roles.copy_weights(timers), version, timers)
             self.source.weights_follow(version, give)

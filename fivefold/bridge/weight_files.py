@@ -61,7 +61,7 @@ class StoredTensor:
     """Dtype as safetensors writes it, such as `BF16`."""
     shape: tuple[int, ...]
     within: tuple[str, int, int] | None = None
-    """Of an expert's matrix in a tensor of all experts [E, rows, columns]: its name, the expert, the first row."""
+    """The tensor of all experts [E, rows, columns] that an expert's matrix lies in, the expert, and its first row."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
     prompts: list[Prompt] = []
-    # Of a prompt that loses its first tokens, the last ones must be known.
+    # A prompt that loses its first tokens is read to its end.
     at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,10 +26,9 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`. Floats that are not finite are written as null."""
-        line = json.dumps(finite(record), ensure_ascii=False) + "\n"
         try:
             with self._lock:
-                self._file.write(line)
+                self._file.write(_line(record))
                 self._file.flush()
         except OSError as error:
             name_file(error, self._path)
@@ -82,6 +81,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:  # a partial line, or garbage after a power failure
         return None
     return record if isinstance(record.get("step"), int) else None
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file with one JSON object per line, atomically, as `JsonLines` writes them."""
+    write_file(path, "".join(map(_line, lines)).encode(errors="backslashreplace"))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(finite(record), ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

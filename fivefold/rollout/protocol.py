@@ -126,6 +126,18 @@ class SamplingParams:
         """What is added to the logits of tokens, by token id; those that are never sampled get `NEVER`."""
         return dict(self.logit_bias) | dict.fromkeys(self.bad_token_ids, NEVER)
 
+    @property
+    def of_servers(self) -> dict[str, Any]:
+        """What servers are asked for under the same names, as far as it is not the default."""
+        asked: dict[str, Any] = {}
+        if self.min_p > 0 and not self.greedy:
+            asked["min_p"] = self.min_p
+        if self.repetition_penalty != 1:
+            asked["repetition_penalty"] = self.repetition_penalty
+        if self.bias:
+            asked["logit_bias"] = self.bias
+        return asked
+
     @classmethod
     def for_training(cls, recipe: TrainRecipe) -> SamplingParams:
         """Return the sampling of the prompts that are trained on."""
