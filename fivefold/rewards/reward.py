@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import threading
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from fivefold.config.user_code import one_process
-from fivefold.rewards.failure import explaining
+from fivefold.config.user_code import one_process, user_traceback
 from fivefold.rewards.time_limit import OutOfTime
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
@@ -209,3 +211,41 @@ def _as_number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors of several elements raise RuntimeError
         return None
+
+
+def accepted_answers(ground_truth: Any) -> Sequence[Any]:
+    """Return the right answers: the items of a list or a tuple, each of them right, or the ground truth alone."""
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+
+
+def as_text(truth: Any) -> str:
+    """Return a right answer as a response writes it: a float without an exponent, `0.00001` and not `1e-05`."""
+    return format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)
+
+
+_OTHER_CODE = (f"{Path(__file__).parent}/", importlib.__file__, "<frozen importlib")
+"""Beginnings of the file names of code that calls or imports a user's code."""
+
+
+@contextmanager
+def explaining(message: Callable[[], str], passes: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn what a user's code raises inside this context into a ValueError with `message` and its traceback.
+
+    SystemExit is turned too: it would end a run without a word, and even with exit code 0. KeyboardInterrupt and
+    `OutOfTime` pass, because the user's code does not raise them itself.
+
+    Args:
+        message: returns what failed, and on what. It is called only if something was raised.
+        passes: returns whether other exceptions pass too.
+
+    Raises:
+        ValueError: whatever the block raised.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, OutOfTime):
+        raise
+    except BaseException as error:
+        if passes():
+            raise
+        raise ValueError(f"{message()}:\n{user_traceback(error, _OTHER_CODE)}") from error

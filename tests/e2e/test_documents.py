@@ -46,9 +46,9 @@ from fivefold.observe.columns import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRA
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models

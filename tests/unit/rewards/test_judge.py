@@ -15,8 +15,8 @@ import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.chat_client import ChatClient, ChatFailed
-from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.static_check import reward_problems
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, judge
