@@ -276,7 +276,8 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ),
         (
             "actor.optimizer.lr_scheduler_type=cosin",
-            "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear', 'cosine' or 'wsd'; did you mean cosine?",
+            "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear', 'cosine' or 'wsd'; did you mean "
+            "cosine?",
         ),
         (
             "actor.ppo_n_minibatches=5",
