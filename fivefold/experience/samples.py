@@ -23,8 +23,8 @@ PERCENTILES = (10, 50, 90)
 """Percentiles of the lengths of responses that are reported."""
 
 
-def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, float]]:
-    """Compute the rewards of each sample, by name, without those that a reward model gives.
+def judged(groups: Sequence[Sequence[Sample]], rewards: RewardSet) -> list[dict[str, float]]:
+    """Compute the rewards of each sample of groups, by name, without those that a reward model gives.
 
     A sample that failed has none.
 
@@ -32,10 +32,13 @@ def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, floa
         ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`. Or an
             environment gave other rewards than the recipe names.
     """
+    samples = [sample for group in groups for sample in group]
     whole = [sample for sample in samples if not sample.has_failed]
     for sample in whole:
         rewards.check_given(sample.prompt, sample.rewards)
-    values = iter(rewards.judge([sample.prompt for sample in whole], [sample.response_text for sample in whole]))
+    sizes = [n for group in groups if (n := sum(not sample.has_failed for sample in group))]
+    texts = [sample.response_text for sample in whole]
+    values = iter(rewards.judge([sample.prompt for sample in whole], texts, sizes))
     return [{} if sample.has_failed else next(values) for sample in samples]
 
 

@@ -47,6 +47,19 @@ class Reward(Protocol):
         """
 
 
+Judged = str | tuple[str, ...]
+"""What one call judges: a response, or by a function of groups all responses to a prompt."""
+
+
+class GroupReward(Protocol):
+    """Judges all responses to a prompt together. A user's function is one if its first argument is `responses`."""
+
+    def __call__(
+        self, responses: Sequence[str], ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Return the rewards of the responses, in their order; see `Reward` for the arguments."""
+
+
 @runtime_checkable
 class PromptReward(Protocol):
     """Judges one response, and sees the whole prompt."""
@@ -93,7 +106,7 @@ class NamedReward:
     """A reward with its name, which errors mention."""
 
     name: str
-    reward: Reward | PromptReward | ScoredByModel | GivenByEnvironment
+    reward: Reward | GroupReward | PromptReward | ScoredByModel | GivenByEnvironment
     timeout_s: float | None = None
     """Most seconds that rewards which are computed together may take, or a coroutine function for each response; None:
     no limit."""
@@ -101,6 +114,8 @@ class NamedReward:
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
+    judges_groups: bool = False
+    """Whether the reward is a `GroupReward`."""
     in_work: set[InWork] = field(default_factory=set, init=False, repr=False, compare=False)
     """Responses that are being judged."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
@@ -109,19 +124,19 @@ class NamedReward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "free", threading.BoundedSemaphore(self.n_threads))
 
-    def judge(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of one response.
+    def judge(self, prompt: Prompt, judged: Judged) -> list[float]:
+        """Return the reward of a response, or of each response of a group.
 
         Raises:
-            ValueError: the function raised an error, or returned something else than a finite number. The message
-                names the function and the prompt.
+            ValueError: the function raised an error, or returned something else than a finite number for each
+                response. The message names the function and the prompt.
         """
-        with self.working(prompt, response), explaining(lambda: self._failed(prompt, response)):
-            value = self._call(prompt, response)
-        return self._finite(value, prompt, response)
+        with self.working(prompt, judged), explaining(lambda: self._failed(prompt, judged)):
+            value = self._call(prompt, judged)
+        return self._finite(value, prompt, judged)
 
-    async def judge_coroutine(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of one response; `judge` for a coroutine function, which its loop calls in `working`.
+    async def judge_coroutine(self, prompt: Prompt, judged: Judged) -> list[float]:
+        """Return what `judge` does, by a coroutine function, which its loop calls in `working`.
 
         Raises:
             ValueError: see `judge`.
@@ -129,15 +144,15 @@ class NamedReward:
         task = asyncio.current_task()
         # A task that is cancelled has not failed.
         with explaining(
-            lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
+            lambda: self._failed(prompt, judged), passes=lambda: task is not None and task.cancelling() > 0
         ):
-            value = await cast(Awaitable[object], self._call(prompt, response))
-        return self._finite(value, prompt, response)
+            value = await cast(Awaitable[object], self._call(prompt, judged))
+        return self._finite(value, prompt, judged)
 
     @contextmanager
-    def working(self, prompt: Prompt, response: str) -> Iterator[InWork]:
-        """Note that a response is judged inside the block, in this process alone."""
-        work = InWork(self, prompt, response)
+    def working(self, prompt: Prompt, judged: Judged) -> Iterator[InWork]:
+        """Note what is judged inside the block, in this process alone."""
+        work = InWork(self, prompt, judged)
         self.in_work.add(work)
         try:
             with one_process(f"the reward function {self.name!r}"):
@@ -156,50 +171,58 @@ class NamedReward:
             f"{what}{where}. Give it a shorter limit, or raise scheduler.timeout_s"
         )
 
-    def _call(self, prompt: Prompt, response: str) -> object:
+    def _call(self, prompt: Prompt, judged: Judged) -> object:
         if isinstance(self.reward, ScoredByModel | GivenByEnvironment):
             raise TypeError(f"the reward {self.name!r} is given by a model or an environment, which is no function")
         if isinstance(self.reward, PromptReward):
-            return self.reward.judge_prompt(prompt, response)
-        return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
+            return self.reward.judge_prompt(prompt, cast(str, judged))
+        call = cast(Callable[..., object], self.reward)
+        return call(judged, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
 
-    def _failed(self, prompt: Prompt, response: str) -> str:
-        return f"the reward function {self.name!r} failed on {describe(prompt, response)}"
+    def _failed(self, prompt: Prompt, judged: Judged) -> str:
+        return f"the reward function {self.name!r} failed on {describe(prompt, judged)}"
 
-    def _finite(self, value: object, prompt: Prompt, response: str) -> float:
-        number = _as_number(value)
-        if number is None or not math.isfinite(number):
+    def _finite(self, value: object, prompt: Prompt, judged: Judged) -> list[float]:
+        if isinstance(judged, str):
+            numbers, wanted = [_as_number(value)], "a finite number"
+        else:
+            each = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else ()
+            numbers, wanted = list(map(_as_number, each)), f"a finite number for each of the {len(judged)} responses"
+        found = [number for number in numbers if number is not None and math.isfinite(number)]
+        if not len(found) == len(numbers) == (1 if isinstance(judged, str) else len(judged)):
             raise ValueError(
-                f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, response)}: "
-                "it must return a finite number"
+                f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, judged)}: "
+                f"it must return {wanted}"
             )
-        return number
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class InWork:
-    """A response that is being judged."""
+    """A response, or a group's responses, that are being judged."""
 
     reward: NamedReward
     prompt: Prompt
-    response: str
+    judged: Judged
     began: float = field(default_factory=time.perf_counter)
     """When that began, on the clock of `time.perf_counter`."""
 
     @property
     def what(self) -> str:
-        """The response, for messages."""
-        return describe(self.prompt, self.response)
+        """What is judged, for messages."""
+        return describe(self.prompt, self.judged)
 
     def too_slow(self) -> ValueError:
         """Return the error that it takes longer than the reward's limit."""
         return self.reward.too_slow("one response", [f"at {self.what}"])
 
 
-def describe(prompt: Prompt, response: str) -> str:
+def describe(prompt: Prompt, judged: Judged) -> str:
     """Return a text that names a prompt, counted from 1, and the beginning of a response to it."""
     source = f"data_source {prompt.data_source!r}, ground truth {prompt.ground_truth!r:.200}"
-    return f"prompt {prompt.index + 1} ({source}), response {response[:200]!r}"
+    if isinstance(judged, str):
+        return f"prompt {prompt.index + 1} ({source}), response {judged[:200]!r}"
+    return f"prompt {prompt.index + 1} ({source}), {len(judged)} responses, the first {judged[0][:200]!r}"
 
 
 def _as_number(value: object) -> float | None:

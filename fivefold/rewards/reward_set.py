@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from fivefold.rewards.event_loop import N_AT_ONCE, judge_together
-from fivefold.rewards.reward import BuiltIn, GivenByEnvironment, InWork, NamedReward, ScoredByModel, describe
+from fivefold.rewards.reward import BuiltIn, GivenByEnvironment, InWork, Judged, NamedReward, ScoredByModel, describe
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
@@ -103,12 +104,15 @@ class RewardSet:
         of_model = [each for each in self.rewards if each.is_of_model]
         return [index for index, prompt in enumerate(prompts) if any(each.is_for(prompt) for each in of_model)]
 
-    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+    def judge(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], sizes: Sequence[int] | None = None
+    ) -> list[dict[str, float]]:
         """Return the rewards of each response by name, without those that the reward model gives.
 
         Args:
             prompts: the prompt of each response.
             responses: the completions, decoded without special tokens.
+            sizes: numbers of responses that follow one another as a group; None: each is a group.
 
         Raises:
             ValueError: see `compute_rewards`; each reward may take the time limit on its own.
@@ -118,7 +122,12 @@ class RewardSet:
             if each.is_of_model or each.is_of_environment:
                 continue
             own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
-            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own]) if own else ()
+            counts = _kept(sizes, set(own)) if sizes is not None else None
+            values = (
+                compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own], counts)
+                if own
+                else ()
+            )
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
         return results
@@ -224,13 +233,23 @@ def _finite(score: float, name: str, prompt: Prompt, response: str) -> float:
 Result = TypeVar("Result")
 
 
-def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+def _kept(sizes: Sequence[int], own: Collection[int]) -> list[int]:
+    """Return the sizes of groups that keep only their responses with the indices `own`."""
+    ends = list(accumulate(sizes))
+    counts = [sum(i in own for i in range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return [count for count in counts if count]
+
+
+def compute_rewards(
+    reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str], sizes: Sequence[int] | None = None
+) -> list[float]:
     """Return one reward for each response, in their order.
 
     Args:
         reward: the reward.
         prompts: the prompt of each response.
         responses: the completions, decoded without special tokens.
+        sizes: numbers of responses that follow one another as a group, for a reward of groups; None: 1 each.
 
     Raises:
         ValueError: not one prompt for each response, an error of the function, a value that is no finite number, or
@@ -239,11 +258,17 @@ def compute_rewards(reward: NamedReward, prompts: Sequence[Prompt], responses: S
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give the prompt of each response")
+    judged: Sequence[Judged] = responses
+    if reward.judges_groups:
+        sizes = [1] * len(responses) if sizes is None else sizes
+        ends = list(accumulate(sizes))
+        judged = [tuple(responses[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        prompts = [prompts[end - 1] for end in ends]
     if reward.is_coroutine:
-        return judge_together(reward, prompts, responses)
+        return list(chain.from_iterable(judge_together(reward, prompts, judged)))
     try:
         with time_limit(reward.timeout_s):
-            return _in_threads(reward, reward.judge, prompts, responses)
+            return list(chain.from_iterable(_in_threads(reward, reward.judge, prompts, judged)))
     except OutOfTime as error:
         notes = getattr(error, "__notes__", ())
         raise reward.too_slow(f"{len(responses)} responses", notes) from error
