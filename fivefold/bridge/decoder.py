@@ -73,15 +73,8 @@ def is_ignored(name: str, shape: ModelShape) -> bool:
     is_other_head |= shape.value_head and not shape.value_bias and name == VALUE_BIAS
     family = find_family(shape.family)
     patterns = (pattern for pattern, _ in family.ignored)
-    is_known = is_tied_output or is_other_head or is_further_layer(name, shape)
-    is_known |= family.keeps(name)
+    is_known = is_tied_output or is_other_head or family.keeps(name, shape.n_layers)
     return is_known or any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
-def is_further_layer(name: str, shape: ModelShape) -> bool:
-    """Return whether a Hugging Face tensor is of a layer for multi-token prediction, which nothing reads."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return find_family(shape.family).predicts_further and layer is not None and int(layer[1]) >= shape.n_layers
 
 
 def is_optional(name: str, shape: ModelShape) -> bool:

@@ -63,14 +63,16 @@ def kept_specs(source: Path) -> dict[str, TensorSpec]:
     Nothing is kept of a folder without weights.
     """
     file = source / "config.json"
-    model_type = parsed(file.read_text()).get("model_type") if file.is_file() else None
+    config = parsed(file.read_text()) if file.is_file() else {}
+    model_type, n_layers = config.get("model_type"), config.get("num_hidden_layers", 0)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None or not family.kept:
+    # Quantized tensors would need the scales that no folder is written with.
+    if family is None or not (family.kept or family.predicts_further) or config.get("quantization_config"):
         return {}
     return {
         name: TensorSpec(DTYPES[tensor.dtype], tensor.shape)
         for name, tensor in survey(source).tensors.items()
-        if family.keeps(name) and tensor.dtype in DTYPES
+        if family.keeps(name, n_layers) and tensor.dtype in DTYPES
     }
 
 
@@ -191,7 +193,9 @@ class HFFolder:
         if (index := self.plan.index()) is not None:
             name, text = index
             (partial / name).write_text(text)
-        copy_configs(partial, self._source, self.plan.main_dtype, scores=self._scores)
+        copy_configs(
+            partial, self._source, self.plan.main_dtype, scores=self._scores, predicts_further=len(self._kept) > 0
+        )
         copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
         for file in partial.rglob("*"):
@@ -283,8 +287,17 @@ def copy_tokenizer(folder: Path, source: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Classified | None = None) -> None:
+def copy_configs(
+    folder: Path,
+    source: Path,
+    dtype: torch.dtype,
+    *,
+    scores: Classified | None = None,
+    predicts_further: bool = False,
+) -> None:
     """Copy the configs in `source` to `folder`, with `dtype` as the dtype of the weights.
+
+    Without `predicts_further`, the folder has no layers for multi-token prediction, and its config says so.
 
     The config of a model with a value head becomes one for token or sequence classification with one label, and the
     model generates nothing.
@@ -294,8 +307,9 @@ def copy_configs(folder: Path, source: Path, dtype: torch.dtype, *, scores: Clas
     config = parsed((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
     config.pop("auto_map", None)  # a class of transformers loads the weights, and code files are not copied
-    # Nor are layers for multi-token prediction, which have two names for their number.
-    config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
+    if not predicts_further:
+        # Their number has two names.
+        config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
     # transformers renamed `torch_dtype` to `dtype`; old and new versions read the old name.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")

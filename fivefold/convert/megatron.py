@@ -21,10 +21,10 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import check_tied_output
-from fivefold.bridge.decoder import expected_tensors, is_further_layer, mappings
+from fivefold.bridge.decoder import expected_tensors, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
+from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, kept_specs, save_hf, tensor_specs
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -33,6 +33,7 @@ from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.convert.megatron_files import CheckpointFiles
 from fivefold.convert.target import Progress, free_target, streamed, written_beside
 from fivefold.families.read import load_shape
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import Shape
 from fivefold.families.torch_dist import find_torch_dist
@@ -59,7 +60,8 @@ def left_out(*, optimizer: bool = False, further_layers: bool) -> str | None:
 
 def has_further_layers(weights: HFWeights, shape: ModelShape) -> bool:
     """Return whether a Hugging Face folder holds layers for multi-token prediction in addition to `shape`."""
-    return any(is_further_layer(name, shape) for name in weights.names)
+    family = find_family(shape.family)
+    return any(family.is_further(name, shape.n_layers) for name in weights.names)
 
 
 def convert_to_torch_dist(
@@ -142,10 +144,12 @@ def convert_from_torch_dist(
             if dtype is None
             else tensor_specs(shape, dtype)
         )
+        family = find_family(shape.family)
+        keeps_further = any(family.is_further(name, shape.n_layers) for name in kept_specs(described))
         save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
-    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
+    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers and not keeps_further)
     return Converted(shape, n_tensors, omitted)
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2: multi-head latent attention, and sigmoid routing with offsets.
 
-Layers for multi-token prediction, which their files hold behind the last layer, are not read and not written.
+Layers for multi-token prediction, which their files hold behind the last layer, are not trained and written unchanged.
 """
 
 from __future__ import annotations

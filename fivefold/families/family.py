@@ -86,7 +86,7 @@ class Family:
     kept: tuple[str, ...] = ()
     """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""
     predicts_further: bool = False
-    """Whether files may hold layers behind the last one, for multi-token prediction, which nothing reads."""
+    """Whether files may hold layers behind the last one, for multi-token prediction, which are kept as they are."""
     gguf: GGUFArchitecture | None = None
     """None where GGUF files are not converted."""
 
@@ -98,6 +98,11 @@ class Family:
         """Return what transformers' language model calls a tensor of files."""
         return BODY + name.removeprefix(self.body) if name.startswith(self.body) else name
 
-    def keeps(self, name: str) -> bool:
-        """Return whether a tensor of files is part of what is not trained and kept."""
-        return any(re.fullmatch(pattern, name) for pattern in self.kept)
+    def keeps(self, name: str, n_layers: int) -> bool:
+        """Return whether a tensor in files of a model of `n_layers` layers is kept and not trained."""
+        return self.is_further(name, n_layers) or any(re.fullmatch(pattern, name) for pattern in self.kept)
+
+    def is_further(self, name: str, n_layers: int) -> bool:
+        """Return whether a tensor of files is of a layer behind the last one, for multi-token prediction."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return self.predicts_further and layer is not None and int(layer[1]) >= n_layers

@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6 with experts: the first layers dense, sigmoid routing with offsets, a shared expert.
 
-Layers for multi-token prediction, which their files hold behind the last layer, are not read and not written.
+Layers for multi-token prediction, which their files hold behind the last layer, are not trained and written unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: the attention of DeepSeek-V3 and the experts of GLM-4.5.
 
-Layers for multi-token prediction, which its files hold behind the last layer, are not read and not written.
+Layers for multi-token prediction, which its files hold behind the last layer, are not trained and written unchanged.
 """
 
 from __future__ import annotations

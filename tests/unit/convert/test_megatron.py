@@ -20,7 +20,9 @@ from transformers import DeepseekV3Config, Glm4MoeConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
+from fivefold.bridge.hf_writer import HFFolder, save_hf
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
 from fivefold.convert.megatron_files import CheckpointFiles
@@ -72,6 +74,32 @@ def test_layers_for_multi_token_prediction_are_left_out_and_named(glm: TinyModel
     assert "Not converted: layers for multi-token prediction" in there.output
     assert json.loads((tmp_path / "mcore" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert "Not converted" not in fivefold("convert", tmp_path / "mcore", "-o", tmp_path / "hf").output
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    back = fivefold("convert", tmp_path / "mcore", "--config", glm.folder, "-o", tmp_path / "whole")
+    assert "Not converted" not in back.output
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert torch.equal(whole["model.layers.2.eh_proj.weight"], torch.ones(32, 64))
+
+
+def test_trained_weights_are_written_with_the_layers_for_multi_token_prediction_that_they_began_with(
+    glm: TinyModel, tmp_path: Path
+) -> None:
+    further = {
+        "model.layers.2.eh_proj.weight": torch.rand(32, 64),
+        "model.layers.2.enorm.weight": torch.rand(32).half(),
+    }
+    trained = {name: weight + 1 for name, weight in glm.weights.items()}
+    save_file(glm.weights | further, glm.folder / "model.safetensors", {"format": "pt"})
+    specs = {name: TensorSpec(weight.dtype, tuple(weight.shape)) for name, weight in trained.items()}
+    save_hf(tmp_path / "out", trained.items(), glm.folder, tensors=specs)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == trained.keys() | further.keys()
+    assert [name for name, weight in (trained | further).items() if not torch.equal(written[name], weight)] == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert load_shape(tmp_path / "out").n_layers == 2
+    # A critic does not predict tokens.
+    critic = HFFolder(tmp_path / "critic", specs, glm.folder, scores="Token")
+    assert not any(b"layers.2" in file.header for file in critic.plan.files)
 
 
 def test_layers_for_multi_token_prediction_of_megatron_core_are_left_out_and_named(
