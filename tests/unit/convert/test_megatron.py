@@ -98,7 +98,7 @@ def test_trained_weights_are_written_with_the_layers_for_multi_token_prediction_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert load_shape(tmp_path / "out").n_layers == 2
     # A critic does not predict tokens.
-    critic = HFFolder(tmp_path / "critic", specs, glm.folder, scores="Token")
+    critic = HFFolder(tmp_path / "critic", specs, glm.folder, None, max_shard_bytes=2**30, scores="Token")
     assert not any(b"layers.2" in file.header for file in critic.plan.files)
 
 
