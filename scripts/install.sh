@@ -19,5 +19,6 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     # One exact version: pip then takes a local or a CPU-only build of it where pip's configuration offers one.
     pip install --quiet "${TORCH:-torch==2.13.0}"
 fi
-pip install --quiet --editable '.[dev,gguf,report]'
+# The release that the measurements are from; pip alone would take the newest one that this Python can have.
+pip install --quiet "${MEGATRON_CORE:-megatron-core==0.16.1}" --editable '.[dev,gguf,report]'
 echo "Installed Fivefold $("$venv/bin/fivefold" --version | cut -d' ' -f2) into $venv: source $venv/bin/activate"

@@ -42,6 +42,8 @@ class MoENames:
     )
     bias: str | None = None
     """Offsets of the experts' scores."""
+    bias_in_memory: str = "mlp.gate.e_score_correction_bias"
+    """What transformers calls them."""
     shared: MLPNames | None = None
     shared_gate: str | None = None
 

@@ -145,7 +145,7 @@ def _model_fields(shape: ModelShape) -> Values:
         "activation_func": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
+        "qk_layernorm": shape.qk_norm and not shape.wide_qk_norm,
     }
 
 

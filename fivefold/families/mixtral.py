@@ -10,8 +10,7 @@ from fivefold.families.shape import ModelShape
 
 def _read(config: HFConfig) -> ModelShape:
     dense = read_dense(config, has_window=config.get("sliding_window") is not None)
-    if noise := config.number("router_jitter_noise"):
-        raise config.error(f"router_jitter_noise={noise:g} is not supported, for training adds no noise: set it to 0")
+    refuse_noise(config)
     return add_experts(
         dense,
         config,
@@ -21,16 +20,24 @@ def _read(config: HFConfig) -> ModelShape:
     )
 
 
+def refuse_noise(config: HFConfig) -> None:
+    """Refuse noise on what routers see.
+
+    Raises:
+        ValueError: the config has some.
+    """
+    if noise := config.number("router_jitter_noise"):
+        raise config.error(f"router_jitter_noise={noise:g} is not supported, for training adds no noise: set it to 0")
+
+
+EXPERT = MLPNames(
+    gate="block_sparse_moe.experts.{expert}.w1.weight",
+    up="block_sparse_moe.experts.{expert}.w3.weight",
+    down="block_sparse_moe.experts.{expert}.w2.weight",
+)
 MIXTRAL = Family(
     "mixtral",
     read=_read,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.0},
-    moe=MoENames(
-        router="block_sparse_moe.gate.weight",
-        expert=MLPNames(
-            gate="block_sparse_moe.experts.{expert}.w1.weight",
-            up="block_sparse_moe.experts.{expert}.w3.weight",
-            down="block_sparse_moe.experts.{expert}.w2.weight",
-        ),
-    ),
+    moe=MoENames(router="block_sparse_moe.gate.weight", expert=EXPERT),
 )

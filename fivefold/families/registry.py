@@ -11,6 +11,8 @@ from fivefold.families.family import Family
 from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
 from fivefold.families.llama import LLAMA
+from fivefold.families.minimax_m2 import MINIMAX_M2
+from fivefold.families.mistral import MISTRAL
 from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
 from fivefold.families.qwen2_moe import QWEN2_MOE
@@ -30,7 +32,9 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        MISTRAL,
         MIXTRAL,
+        MINIMAX_M2,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V2,

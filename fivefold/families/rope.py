@@ -65,6 +65,22 @@ def rotary_part(config: HFConfig, head_dim: int) -> int:
     return channels
 
 
+def channels_of(config: HFConfig, head_dim: int) -> int:
+    """Return the same where a file may give the number of channels (`rotary_dim`) in place of the share.
+
+    Raises:
+        ValueError: as `rotary_part`; or a number that is odd, or greater than the head's.
+    """
+    rope = config.fields("rope_scaling") or config.fields("rope_parameters")
+    is_stated = "partial_rotary_factor" in rope or config.states("partial_rotary_factor")
+    if is_stated or not config.states("rotary_dim"):
+        return rotary_part(config, head_dim)
+    channels = config.integer("rotary_dim")
+    if channels > head_dim or channels % 2:
+        raise config.error(f"rotary_dim={channels} must be an even number of a head's {head_dim} channels")
+    return channels
+
+
 def _partial_factor(config: HFConfig, rope: Mapping[str, Any]) -> Any:
     return rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
 

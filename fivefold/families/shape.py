@@ -146,7 +146,7 @@ class ModelShape:
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     qkv_bias: bool
     qk_norm: bool
-    """Whether there is an RMSNorm on each query and key head."""
+    """Whether there are RMSNorms on queries and keys: on each head, unless they are wide."""
     tied_embeddings: bool
     """Whether the output layer is the embedding."""
     rms_norm_eps: float
@@ -166,6 +166,8 @@ class ModelShape:
     """Groups of experts that a token may visit: those whose best experts have the largest scores."""
     group_best: int = 2
     """Best experts of a group whose scores are added to rank it."""
+    wide_qk_norm: bool = False
+    """Whether the norms on queries and keys are over all heads together, in place of each."""
     rotary_dim: int | None = None
     """Channels of a head that rotary positions turn, the first ones; None: all."""
     latent: LatentAttention | None = None
@@ -352,7 +354,8 @@ class ModelShape:
         output = self.output_width * self.hidden
         if self.latent is not None:
             return self.latent.up_parameters(self.hidden, self.n_heads) + output
-        return (self.hidden + self.qkv_bias) * (self.query_rows + self.key_width + self.value_width) + output
+        norms = self.query_width + self.key_width if self.wide_qk_norm else 0
+        return (self.hidden + self.qkv_bias) * (self.query_rows + self.key_width + self.value_width) + output + norms
 
     def whole_mixer_parameters(self, kind: LayerKind) -> int:
         """Return those that every tensor parallel rank has: norms, and MLA's projections down."""
@@ -360,7 +363,7 @@ class ModelShape:
             return self._delta.value_dim
         if self.latent is not None:
             return self.latent.down_parameters(self.hidden) + self.latent.latent_dim
-        return 2 * self.head_dim if self.qk_norm else 0
+        return 2 * self.head_dim if self.qk_norm and not self.wide_qk_norm else 0
 
     def projection_weights(self, kind: LayerKind) -> int:
         """Return the weights of one layer that mix tokens and are matrices: neither norms, biases nor convolutions."""

@@ -180,7 +180,10 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[WeightTensor]:
         if shape.qkv_bias:
             for letter, width in widths.items():
                 yield WeightTensor(f"{attention}.{letter}_proj.bias", (width,), "rows", layer)
-        if shape.qk_norm:
+        if shape.wide_qk_norm:
+            for letter, width in (("q", shape.query_width), ("k", shape.key_width)):
+                yield WeightTensor(f"{attention}.{letter}_norm.weight", (width,), "rows", layer)
+        elif shape.qk_norm:
             yield from (_norm(f"{attention}.{letter}_norm.weight", shape.head_dim, layer) for letter in "qk")
     yield WeightTensor(f"{attention}.o_proj.weight", (shape.hidden, shape.output_width), "columns", layer)
 

@@ -35,7 +35,7 @@ def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
 def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
     family = find_family(shape.family)
     moe = family.moe
-    routers = {} if moe is None else {moe.router: "mlp.gate.weight", moe.bias: "mlp.gate.e_score_correction_bias"}
+    routers = {} if moe is None else {moe.router: "mlp.gate.weight", moe.bias: moe.bias_in_memory}
     by_name = {tensor.name: tensor for tensor in tensors(shape)}
     for tensor in by_name.values():
         layer = f"model.layers.{tensor.layer}."

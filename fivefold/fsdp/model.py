@@ -144,7 +144,7 @@ def build_model(
         elif groups.cp.size() > 1:
             gather_latents(layer.self_attn, groups.cp)
         if groups.tp.size() > 1:
-            split_layer(layer, groups.tp)
+            split_layer(layer, groups.tp, wide_norms=shape.wide_qk_norm)
         if (experts := getattr(layer.mlp, "experts", None)) is not None:
             for module in experts.modules():
                 shard_by_rows(module)

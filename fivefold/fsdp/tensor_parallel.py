@@ -9,6 +9,7 @@ ranks have whole and use for their own heads alone have gradients to be summed: 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from fivefold.bridge.mapping import WeightMapping, padded_vocab
 from fivefold.engine.context_parallel import SumOverGroup, copy_to_group
+from fivefold.engine.wide_norms import norms_over_heads
 
 _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 
@@ -39,8 +41,14 @@ class VocabEmbedding(nn.Module):
         return SumOverGroup.apply(embedded, self._group)
 
 
-def split_layer(layer: Any, group: dist.ProcessGroup) -> None:
-    """Make a decoder layer, which has this rank's part of the parameters, exchange what it must with the group."""
+def split_layer(layer: Any, group: dist.ProcessGroup, *, wide_norms: bool) -> None:
+    """Make a decoder layer, which has this rank's part of the parameters, exchange what it must with the group.
+
+    Args:
+        layer: the layer.
+        group: the tensor-parallel ranks.
+        wide_norms: whether its norms of queries and keys are over all heads together.
+    """
 
     def copy(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         def copied(value: Any) -> Any:
@@ -56,10 +64,17 @@ def split_layer(layer: Any, group: dist.ProcessGroup) -> None:
     mixer = layer.linear_attn if has_delta_net else layer.self_attn
     mixer.register_forward_pre_hook(copy, with_kwargs=True)
     (mixer.out_proj if has_delta_net else mixer.o_proj).register_forward_hook(total)
+    if wide_norms:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.forward = partial(_wide_norm, norm, group=group)
     for block in _split_mlps(layer.mlp):
         block.register_forward_pre_hook(copy, with_kwargs=True)
         # Fused experts have no module for their down projection.
         (block.down_proj if isinstance(block.down_proj, nn.Module) else block).register_forward_hook(total)
+
+
+def _wide_norm(norm: Any, heads: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    return norms_over_heads([heads], [norm.weight], norm.variance_epsilon, group)[0]
 
 
 def _split_mlps(mlp: Any) -> list[Any]:
@@ -77,7 +92,7 @@ def is_used_in_parts(mapping: WeightMapping) -> bool:
     latent attention, and the matrices of adapters that are not cut.
     """
     path, _, name = mapping.parameter.removesuffix(".weight").rpartition(".")
-    is_shared = (
+    is_shared = mapping.is_whole and (
         name in _SHARED_BY_HEADS if path.endswith(".self_attn") else path.endswith(".linear_attn") and name == "norm"
     )
     return is_shared or (mapping.is_adapter and mapping.is_whole)

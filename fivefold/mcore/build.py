@@ -31,6 +31,7 @@ from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.adapters import AdapterShape
+from fivefold.families.megatron_release import installed_release
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import NONE, Trained
@@ -42,6 +43,7 @@ from fivefold.mcore.buffers import free_weights
 from fivefold.mcore.model import Decoder, named_tensors
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import MegatronGenerators, initialize_parallel, shard_groups
+from fivefold.mcore.releases import IS_0_16
 from fivefold.mcore.specs import build_chunks, spec_provider
 from fivefold.mcore.weight_source import WeightSource
 
@@ -228,12 +230,18 @@ def check_transformer_engine(kernels: Kernels) -> None:
     """Refuse TransformerEngine's modules where they cannot be built.
 
     Raises:
-        ValueError: `kernels` is te, and there is no GPU, or no TransformerEngine of a version that fits.
+        ValueError: `kernels` is te, and there is no GPU, another release of Megatron-Core than 0.16, or no
+            TransformerEngine of a version that fits.
     """
     if kernels != "te":
         return
     if not torch.cuda.is_available():
         raise ValueError("kernels=te has kernels for NVIDIA GPUs, and there is none here: set kernels to fivefold")
+    if not IS_0_16:
+        raise ValueError(
+            f"kernels=te is tried with Megatron-Core 0.16, and {installed_release().name} is installed: run pip "
+            "install megatron-core==0.16.1, or set kernels to fivefold"
+        )
     advice = "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.11.0' (core_cu12 for CUDA 12)"
     try:
         found = version("transformer-engine")

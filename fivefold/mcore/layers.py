@@ -91,7 +91,7 @@ class PackedSelfAttention(SelfAttention):
         """Return the attention [T, 1, heads * D] of joint projections [T, 1, ...], before the output projection."""
         projected, gate = self._without_gate(projected.squeeze(1))
         query, key, value = split_heads(
-            projected,
+            self.normalised(projected),
             self.q_layernorm.factor if self.config.qk_layernorm else None,
             self.k_layernorm.factor if self.config.qk_layernorm else None,
             packed.cos_T1D,
@@ -102,6 +102,10 @@ class PackedSelfAttention(SelfAttention):
         )
         output = self.core_attention(query, key, value, packed.attention).flatten(1)
         return (output if gate is None else output * torch.sigmoid(gate)).unsqueeze(1)
+
+    def normalised(self, projected_TC: torch.Tensor) -> torch.Tensor:
+        """Return the joint projection behind norms that are not those of heads; there are none here."""
+        return projected_TC
 
     def _without_gate(self, projected_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the joint projection without output gates, and these [T, heads * D]. A head's follows its query."""

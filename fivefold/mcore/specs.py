@@ -38,6 +38,7 @@ from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.mcore.layers import GroupedExperts, PackedCoreAttention, PackedSelfAttention, RMSNorm, add_residual
 from fivefold.mcore.model import Decoder, ValueLayer
 from fivefold.mcore.router import Router, routers_of
+from fivefold.mcore.wide_norms import WideNormAttention
 
 
 def spec_provider(kernels: Kernels) -> BackendSpecProvider:
@@ -105,18 +106,18 @@ def _mixer_spec(
     """Return the spec of what mixes tokens; only PyTorch's kernels compute latent attention and gated delta nets."""
     match kind:
         case "full":
-            return _attention_spec(config, provider)
+            return _attention_spec(config, shape, provider)
         case "latent":
             return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent, "norm": RMSNorm})
         case "delta":
             return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta})
 
 
-def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+def _attention_spec(config: TransformerConfig, shape: ModelShape, provider: BackendSpecProvider) -> ModuleSpec:
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
     return ModuleSpec(
-        module=PackedSelfAttention,
+        module=WideNormAttention if shape.wide_qk_norm else PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or provider.column_parallel_linear(),

@@ -100,7 +100,10 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     key_tokens = tokens * layout.seen_tokens
     saved = element * (tokens * (shape.query_width + shape.output_width) + key_tokens * keys) / tp
     saved += _FLOAT * tokens * shape.n_heads / tp
-    if shape.qk_norm:
+    if shape.wide_qk_norm:
+        # Queries and keys in float32, and rounded before they are multiplied by the weight.
+        saved += (_FLOAT + element) * tokens * (shape.query_width + shape.key_width) / tp
+    elif shape.qk_norm:
         saved += element * tokens * joint / tp
     if shape.latent is not None:
         saved += _latents(shape, layout, work, tokens)

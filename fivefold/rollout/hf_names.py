@@ -55,6 +55,8 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
             tensors.update(_split_experts(parameter, layer, matrix, moe.expert))
         elif name.endswith(_ROUTER):
             tensors[f"{name.removesuffix(_ROUTER)}.{moe.router}"] = FileTensor(parameter)
+        elif is_router_offset(name):
+            tensors[f"{name.removesuffix(moe.bias_in_memory)}{moe.bias}"] = FileTensor(parameter)
         else:
             tensors[name] = FileTensor(parameter)
     return tensors if family is None else {family.in_files(name): tensor for name, tensor in tensors.items()}

@@ -137,6 +137,8 @@ def _missing_layers(key: str, shape: ModelShape) -> Iterator[str]:
     names = {"latent": "latent attention", "delta": "gated delta nets"}
     for kind in sorted(set(shape.layer_kinds) & names.keys()):
         yield f"{key} has no {names[kind]}, which {shape.family} needs: set it to fivefold"
+    if shape.wide_qk_norm:
+        yield f"{key} has no norms over all heads, which {shape.family} needs: set it to fivefold"
 
 
 def _kernel_problems(role: str, config: EngineConfig, shape: ModelShape, cp: int) -> Iterator[str]:

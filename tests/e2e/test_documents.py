@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 from fivefold.algorithms.advantages.scores import Scores
@@ -27,8 +26,6 @@ from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.metrics import Metric
 from fivefold.batch import Batch
-from fivefold.bridge.bridge import Bridge
-from fivefold.bridge.hf_reader import HFWeights
 from fivefold.checkpoints.start import FromScratch
 from fivefold.cli.main import app
 from fivefold.config.load import load_any_recipe, load_recipe
@@ -40,7 +37,6 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import PromptDataset
 from fivefold.data.sampler import Outcome
 from fivefold.evaluate import Evaluation
-from fivefold.families import registry
 from fivefold.families.read import load_shape
 from fivefold.observe.columns import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
@@ -282,31 +278,8 @@ def test_the_page_of_metrics_lists_what_fine_tuning_writes(tmp_path: Path, monke
 # docs/extending.md
 
 
-def snippet(number: int, folder: Path) -> dict[str, Any]:
-    """Return what a Python block of docs/extending.md defines as a file in `folder`."""
-    file = folder / "snippet.py"
-    file.write_text(blocks(DOCS / "extending.md", "python")[number])
-    return runpy.run_path(str(file))
-
-
-def test_the_family_of_the_documents_loads_and_writes_what_transformers_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = snippet(0, tmp_path)["MISTRAL"]
-    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, family.model_type: family})
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MistralConfig(**sizes, vocab_size=41, num_key_value_heads=2, sliding_window=None)
-    model = MistralForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    shape = load_shape(tmp_path)
-    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
-    with HFWeights(tmp_path) as saved:
-        assert Bridge(shape).expected_names() == {name: saved.shape(name) for name in saved.names}
-    saved = json.loads((tmp_path / "config.json").read_text())
-    for window in (saved | {"sliding_window": 512}, {key: saved[key] for key in saved.keys() - {"sliding_window"}}):
-        (tmp_path / "config.json").write_text(json.dumps(window))
-        with pytest.raises(ValueError, match=f"sliding_window={AutoConfig.from_pretrained(tmp_path).sliding_window} "):
-            load_shape(tmp_path)
+def test_the_family_of_the_documents_is_the_file_of_the_package() -> None:
+    assert blocks(DOCS / "extending.md", "python")[0] == (ROOT / "fivefold/families/mistral.py").read_text()
 
 
 @pytest.fixture

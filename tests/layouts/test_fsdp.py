@@ -48,6 +48,9 @@ LOSS = PolicyLoss(
 CASES = [
     ("fsdp:d1", "qwen3_moe"),
     ("fsdp:d2", "llama"),
+    ("fsdp:d2t2", "mistral"),
+    ("fsdp:d3", "minimax_m2"),
+    ("fsdp:t2c2", "minimax_m2"),
     ("fsdp:d3", "qwen2"),
     ("fsdp:t2", "qwen2"),
     ("fsdp:c2", "qwen3"),

@@ -97,6 +97,10 @@ def test_kernels_te_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"kernels=te has kernels for NVIDIA GPUs, and there is none here"):
         build.check_transformer_engine("te")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "IS_0_16", False)
+    with pytest.raises(ValueError, match=r"kernels=te is tried with Megatron-Core 0\.16, and .* is installed"):
+        build.check_transformer_engine("te")
+    monkeypatch.setattr(build, "IS_0_16", True)
     monkeypatch.setattr(build, "version", mock.Mock(side_effect=build.PackageNotFoundError))
     with pytest.raises(ValueError, match=r"is not installed here: run pip install .*'transformer-engine\[pytorch"):
         build.check_transformer_engine("te")

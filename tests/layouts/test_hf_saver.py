@@ -36,6 +36,8 @@ LAYOUTS = {
     ("qwen2_moe", "bfloat16"): ("megatron:d1",),
     ("qwen3_5", "bfloat16"): ("megatron:t2", "megatron:p2t2", "fsdp:d3"),
     ("qwen3_5_moe", "float32"): ("megatron:(attn:t2|ffn:e2)", "fsdp:d2t2"),
+    ("mistral", "bfloat16"): ("megatron:p2t2", "fsdp:d2t2"),
+    ("minimax_m2", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
     ("mixtral", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}

@@ -31,7 +31,16 @@ from fivefold.types import ROUTES, UNKNOWN_EXPERT
 
 TOLERANCE = 1e-4
 N_EXPERTS = 8
-EVERY = ("mixtral", "qwen2_moe", "qwen3_moe_mixed", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+EVERY = (
+    "mixtral",
+    "minimax_m2",
+    "qwen2_moe",
+    "qwen3_moe_mixed",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+)
 FULL, SELECTIVE = (MegatronConfig(recompute=way) for way in ("full", "selective"))
 SOME_LAYERS = MegatronConfig(recompute="full", transformer={"recompute_method": "block", "recompute_num_layers": 1})
 MOE_ALONE = MegatronConfig(recompute="selective", transformer={"recompute_modules": ["moe"]})

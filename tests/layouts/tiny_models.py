@@ -76,9 +76,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _QWEN3_MOE),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**_QWEN3_MOE, "mlp_only_layers": [0, 2], "tie_word_embeddings": True}),
     "qwen3_moe_sparse_step": ("Qwen3MoeConfig", {**_QWEN3_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "mistral": ("MistralConfig", {**_BASE, "head_dim": 12, "sliding_window": None}),
     "mixtral": (
         "MixtralConfig",
         {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
     ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
@@ -172,7 +177,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_5")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with gated delta nets, whose norms multiply by 1 + weight."""
-ALIKE = ("deepseek_v2", "glm4_moe_lite")
+ALIKE = ("mistral", "deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
 

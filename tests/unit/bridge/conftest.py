@@ -36,6 +36,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_5": hf.Qwen3_5Config(text_config={**qwen3_5, **dense}, vision_config=vision),
         "qwen3_5_moe": hf.Qwen3_5MoeConfig(text_config={**qwen3_5, **experts}, vision_config=vision),
         "llama": hf.LlamaConfig(**base, tie_word_embeddings=True),
+        "mistral": hf.MistralConfig(**base, tie_word_embeddings=False, sliding_window=None),
         "qwen2": hf.Qwen2Config(**qwen2, tie_word_embeddings=True),
         "qwen3": hf.Qwen3Config(**base, tie_word_embeddings=False),
         "qwen3_moe": hf.Qwen3MoeConfig(**base, **moe, mlp_only_layers=[1]),
@@ -45,6 +46,9 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **experts,
         ),
         "mixtral": hf.MixtralConfig(**base, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+        "minimax_m2": hf.MiniMaxM2Config(
+            **base, num_local_experts=8, num_experts_per_tok=2, rope_parameters={"partial_rotary_factor": 0.5}
+        ),
         "glm4_moe": hf.Glm4MoeConfig(
             **base,
             n_routed_experts=8,

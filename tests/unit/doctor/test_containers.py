@@ -37,4 +37,4 @@ def test_compose_builds_the_docker_file_with_gpus_and_shared_memory() -> None:
 def test_the_conda_file_installs_the_package_with_pip() -> None:
     dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert "python=3.12" in dependencies
-    assert {"pip": ["--editable .[gguf,report]"]} in dependencies
+    assert {"pip": ["megatron-core==0.16.1", "--editable .[gguf,report]"]} in dependencies

@@ -48,6 +48,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
@@ -64,11 +65,12 @@ KEYS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 2,
     },
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
 }
-NORMALISING = {"mixtral", "qwen3_5_moe"}
+NORMALISING = {"mixtral", "minimax_m2", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
 SEEING = {"qwen3_5", "qwen3_5_moe"}
 """Families whose files describe the language model inside a model that sees images."""
@@ -219,12 +221,16 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         ({}, "model_type is None"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         (raw("mixtral", sliding_window=64), "sliding_window=64"),
+        (raw("mistral", sliding_window=512), "sliding_window=512"),
+        ({key: value for key, value in raw("mistral").items() if key != "sliding_window"}, "sliding_window=4096"),
         (raw("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=2), "sliding_window=64"),
         (raw("qwen2", sliding_window=64, layer_types=["full_attention", "sliding_attention"] * 2), "sliding_window=64"),
         (raw("qwen3_moe", sliding_window=64, use_sliding_window=True), "sliding_window=64"),
         (raw("mixtral", sliding_window=0), "sliding_window=0"),
         (raw("qwen3", layer_types=["chunked_attention"] * 4), "layer_types has chunked_attention"),
         (raw("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported.*set it to 0"),
+        (raw("minimax_m2", qk_norm_type="per_head"), "qk_norm_type='per_head' is not supported"),
+        (raw("minimax_m2", rotary_dim=7), "rotary_dim=7 must be an even number of a head's 16 channels"),
         (raw("llama", attention_bias=True), "attention_bias"),
         (raw("qwen3", attention_bias=True), "attention_bias"),
         (raw("llama", mlp_bias=True), "mlp_bias"),

@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -131,6 +133,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
+    ),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=12, sliding_window=None),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **COMMON, head_dim=8, rotary_dim=4, num_local_experts=4, num_experts_per_tok=2
     ),
     "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": lambda: Glm4MoeConfig(
