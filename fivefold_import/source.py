@@ -135,7 +135,7 @@ def read_overrides(words: Sequence[str]) -> Document:
     Raises:
         ValueError: a word deletes a key (`~a.b`), or has no `=`.
     """
-    return _from_words("command line", [Text(word) for word in words])
+    return document_of_words("command line", [Text(word) for word in words])
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -160,7 +160,7 @@ def _read_script(name: str, text: str, environment: Mapping[str, str]) -> Docume
         raise ValueError(
             f"{len(script.launches)} commands with key=value arguments are launched; give a script with one of them"
         )
-    document = _from_words(name, _flags_joined(script.launches[0]))
+    document = document_of_words(name, _flags_joined(script.launches[0]))
     document.notes += [f"{name}, {note}" for note in script.notes]
     document.problems += [f"{name}, {problem}" for problem in script.problems]
     document.program = script.programs[0] if script.programs else ""
@@ -181,7 +181,7 @@ def _flags_joined(words: Sequence[Text]) -> Iterator[Text]:
             yield word
 
 
-def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
+def document_of_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
     document = Document(name)
     for word in words:
         left, equals, right = word.text.partition("=")

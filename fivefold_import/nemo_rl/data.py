@@ -18,7 +18,7 @@ PREPARE = (
     "NeMo-RL's code makes its rows: write them to a file, or read them with train_dataset.reader, and name it in "
     "train_dataset.path (docs/data.md)"
 )
-SPLIT = "no rows are held out by chance: write them to a file of their own, and name it in valid_dataset.path"
+SPLIT = "no rows are held out by chance: write them to a separate file, and name it in valid_dataset.path"
 TEMPLATE = "a prompt is asked as the row has it: write this text into the prompts, or into train_dataset.reader"
 GYM, MATH = "nemo_gym", "math"
 GAMES = ("sliding_puzzle_game",)

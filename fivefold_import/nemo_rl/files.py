@@ -47,7 +47,7 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
 
 
 def merge(documents: Sequence[Document]) -> Document:
-    """Merge the files, of which one may be the configuration that a script names."""
+    """Merge the files; one of them may be the configuration that a script names."""
     whole = merged(documents)
     program = whole.program.rpartition("/")[2].removesuffix(".py")
     if program in PROGRAMS:

@@ -118,7 +118,7 @@ def convert_engine(own: Draft, section: str, model: str, plan: RolePlan) -> None
 
 
 def _clipping(own: Draft, section: str, plan: RolePlan) -> None:
-    """Switch clipping off for a largest norm of null, and recomputation of a critic that has none of its own."""
+    """Switch clipping off for a largest norm of null, and recomputation, where the critic has none."""
     norm = f"{section}max_grad_norm"
     if not own.writes(norm) and own.keys(norm) and own.get(f"{section}{MEGATRON}optimizer.clip_grad") is None:
         own.recipe[own.target("actor.optimizer.gradient_clipping")] = 0.0

@@ -38,7 +38,7 @@ def updates_of_run(draft: Draft) -> int | None:
 
 
 def convert_steps(draft: Draft, section: str) -> None:
-    """Convert the limits of a run, of which the first that is reached ends it."""
+    """Convert the limits of a run, which ends at the first that it reaches."""
     steps_key, epochs_key = f"{section}max_num_steps", f"{section}max_num_epochs"
     steps, epochs = draft.get(steps_key), draft.get(epochs_key)
     by_steps = isinstance(steps, int) and 0 < steps < MANY
@@ -302,7 +302,7 @@ def _trackers(draft: Draft, source: str) -> None:
 
 
 def _streams(draft: Draft, source: str) -> None:
-    """Convert the options of NeMo-RL's single controller, of which one bounds the age of samples."""
+    """Convert the options of NeMo-RL's single controller; one bounds the age of samples."""
     name = source.removeprefix("async_rl.")
     if name == "sampler.max_staleness_versions":
         draft.mapped(source, "rollout.max_head_offpolicyness", whole(draft.get(source)))

@@ -128,4 +128,8 @@ def keys_of(fixture: str) -> set[str]:
         return {key for key, _ in leaves(_with_defaults(yaml.safe_load(text)))}
     if "TRAINING_CMD" in text:
         text += '\neval "${TRAINING_CMD[@]}"\n'
-    return {match[1] for word in bash_arguments(text) if (match := KEY.match(word))}
+    if fixture.startswith(("slime_", "miles_")):
+        flags = {word.removeprefix("--") for word in bash_arguments(text) if word.startswith("--")}
+        return {flag.partition("=")[0].replace("-", "_") for flag in flags} | {"program"}
+    keys = {match[1] for word in bash_arguments(text) if (match := KEY.match(word))}
+    return keys | ({"program"} if fixture.startswith("skyrl_") else set())

@@ -266,9 +266,12 @@ def test_keys_of_images_are_unsupported(framework: Framework, words: list[str], 
 def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
     keys: dict[Framework, str] = {
         "areal": "actor.path",
+        "miles": "hf_checkpoint",
         "nemo_rl": "policy.model_name",
         "roll": "pretrain",
         "siirl": "actor_rollout_ref.model.path",
+        "skyrl": "trainer.policy.model.path",
+        "slime": "hf_checkpoint",
         "trinity": "model.model_path",
         "verl": "actor_rollout_ref.model.path",
     }
