@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fivefold_import.draft import Draft
@@ -47,3 +48,5 @@ class Dialect:
     """Keys that show that a source is not for reinforcement learning."""
     merge: Callable[[Sequence[Document]], Document] = merged
     """Merges the files and the overrides."""
+    read: Callable[[Path, Mapping[str, str]], Document] | None = None
+    """Reads a file with the environment's variables, where `read_document` does not suffice."""

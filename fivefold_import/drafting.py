@@ -51,7 +51,8 @@ def draft_of(
             cannot be converted.
     """
     dialect = dialect_of(framework)
-    documents = tuple(read_document(file, environment) for file in files)
+    read = dialect.read or read_document
+    documents = tuple(read(file, environment) for file in files)
     source = dialect.merge([*documents, read_overrides(overrides)])
     values = resolve(source.values, environment)
     task = task_of(framework, dialect.tasks, dialect.signs, values, source.program)

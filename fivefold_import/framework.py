@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from fivefold_import.dialect import Dialect
 
-Framework = Literal["areal", "roll", "siirl", "trinity", "verl"]
+Framework = Literal["areal", "miles", "nemo_rl", "roll", "siirl", "skyrl", "slime", "trinity", "verl"]
 """The name of a framework, as `fivefold import --from` takes it."""
 
 

@@ -32,7 +32,7 @@ from fivefold_import.critic import complete
 from fivefold_import.draft import Draft, Outcome
 from fivefold_import.drafting import check_framework, draft_of
 from fivefold_import.framework import Framework
-from fivefold_import.reasons import NO_REFERENCE, NOTHING_GENERATED, TWO_EVALUATIONS
+from fivefold_import.reasons import NO_REFERENCE, NOTHING_GENERATED, SYNCHRONOUS, TWO_EVALUATIONS
 from fivefold_import.report import Report
 from fivefold_import.settings import COEFF, MEAN_LEVEL, STD_LEVEL, TEACHER_PATH
 from fivefold_import.shell.commands import OVERRIDE
@@ -244,8 +244,11 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if recipe.get("evaluator.greedy", True):
         for name in ("temperature", "top_p", "top_k"):
             draft.demote(f"evaluator.{name}", "evaluation is greedy", "implied")
-    if recipe.get("actor.optimizer.lr_scheduler_type", "constant") == "constant":
-        draft.demote("actor.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
+    for role in ("actor", "critic"):
+        if recipe.get(f"{role}.optimizer.lr_scheduler_type", "constant") == "constant":
+            draft.demote(f"{role}.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
+    if not recipe.get("rollout.max_head_offpolicyness"):
+        draft.demote("rollout.recompute_kv_cache", SYNCHRONOUS, "implied")
     if not draft.compares_with_reference:
         for key in ("actor.kl_target", "actor.kl_horizon"):
             draft.demote(key, "there is no KL term", "implied")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import add, mul, truediv
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from fivefold_import.shell.script import read_script
 SCRIPTS = (".sh", ".bash", ".txt", "")
 YAMLS = (".yaml", ".yml", ".json")
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {"add": add, "mul": mul, "div": truediv, "max": max}
+"""Resolvers that frameworks register for their files, such as `${mul:${policy.length},2}`."""
 DEEPEST = 20
 """The most interpolations that are followed for one value, so that a loop of them ends."""
 MOST_KEYS = 10_000
@@ -93,11 +97,30 @@ def read_document(path: Path, environment: Mapping[str, str]) -> Document:
         raise ValueError(f"{path}: no such file; give YAML files and launch scripts, then overrides as a.b=c")
     if path.suffix not in SCRIPTS + YAMLS:
         raise ValueError(f"{path}: the suffix {path.suffix} is not one of {', '.join((*YAMLS, *SCRIPTS[:-1]))}")
+    if path.suffix in YAMLS:
+        return Document(path.name, dict(flatten(read_tree(path))))
+    with named_errors(path):
+        return _read_script(path.name, read_text(path, str(path)), environment)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return what a YAML file holds.
+
+    Raises:
+        ValueError: it cannot be read, or holds no mapping.
+    """
+    with named_errors(path):
+        tree = read_yaml(read_text(path, str(path)), str(path), loader=Loader, takes_any_key=True)
+        if not isinstance(tree, dict):
+            raise ValueError("not a mapping of keys to values")
+    return tree
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Put the name of the file that is read into errors."""
     try:
-        text = read_text(path, str(path))
-        if path.suffix in YAMLS:
-            return _read_yaml(path, text)
-        return _read_script(path.name, text, environment)
+        yield
     except TextError:
         raise  # It names the file itself.
     except RecursionError as error:
@@ -112,14 +135,7 @@ def read_overrides(words: Sequence[str]) -> Document:
     Raises:
         ValueError: a word deletes a key (`~a.b`), or has no `=`.
     """
-    return _from_words("command line", [Text(word) for word in words])
-
-
-def _read_yaml(path: Path, text: str) -> Document:
-    tree = read_yaml(text, str(path), loader=Loader, takes_any_key=True)
-    if not isinstance(tree, dict):
-        raise ValueError("not a mapping of keys to values")
-    return Document(path.name, dict(flatten(tree)))
+    return document_of_words("command line", [Text(word) for word in words])
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -144,7 +160,7 @@ def _read_script(name: str, text: str, environment: Mapping[str, str]) -> Docume
         raise ValueError(
             f"{len(script.launches)} commands with key=value arguments are launched; give a script with one of them"
         )
-    document = _from_words(name, _flags_joined(script.launches[0]))
+    document = document_of_words(name, _flags_joined(script.launches[0]))
     document.notes += [f"{name}, {note}" for note in script.notes]
     document.problems += [f"{name}, {problem}" for problem in script.problems]
     document.program = script.programs[0] if script.programs else ""
@@ -165,7 +181,7 @@ def _flags_joined(words: Sequence[Text]) -> Iterator[Text]:
             yield word
 
 
-def _from_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
+def document_of_words(name: str, words: Iterator[Text] | Sequence[Text]) -> Document:
     document = Document(name)
     for word in words:
         left, equals, right = word.text.partition("=")
@@ -265,7 +281,19 @@ def _lookup(expression: str, key: str, values: Mapping[str, Any], environment: M
         return _typed(environment[name], name)
     if resolver == "oc.select" and _absolute(name, key) in values:
         return _at(_absolute(name, key), values)
+    if resolver in ARITHMETIC and comma:
+        return _calculated(resolver, _typed(name, key), _typed(default, key))
     return _typed(default, key) if comma and resolver in ("oc.env", "oc.select") else _NOTHING
+
+
+def _calculated(name: str, left: Any, right: Any) -> Any:
+    """Return what `${mul:2,3}` and the like stand for; `_NOTHING` if that is no number."""
+    if any(isinstance(one, bool) or not isinstance(one, int | float) for one in (left, right)):
+        return _NOTHING
+    try:
+        return ARITHMETIC[name](left, right)
+    except ArithmeticError:
+        return _NOTHING
 
 
 def _at(key: str, values: Mapping[str, Any]) -> Any:

@@ -189,6 +189,13 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "verl `grpo`; AReaL `reward_norm`",
         reads=_LEVELS | {"reward_norm.eps"},
     ),
+    "grpo_leave_one_out": Advantage(
+        "advantages.normalised:grpo_leave_one_out",
+        "(R - mean) / (std + eps) over the others of the group; R - mean where their rewards are equal",
+        "NeMo-RL `grpo` with `use_leave_one_out_baseline`",
+        reads=frozenset({"reward_norm.eps"}),
+        compares=True,
+    ),
     "gdpo": Advantage(
         "advantages.normalised:gdpo",
         "S / (std + eps) over the batch; S = sum over `reward.rewards` of weight (R - mean) / (std + eps), each over "

@@ -23,15 +23,31 @@ def launched(texts: Sequence[Text]) -> tuple[str, list[Text]] | None:
 
     The program is the module after `-m`, or else the last file before the first `key=value`.
     """
-    programs = [place for place, word in enumerate(texts) if LAUNCHER.fullmatch(word.text)]
-    overrides = [place for place, word in enumerate(texts) if OVERRIDE.match(word.text)]
+    programs = [place for place, word in enumerate(texts) if LAUNCHER.fullmatch(word.text) or _runs(texts[place:])]
+    overrides = [
+        place for place, word in enumerate(texts) if (key := OVERRIDE.match(word.text)) and not _pins(word, key)
+    ]
     first = next((place for place in overrides if programs and place > programs[0]), None)
     if first is None:
         return None
     last = max(place for place in programs if place < first)
     before = [word.text for word in texts[programs[0] : first]]
-    module = before[before.index("-m") + 1] if "-m" in before[:-1] else texts[last].text
-    return module, list(texts[last + 1 :])
+    if "-m" not in before[:-1]:
+        return texts[last].text, list(texts[last + 1 :])
+    place = before.index("-m") + 1
+    # The options of `uv run` itself come before the module.
+    start = programs[0] + place if _runs(texts[last:]) else last
+    return before[place], list(texts[start + 1 :])
+
+
+def _pins(word: Text, key: re.Match[str]) -> bool:
+    """Return whether a word names a package's version, `name==1.0`, as `uv run --with` has it."""
+    return word.text[key.end() :].startswith("=")
+
+
+def _runs(texts: Sequence[Text]) -> bool:
+    """Return whether a command begins with `uv run`, after which a module may follow without Python's name."""
+    return [text.text for text in texts[:2]] == ["uv", "run"]
 
 
 def assignment(word: str) -> tuple[str, bool, str] | None:

@@ -10,13 +10,16 @@ eval "${CMD[@]}" seed=1                      functions where they are called; lo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from fivefold_import.shell.commands import DECLARATIONS, DOTTED, OVERRIDE, assignment, effects, launched
+from fivefold.config.text_files import read_text
+from fivefold_import.shell.commands import DECLARATIONS, DOTTED, assignment, effects, launched
 from fivefold_import.shell.conditions import holds
 from fivefold_import.shell.expand import Expander, Text, Unknown, Variables
+from fivefold_import.shell.findings import Script, stray
+from fivefold_import.shell.loops import MOST_TURNS, Counted, counted, sourced
 from fivefold_import.shell.tokens import REDIRECTIONS, Cursor, Token, tokenize
 
 SUCCEEDING = frozenset({"true", ":", "echo", "set", "cd", "mkdir", "unset", "ulimit", "sleep"})
@@ -32,38 +35,33 @@ MOST_CHARACTERS = 100_000
 
 Status = bool | None
 """Whether a command succeeds; None if that is not known, because commands are not run."""
+Starts = Callable[[Sequence[Text]], tuple[str, list[Text]] | None]
+"""Returns the program that a command starts and its arguments; None if it is not a command that is looked for."""
 
 
-@dataclass
-class Script:
-    """What is found in a script."""
-
-    launches: list[list[Text]] = field(default_factory=list)
-    """The arguments of each program that is started with `key=value` arguments."""
-    programs: list[str] = field(default_factory=list)
-    """The program of each launch: the module after `-m`, or the script's file."""
-    problems: list[str] = field(default_factory=list)
-    """What of the script is not read, though bash might run it, or would not run it as it is meant."""
-    notes: list[str] = field(default_factory=list)
-    """Notes on what depends on commands, which are not run."""
-    exported: list[str] = field(default_factory=list)
-    """Environment variables that the script sets for the program and does not read itself."""
-
-
-def read_script(text: str, environment: Mapping[str, str]) -> Script:
+def read_script(
+    text: str, environment: Mapping[str, str], starts: Starts = launched, folder: Path | None = None
+) -> Script:
     """Find the commands that a script would run, with variables from the script and from `environment` filled in.
+
+    Args:
+        text: the script.
+        environment: variables that it may read.
+        starts: finds the commands that are looked for; by default those with `key=value` arguments.
+        folder: where the script is, whose `source` is then followed; None: it is not.
 
     Raises:
         ValueError: a quote, a bracket or a compound command of the script is not closed (the message names the line);
             or the script runs too many commands, or builds too long a text.
     """
     variables = Variables(environment)
-    reader = _Reader(variables, Script())
+    reader = _Reader(variables, Script(), starts, folder)
     reader.run(tokenize(text))
     if not reader.script.launches:
         # Manuals print the command as an array and leave out the line that runs it.
-        for items in [items for items in variables.arrays.values() if launched(items)]:
+        for items in [items for items in variables.arrays.values() if starts(items)]:
             reader.evaluate(items)
+    reader.script.drop_unused()
     reader.script.exported = [name for name in dict.fromkeys(reader.exported) if name not in variables.read]
     return reader.script
 
@@ -74,8 +72,10 @@ class _Reader(Cursor):
     Statements of branches that are not taken are parsed with `live=False`, so that they have no effect.
     """
 
-    def __init__(self, variables: Variables, script: Script) -> None:
+    def __init__(self, variables: Variables, script: Script, starts: Starts, folder: Path | None) -> None:
         super().__init__()
+        self._starts = starts
+        self._folder = folder
         self._variables = variables
         self._expander = Expander(variables)
         self.script = script
@@ -221,13 +221,29 @@ class _Reader(Cursor):
 
     def _loop(self, opened: Token, live: bool) -> Status:
         start = self._at
+        header = self._peek()
         self._statements(live=False, until=frozenset({"do"}))
         self._expect("do", opened=opened)
+        body = self._at
         self._statements(live=False, until=frozenset({"done"}))
         self._expect("done", opened=opened)
+        if live and header is not None and header.kind == "arithmetic" and (counts := counted(header.text)):
+            return self._count(counts, body)
         if live:
             self._report_unread(opened, start, "loops are not followed")
         return self._unknown(NOT_RUN)
+
+    def _count(self, counts: Counted, body: int) -> Status:
+        """Read the body of a loop that counts, as often as it runs."""
+        end, expression = self._at, counts.start
+        for _ in range(MOST_TURNS):
+            self._variables.texts[counts.name] = Text(self._expander.arithmetic(expression, []))
+            if self._expander.arithmetic(counts.condition, []) in ("", "0"):
+                break
+            self._at, expression = body, counts.next
+            self._statements(live=True, until=frozenset({"done"}))
+        self._at = end
+        return True
 
     def _group(self, opened: Token, live: bool) -> Status:
         status = self._statements(live=live, until=frozenset({"}"}))
@@ -328,22 +344,34 @@ class _Reader(Cursor):
             case [Text(text="[" | "test")]:
                 return self._test(words, [text for text in texts[1:] if text.text != "]"])
             case [Text(text="source" | ".")]:
-                text = f"`source {' '.join(text.text for text in texts[1:])}` is not followed"
-                self.script.notes.append(f"line {first.line}: {text}")
-                return self._unknown(NOT_RUN)
+                return self._source(texts[1:], first)
             case [Text(text="shift")]:
                 del self._variables.positional[:1]
                 return True
             case [Text(text="false")]:
                 return False
             case [Text(text=command)] if DOTTED.match(command):
-                self._report_stray(texts, first)
+                self.script.problems.append(stray([text.text for text in texts], first.line))
         if not texts or texts[0].text in SUCCEEDING:
             return True
-        if found_launch := launched(texts):
+        if found_launch := self._starts(texts):
             self.script.programs.append(found_launch[0])
             self.script.launches.append(found_launch[1])
         return self._unknown(NOT_RUN)
+
+    def _source(self, texts: Sequence[Text], first: Token) -> Status:
+        """Read the file of a `source`, if the folder of the script is known."""
+        name = texts[0].text if texts else ""
+        file = sourced(name, self._folder) if self._folder is not None and name else None
+        if file is None or self._depth >= MOST_CALLS:
+            self.script.notes.append(f"line {first.line}: `source {name}` is not followed")
+            return self._unknown(NOT_RUN)
+        outer, self._folder = self._folder, file.parent
+        self._depth += 1
+        status = self.run(tokenize(read_text(file, str(file))))
+        self._depth -= 1
+        self._folder = outer
+        return status
 
     def _test(self, words: Sequence[str], texts: Sequence[Text]) -> Status:
         """Return whether the test that `words` expand to as `texts` holds."""
@@ -401,15 +429,6 @@ class _Reader(Cursor):
 
     # Reports
 
-    def _report_stray(self, texts: Sequence[Text], first: Token) -> None:
-        """Report that arguments begin a command, because the line before them does not continue."""
-        keys = sum(bool(OVERRIDE.match(text.text) or text.text.startswith("--")) for text in texts)
-        others = f" and the {keys - 1} keys after it" if keys > 2 else " and the key after it" if keys == 2 else ""
-        self.script.problems.append(
-            f"line {first.line}: bash runs `{texts[0].text}` as a command, so that it{others} are not read; a `\\` "
-            "continues a line only as its last character, with no blank and no comment after it"
-        )
-
     def _report_unread(self, token: Token, start: int, reason: str, what: str = NOT_READ) -> None:
         """Report what the tokens from `start` on would set or start; the variables are not known from here on."""
         names, programs = effects(self._tokens[start : self._at], frozenset(self._functions))
@@ -417,9 +436,13 @@ class _Reader(Cursor):
         found += [f"the arguments of {name}" for name in programs]
         if not found:
             return
-        self.script.problems.append(f"line {token.line}: {' and '.join(found)} are {what}: {reason}")
+        problem = f"line {token.line}: {' and '.join(found)} are {what}: {reason}"
+        arrays = {one.text for one in self._tokens[start : self._at] if one.kind == "array"} | set(
+            self._variables.arrays
+        )
+        notes = {name: Unknown(f"${name} depends on line {token.line}, which is not followed") for name in names}
+        self.script.report(problem, () if programs or arrays.intersection(names) else notes.values())
         for name in names:
             before = self._variables.get(name) or Text("")
-            note = Unknown(f"${name} depends on line {token.line}, which is not followed")
             if name not in self._variables.arrays:
-                self._variables.texts[name] = Text(before.text, (*before.notes, note))
+                self._variables.texts[name] = Text(before.text, (*before.notes, notes[name]))

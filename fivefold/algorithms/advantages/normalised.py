@@ -32,6 +32,21 @@ def grpo(scores: Scores, reward_norm: NormConfig) -> torch.Tensor:
     return torch.where(is_constant_N, torch.zeros_like(result_N), result_N)
 
 
+def grpo_leave_one_out(scores: Scores, reward_norm: NormConfig) -> torch.Tensor:
+    """Compute A_i = (R_i - mean) / (std + eps), with mean and standard deviation of the others of the group.
+
+    GRPO with the baseline of REINFORCE leave-one-out, as in NeMo-RL. Where the others have equal rewards, R_i - mean is
+    not divided. A completion that is alone in its group has 0.
+    """
+    group, count_N = scores.of_group, scores.of_group.count_N
+    apart_N = (scores.rewards_N - group.mean_N) * count_N / (count_N - 1).clamp(min=1)
+    # Deviations from the mean of all n sum to 0, so the others' sum to minus the completion's own.
+    squares_N = (scores.rewards_N - group.mean_N).square()
+    variance_N = (group.sum(squares_N) - squares_N * count_N / (count_N - 1).clamp(min=1)) / (count_N - 2).clamp(min=1)
+    std_N = torch.where(group.others_constant_N, 0.0, variance_N.clamp(min=0).sqrt())
+    return group.zero_if_constant(torch.where(std_N > 0, apart_N / (std_N + reward_norm.eps), apart_N))
+
+
 def gdpo(scores: Scores, reward_norm: NormConfig) -> torch.Tensor:
     """Compute A = S / (std + eps) over the batch, where S, the sum of normalised rewards of a completion, has mean 0:
 

@@ -86,6 +86,17 @@ class Sets:
         self.is_constant_S = most_S - least_S <= ROUNDING * largest_S
         """Whether all values of each set are equal, but for rounding."""
         self.is_constant_N = self.is_constant_S[sets_N]
+        self._least_N, self._rounding_N = least_S[sets_N], (ROUNDING * largest_S)[sets_N]
+        self._values_N = values_N
+
+    @property
+    def others_constant_N(self) -> torch.Tensor:
+        """bool [N]: whether the other values of the set are equal, but for rounding; of none or one they are."""
+        is_least_N = self._values_N - self._least_N <= self._rounding_N
+        is_most_N = self.most_N - self._values_N <= self._rounding_N
+        n_least_N, n_most_N = self.sum(is_least_N.to(self.mean_N)), self.sum(is_most_N.to(self.mean_N))
+        alone_N = (is_least_N & (n_most_N == self.count_N - 1)) | (is_most_N & (n_least_N == self.count_N - 1))
+        return self.is_constant_N | alone_N
 
     def sum(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return [N]: for each value, the sum over its set."""

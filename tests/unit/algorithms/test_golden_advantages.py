@@ -70,6 +70,16 @@ def rloo(group: list[Completion], _: list[list[Completion]]) -> list[float]:
     return result
 
 
+def grpo_leave_one_out(group: list[Completion], _: list[list[Completion]]) -> list[float]:
+    result = []
+    for i, reward in enumerate(rewards(group)):
+        others = [other for j, other in enumerate(rewards(group)) if j != i]
+        spread = statistics.stdev(others) if len(others) > 1 else 0.0
+        difference = reward - statistics.mean(others) if others else 0.0
+        result.append(difference / (spread + EPS) if len(set(others)) > 1 else difference)
+    return result
+
+
 def plain(group: list[Completion], _: list[list[Completion]]) -> list[float]:
     return rewards(group)
 
@@ -138,6 +148,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
         for std in LEVELS
     ),
     ("gdpo", {"reward_norm": NormConfig(eps=EPS)}, gdpo),
+    ("grpo_leave_one_out", {"reward_norm": NormConfig(eps=EPS)}, grpo_leave_one_out),
     ("rloo", {}, rloo),
     ("reinforce_pp", {}, plain),
     ("reinforce_pp_baseline", {}, less_mean),

@@ -103,11 +103,33 @@ def bash_arguments(script: str, environment: Mapping[str, str] = ENVIRONMENT) ->
     return done.stdout.splitlines()
 
 
+def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree over the trees of the fixtures that it names in `defaults`, as NeMo-RL reads it."""
+    named = tree.pop("defaults", [])
+    whole: dict[str, Any] = {}
+    for name in [named] if isinstance(named, str) else named:
+        whole |= _with_defaults(yaml.safe_load((FIXTURES / name).read_text(encoding="utf-8")))
+    return _over(whole, tree)
+
+
+def _over(under: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    replaces = tree.pop("_override_", False)
+    whole = {} if replaces else dict(under)
+    for key, value in tree.items():
+        old = whole.get(key)
+        whole[key] = _over(old if isinstance(old, dict) else {}, value) if isinstance(value, dict) else value
+    return whole
+
+
 def keys_of(fixture: str) -> set[str]:
     """Return the fixture's keys."""
     text = (FIXTURES / fixture).read_text(encoding="utf-8")
     if fixture.endswith(".yaml"):
-        return {key for key, _ in leaves(yaml.safe_load(text))}
+        return {key for key, _ in leaves(_with_defaults(yaml.safe_load(text)))}
     if "TRAINING_CMD" in text:
         text += '\neval "${TRAINING_CMD[@]}"\n'
-    return {match[1] for word in bash_arguments(text) if (match := KEY.match(word))}
+    if fixture.startswith(("slime_", "miles_")):
+        flags = {word.removeprefix("--") for word in bash_arguments(text) if word.startswith("--")}
+        return {flag.partition("=")[0].replace("-", "_") for flag in flags} | {"program"}
+    keys = {match[1] for word in bash_arguments(text) if (match := KEY.match(word))}
+    return keys | ({"program"} if fixture.startswith("skyrl_") else set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +24,7 @@ from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
-from fivefold_import.framework import Framework
+from fivefold_import.framework import Framework, dialect_of
 from fivefold_import.recipe import STAND_INS, import_recipe
 from fivefold_import.source import read_document
 
@@ -45,10 +46,8 @@ def test_every_key_ends_in_one_entry_that_names_a_key_of_the_recipe_or_a_reason(
         assert len({entry.key for entry in entries}) == len(entries), fixture
         for entry in entries:
             if entry.outcome == "mapped":
-                assert entry.to in known or entry.to.startswith(("reward.rewards.", "valid_datasets.")), (
-                    fixture,
-                    entry,
-                )
+                by_name = ("reward.rewards.", "valid_datasets.", "chat_template_kwargs.")
+                assert entry.to in known or entry.to.startswith(by_name), (fixture, entry)
                 assert conversion.recipe[entry.to] == entry.result, (fixture, entry)
             else:
                 assert entry.note, (fixture, entry)
@@ -76,8 +75,10 @@ def test_any_value_of_any_key_is_converted_or_refused_by_the_name_of_its_key(
 ) -> None:
     for fixture in (name for owner, name in SOURCES if owner == framework):
         # Reading the same file again for each of its keys would take most of the time.
-        document = read_document(FIXTURES / fixture, ENVIRONMENT)
-        monkeypatch.setattr("fivefold_import.drafting.read_document", lambda *_, document=document: document)
+        dialect = dialect_of(framework)
+        document = (dialect.read or read_document)(FIXTURES / fixture, ENVIRONMENT)
+        once = replace(dialect, read=lambda *_, document=document: document)
+        monkeypatch.setattr("fivefold_import.drafting.dialect_of", lambda _, once=once: once)
         for key in keys_of(fixture):
             for value in ("abc", "0"):
                 try:
@@ -265,8 +266,12 @@ def test_keys_of_images_are_unsupported(framework: Framework, words: list[str], 
 def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
     keys: dict[Framework, str] = {
         "areal": "actor.path",
+        "miles": "hf_checkpoint",
+        "nemo_rl": "policy.model_name",
         "roll": "pretrain",
         "siirl": "actor_rollout_ref.model.path",
+        "skyrl": "trainer.policy.model.path",
+        "slime": "hf_checkpoint",
         "trinity": "model.model_path",
         "verl": "actor_rollout_ref.model.path",
     }

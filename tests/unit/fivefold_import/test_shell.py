@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold_import.shell.script import read_script
+from fivefold_import.slime.files import starts
 from fivefold_import.source import read_document
 
 SNIPPETS = {
@@ -129,7 +130,11 @@ def test_fixtures_give_the_arguments_that_bash_gives() -> None:
     for script in sorted(FIXTURES.glob("*.sh")):
         text = script.read_text(encoding="utf-8")
         run = '\neval "${TRAINING_CMD[@]}"\n' if "TRAINING_CMD" in text else ""
-        assert arguments(text) == bash_arguments(text + run), script.name
+        if script.name.startswith(("slime_", "miles_")):
+            ((_, *expected), (launch,)) = bash_arguments(text), read_script(text, {}, starts).launches
+            assert [word.text for word in launch] == expected, script.name
+        else:
+            assert arguments(text) == bash_arguments(text + run), script.name
 
 
 def test_single_quotes_keep_a_backslash_before_the_end_of_a_line() -> None:
@@ -266,3 +271,21 @@ def test_scripts_that_are_not_closed_are_refused_with_the_line() -> None:
     }.items():
         with pytest.raises(ValueError, match=rf"line {line}\b"):
             read_script(script, {})
+
+
+def test_loops_that_count_are_followed() -> None:
+    for header, expected in {
+        "i=0; i<3; i++": [0, 1, 2],
+        "i = 4; i > 0; i -= 2": [4, 2],
+        "i=N; i<=N+4; i+=2": [3, 5, 7],
+        "i=0; i<0; i++": [],
+    }.items():
+        loop = f"N=3; L=(a=1); for (({header})); do if (( i >= 0 )); then L+=(x$i=2); fi; done"
+        script = f'{loop}\npython3 -m t "${{L[@]}}"'
+        assert arguments(script) == ["-m", "t", "a=1", *(f"x{i}=2" for i in expected)], header
+        assert arguments(script) == bash_arguments(script), header
+
+
+def test_a_loop_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 10,000 commands"):
+        read_script("for ((i=0; i<1; i+=0)); do A=$i; done; python3 -m t a=1", {})

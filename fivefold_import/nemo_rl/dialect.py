@@ -1,0 +1,187 @@
+"""NeMo-RL: YAML files with `defaults`, and scripts that start its examples."""
+
+from __future__ import annotations
+
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.sft import SFTRecipe
+from fivefold_import import reasons
+from fivefold_import.critic import ForCritic, has_critic, of_critic
+from fivefold_import.dialect import Conversion, Dialect
+from fivefold_import.draft import Draft
+from fivefold_import.nemo_rl import files
+from fivefold_import.nemo_rl.algorithm import (
+    convert_correction,
+    convert_distillation,
+    convert_estimator,
+    convert_kl,
+    convert_loss,
+    convert_rewards,
+)
+from fivefold_import.nemo_rl.batches import micro_batches, mini_batches, passes_without_gradients
+from fivefold_import.nemo_rl.data import convert_data, convert_environment
+from fivefold_import.nemo_rl.layout import (
+    GENERATION,
+    POLICY,
+    VALUE,
+    convert_engine,
+    lay_out_model,
+    lay_out_rollout,
+    n_devices,
+)
+from fivefold_import.nemo_rl.rules import TABLES, convert_steps, section_of_task
+from fivefold_import.nemo_rl.serving import convert_server_options
+from fivefold_import.settings import TEACHER_PATH, cut_of_held_out
+from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
+from fivefold_import.values import number, positive, text, whole
+
+SIGNS = (
+    *(Sign(f"{key}.*", DISTILLATION) for key in ("loss_fn.xtoken_loss", "token_aligner", "teachers")),
+    Sign("loss_fn.kd_loss_mode", DISTILLATION),
+    Sign("eval.*", EVALUATION),
+    Sign("sft.max_num_*", SFT),
+    Sign("dpo.max_num_*", PREFERENCES),
+    Sign("rm.max_num_*", REWARD_MODEL),
+)
+"""Sections of NeMo-RL's other trainers."""
+
+
+def convert(draft: Draft) -> None:
+    """Convert the keys that need other keys, then the rest by the rule table."""
+    section = section_of_task(draft)
+    if section == "grpo.":
+        draft.assume(RULES.defaults)
+    prompts = draft.read(f"{section}num_prompts_per_step", positive, 32)
+    n_samples = draft.read(f"{section}num_generations_per_prompt", positive, 16)
+    convert_data(draft)
+    convert_environment(draft, section)
+    if section == "distillation.":
+        convert_distillation(draft)
+    else:
+        convert_estimator(draft, section)
+        convert_kl(draft, section)
+        convert_loss(draft)
+        convert_correction(draft)
+        convert_rewards(draft, section)
+    trainers, rollout = n_devices(draft)
+    lay_out_rollout(draft, rollout)
+    if draft.plans["rollout"].backend == "vllm":
+        convert_server_options(draft)
+    _policy(draft, trainers, prompts, n_samples)
+    _teacher(draft, trainers)
+    _critic(draft, trainers, prompts, n_samples)
+    convert_steps(draft, section)
+    _evaluation(draft, section)
+    table = {"grpo.": "rl", "ppo.": "ppo", "distillation.": "distillation"}[section]
+    draft.apply((TABLES[table] | OF_VALUE).rules)
+    draft.notes.append(
+        "policy.max_total_sequence_length bounds prompt and response together there; here train_dataset.max_length and "
+        "gconfig.max_new_tokens bound each: lower train_dataset.max_length to what your prompts need"
+    )
+
+
+def convert_given(draft: Draft) -> None:
+    """Convert sources that train on given answers."""
+    section = section_of_task(draft)
+    convert_data(draft)
+    trainers, _ = n_devices(draft)
+    plan = lay_out_model(draft, "actor", POLICY, _model(draft), trainers)
+    convert_engine(draft, POLICY, _model(draft), plan)
+    rows = f"{POLICY}train_global_batch_size"
+    draft.sets(rows, "train_dataset.batch_size", draft.read(rows, whole, 32))
+    micro_batches(draft, POLICY, sequences_of_row=1 if draft.schema is SFTRecipe else 2)
+    draft.all_implied(f"{GENERATION}*", reasons.NOTHING_GENERATED)
+    if draft.schema is DPORecipe:
+        _preferences(draft)
+    convert_steps(draft, section)
+    draft.apply((TABLES["top"] | TABLES["given"].under(section)).rules)
+
+
+def _policy(draft: Draft, devices: int, prompts: int, n_samples: int) -> None:
+    plan = lay_out_model(draft, "actor", POLICY, _model(draft), devices)
+    convert_engine(draft, POLICY, _model(draft), plan)
+    mini_batches(draft, POLICY, prompts, n_samples)
+    micro_batches(draft, POLICY)
+    passes_without_gradients(draft, POLICY)
+
+
+def _critic(draft: Draft, devices: int, prompts: int, n_samples: int) -> None:
+    if not has_critic(draft):
+        return
+    own = ForCritic(draft)
+    model = str(draft.get(f"{VALUE}model_name", ""))
+    plan = lay_out_model(draft, "critic", VALUE, model, devices)
+    convert_engine(own, VALUE, model, plan)
+    mini_batches(own, VALUE, prompts, n_samples)
+    micro_batches(own, VALUE)
+
+
+def _teacher(draft: Draft, devices: int) -> None:
+    """Convert a teacher: its model and layout; the rest of its section is an actor's, and has no effect."""
+    if not draft.keys("teacher.*"):
+        return
+    model = "teacher.model_name"
+    draft.sets(model, TEACHER_PATH, draft.read(model, text, "???"))
+    lay_out_model(draft, "teacher", "teacher.", str(draft.get(model, "")), devices)
+    later = draft.plans["teacher"].keys
+    for key in draft.keys("teacher.*"):
+        if key not in later:
+            draft.implied(key, "the teacher is not trained, and generates nothing")
+
+
+def _model(draft: Draft) -> str:
+    return str(draft.get(f"{POLICY}model_name", ""))
+
+
+def _preferences(draft: Draft) -> None:
+    """Convert DPO's loss."""
+    draft.sets(
+        "dpo.reference_policy_kl_penalty", "actor.beta", draft.read("dpo.reference_policy_kl_penalty", number, 0.05)
+    )
+    key = "dpo.preference_average_log_probs"
+    if draft.get(key) is True:
+        draft.mapped(key, "actor.average_log_prob", True)
+    draft.implied(key, "log-probs of an answer are summed, as by default")
+    if draft.get("dpo.preference_loss_weight", 1) == 1:
+        draft.implied("dpo.preference_loss_weight", "it is 1")
+    draft.unsupported("dpo.preference_loss_weight", "the preference's loss has the weight 1: scale the learning rate")
+    if not draft.get("dpo.sft_loss_weight"):
+        draft.implied("dpo.sft_loss_weight", "it is switched off")
+    draft.unsupported("dpo.sft_loss_weight", "the likelihood of the chosen answers is no term of the loss")
+    draft.implied("dpo.sft_average_log_probs", "only sft_loss_weight reads this")
+
+
+def _evaluation(draft: Draft, section: str) -> None:
+    """Convert how held-out prompts are answered: sampled as in training unless the source says otherwise."""
+    own = f"{GENERATION}val_"
+    temperature = draft.read(f"{own}temperature", number, draft.read(f"{GENERATION}temperature", number, 1.0))
+    if temperature > 0:
+        draft.recipe["evaluator.greedy"] = False
+        draft.sets(f"{own}temperature", "evaluator.temperature", temperature)
+        cut_of_held_out(draft, own, GENERATION, samples=True)
+    draft.implied(f"{own}temperature", reasons.GREEDY)
+    for name in ("top_p", "top_k"):
+        draft.implied(own + name, reasons.GREEDY)
+    count, repeat = f"{section}val_num_generations_per_prompt", "data.validation.repeat"
+    times = draft.read(count, positive, 1) * draft.read(repeat, positive, 1)
+    draft.sets(count, "evaluator.n_samples", times)
+    draft.mapped(repeat, "evaluator.n_samples", times)
+    most = f"{section}max_val_samples"
+    if draft.get(most) is not None:
+        limit = draft.read(most, positive) // draft.read(repeat, positive, 1)
+        draft.sets(most, "valid_dataset.limit", max(1, limit))
+
+
+OF_VALUE = TABLES["model"].wrapped(of_critic).under(VALUE) | TABLES["value"]
+RULES = TABLES["rl"] | OF_VALUE
+DIALECT = Dialect(
+    "NeMo-RL",
+    {
+        REINFORCEMENT: Conversion(convert, {}),
+        SFT: Conversion(convert_given, {}),
+        PREFERENCES: Conversion(convert_given, {}),
+        REWARD_MODEL: Conversion(convert_given, {}),
+    },
+    SIGNS,
+    files.merge,
+    files.read,
+)

@@ -1,0 +1,100 @@
+"""NeMo-RL's files: YAML that names other YAML files in `defaults`, and scripts that name one in `--config`.
+
+defaults: [base.yaml, ../moe.yaml]     base.yaml, then moe.yaml, then the file itself: later values override earlier
+policy: {optimizer: null}              ones, a value replaces a section, and a section with `_override_: true` all of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.paths import user_path
+from fivefold_import.dialect import merged
+from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
+
+DEEPEST = 20
+"""The longest chain of `defaults`, so that a file that names itself ends in an error."""
+DEFAULTS, CONFIG, OVERRIDES = "defaults", "--config", "_override_"
+PROGRAMS = (
+    *("run_grpo", "run_grpo_single_controller", "run_grpo_sliding_puzzle", "run_grpo_nemo_gym", "run_ppo"),
+    *("run_distillation", "run_distillation_nemo_gym", "run_dpo", "run_rm", "run_sft"),
+)
+"""Programs that train what their configuration says, which shows the task."""
+
+
+def read(path: Path, environment: Mapping[str, str]) -> Document:
+    """Return the keys of a YAML file with the files in its `defaults`, or of a script with the file in its `--config`.
+
+    Raises:
+        ValueError: a file cannot be read, or its `defaults` lead back to it.
+    """
+    if path.suffix in YAMLS and path.is_file():
+        problems: list[str] = []
+        tree = _with_parents(path, problems, DEEPEST)
+        return Document(path.name, dict(flatten(tree)), problems=problems)
+    script = read_document(path, environment)
+    named = script.values.get(CONFIG)
+    if not named:
+        return script
+    parent = _find(path, str(named))
+    if parent is None:
+        script.problems.append(f"{_unread(named)}: give the file before the script")
+        return script
+    return replace(merged([read(parent, environment), script]), name=script.name)
+
+
+def merge(documents: Sequence[Document]) -> Document:
+    """Merge the files; one of them may be the configuration that a script names."""
+    whole = merged(documents)
+    program = whole.program.rpartition("/")[2].removesuffix(".py")
+    if program in PROGRAMS:
+        whole.program = ""  # The sections say what it trains; the name of a program would not.
+    elif program:
+        whole.problems.append(f"{whole.program} is no program of NeMo-RL's that is known here")
+    if any(Path(document.name).suffix in YAMLS for document in documents):
+        unread = _unread(whole.values.get(CONFIG))
+        whole.problems = [problem for problem in whole.problems if not problem.startswith(unread)]
+    return whole
+
+
+def _unread(name: object) -> str:
+    return f"{CONFIG}={name} was not read, and there is no such file near the script"
+
+
+def _with_parents(path: Path, problems: list[str], deepest: int) -> dict[str, Any]:
+    """Return the tree of a file merged over the trees of the files that its `defaults` name."""
+    if deepest == 0:
+        raise ValueError(f"{path}: its `{DEFAULTS}` lead to more than {DEEPEST} files, or back to itself")
+    tree = read_tree(path)
+    named = tree.pop(DEFAULTS, None) or []
+    whole: dict[str, Any] = {}
+    for name in named if isinstance(named, list) else [named]:
+        parent = path.parent / user_path(str(name))
+        if parent.is_file():
+            whole = _merged(whole, _with_parents(parent, problems, deepest - 1))
+        else:
+            problems.append(f"{path.name}: its {DEFAULTS} name {name}, and {parent} is not there: its keys are missing")
+    return _merged(whole, tree)
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two trees as one, in which values of `over` count."""
+    whole = dict(under)
+    for key, value in over.items():
+        old = whole.get(key) or {}
+        if not isinstance(value, Mapping):
+            whole[key] = value
+            continue
+        replaces = value.get(OVERRIDES) is True or not isinstance(old, Mapping)
+        kept = {name: child for name, child in value.items() if name != OVERRIDES}
+        whole[key] = _merged({} if replaces else old, kept)
+    return whole
+
+
+def _find(script: Path, name: str) -> Path | None:
+    """Return the file that a script calls `name`: it may be relative to any folder that the script is in."""
+    places = [user_path(name), *(folder / name for folder in script.absolute().parents)]
+    return next((place for place in places if place.is_file()), None)

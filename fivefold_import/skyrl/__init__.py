@@ -1,0 +1,1 @@
+"""SkyRL's configurations."""

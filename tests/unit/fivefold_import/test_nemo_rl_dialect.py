@@ -1,0 +1,223 @@
+"""NeMo-RL: files that build on others, and what its sections become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dialect_conversion import convert_files, convert_fixture, convert_text, convert_words
+
+BASE = "nemo_rl_base.yaml"
+
+
+def write(folder: Path, **files: str) -> dict[str, Path]:
+    paths = {name: folder / f"{name}.yaml" for name in files}
+    for name, text in files.items():
+        paths[name].write_text(text, encoding="utf-8")
+    return paths
+
+
+def test_files_in_defaults_are_read_first_and_sections_are_merged(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below", root="policy: {model_name: a/b, optimizer: {kwargs: {lr: 1.0e-6, eps: 1e-5}}}\n")
+    files = write(
+        tmp_path,
+        rates="defaults: below/root.yaml\npolicy: {optimizer: {kwargs: {lr: 2.0e-6}}}\ngrpo: {seed: 1}\n",
+        seeds="grpo: {seed: 2, num_prompts_per_step: 16}\n",
+        run="defaults: [rates.yaml, ./seeds.yaml]\ncluster: {num_nodes: 2, gpus_per_node: 4}\n",
+    )
+    recipe = convert_files("nemo_rl", [files["run"]], [], {}).recipe
+    assert (recipe["actor.path"], recipe["actor.optimizer.lr"], recipe["actor.optimizer.eps"]) == ("a/b", 2e-6, 1e-5)
+    assert (recipe["seed"], recipe["train_dataset.batch_size"], recipe["cluster.n_nodes"]) == (2, 16, 2)
+
+
+def test_a_value_and_a_marked_section_replace_what_they_build_on(tmp_path: Path) -> None:
+    base = "policy: {model_name: a/b, optimizer: {kwargs: {lr: 2.0e-6}}}\nloss_fn: {ratio_clip_max: 0.3, ratio_clip_c: 3}\n"
+    files = write(
+        tmp_path,
+        base=base,
+        run="defaults: base.yaml\npolicy: {optimizer: null}\nloss_fn: {_override_: true, ratio_clip_max: 0.4}\n",
+    )
+    conversion = convert_files("nemo_rl", [files["run"]], [], {})
+    assert "actor.optimizer.lr" not in conversion.recipe
+    assert conversion.recipe["actor.eps_clip_higher"] == 0.4
+    assert "actor.c_clip" not in conversion.recipe
+
+
+def test_a_file_that_is_not_there_is_a_problem_and_a_loop_is_an_error(tmp_path: Path) -> None:
+    files = write(tmp_path, run="defaults: gone.yaml\ngrpo: {seed: 3}\n", loop="defaults: loop.yaml\n")
+    (problem,) = convert_files("nemo_rl", [files["run"]], [], {}).report.problems
+    assert "gone.yaml" in problem
+    with pytest.raises(ValueError, match=r"loop\.yaml: its `defaults` lead to more than 20 files"):
+        convert_files("nemo_rl", [files["loop"]], [], {})
+
+
+def test_a_script_reads_the_configuration_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "configs").mkdir(parents=True)
+    write(
+        tmp_path / "examples" / "configs", mine="grpo: {seed: 3, num_prompts_per_step: 8}\npolicy: {model_name: a/b}\n"
+    )
+    (tmp_path / "tests").mkdir()
+    script = tmp_path / "tests" / "run.sh"
+    script.write_text(
+        "STEPS=30\nuv run examples/run_grpo.py --config examples/configs/mine.yaml grpo.max_num_steps=$STEPS grpo.seed=4\n"
+    )
+    conversion = convert_files("nemo_rl", [script], [], {})
+    recipe = conversion.recipe
+    assert (recipe["seed"], recipe["train_dataset.batch_size"], recipe["total_train_steps"]) == (4, 8, 30)
+    assert conversion.report.problems == ()
+    script.write_text("uv run examples/run_grpo.py --config examples/configs/none.yaml grpo.seed=4\n")
+    (problem,) = convert_files("nemo_rl", [script], [], {}).report.problems
+    assert "none.yaml was not read" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "advantage", "levels"),
+    [
+        ([], "grpo_leave_one_out", None),
+        (["grpo.normalize_rewards=false"], "rloo", None),
+        (["grpo.use_leave_one_out_baseline=false"], None, "group"),
+        (["grpo.use_leave_one_out_baseline=false", "grpo.normalize_rewards=false"], None, "none"),
+        (["grpo.adv_estimator.name=reinforce_plus_plus"], "reinforce_pp_baseline", None),
+        (
+            ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"],
+            "reinforce_pp",
+            None,
+        ),
+    ],
+)
+def test_estimators_become_advantages(words: list[str], advantage: str | None, levels: str | None) -> None:
+    recipe = convert_fixture("nemo_rl", BASE, words).recipe
+    assert recipe.get("actor.advantage") == advantage
+    assert recipe.get("actor.reward_norm.std_level") == levels
+
+
+def test_estimators_that_are_not_offered_are_unsupported() -> None:
+    assert "grpo.adv_estimator.name" in convert_fixture("nemo_rl", BASE, ["grpo.adv_estimator.name=opd"]).unsupported()
+
+
+@pytest.mark.parametrize(
+    ("words", "loss", "aggregation"),
+    [
+        ([], None, "token_mean"),
+        (["loss_fn.use_cispo=true"], "cispo", "token_mean"),
+        (["loss_fn.force_on_policy_ratio=true"], "reinforce", "token_mean"),
+        (["loss_fn.disable_ppo_ratio=true"], "reinforce", "token_mean"),
+        (["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"], "gspo", "sequence_mean"),
+    ],
+)
+def test_switches_choose_the_loss(words: list[str], loss: str | None, aggregation: str) -> None:
+    conversion = convert_fixture("nemo_rl", BASE, words)
+    assert conversion.recipe.get("actor.loss") == loss
+    assert conversion.recipe["actor.loss_aggregation"] == aggregation
+    assert ("actor.eps_clip" in conversion.recipe) == (loss != "reinforce")
+
+
+CORRECTS = ["loss_fn.use_importance_sampling_correction=true"]
+BOUNDS = ["loss_fn.truncated_importance_sampling_ratio=5", "loss_fn.truncated_importance_sampling_ratio_min=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"method": "none"}),
+        (CORRECTS, {"method": "custom", "weight": "token"}),
+        ([*CORRECTS, BOUNDS[0]], {"method": "custom", "weight": "token", "weight_cap": 5.0}),
+        (
+            [*CORRECTS, *BOUNDS, "loss_fn.truncated_importance_sampling_type=icepop"],
+            {"method": "custom", "weight": "token", "mask": "token", "mask_above": 5.0, "mask_below": 0.5},
+        ),
+        (
+            [*CORRECTS, *BOUNDS, "loss_fn.truncated_importance_sampling_type=seq-mask-tis"],
+            {"method": "custom", "weight": "token", "mask": "geometric", "mask_above": 5.0, "mask_below": 0.5},
+        ),
+        (
+            [*CORRECTS, "loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+            {"method": "custom", "weight": "sequence"},
+        ),
+    ],
+)
+def test_corrections_are_what_the_source_says_and_off_otherwise(words: list[str], expected: dict[str, object]) -> None:
+    recipe = convert_fixture("nemo_rl", BASE, words).recipe
+    section = "actor.rollout_correction."
+    assert {key.removeprefix(section): value for key, value in recipe.items() if key.startswith(section)} == expected
+
+
+def test_a_kl_term_has_the_gradient_of_its_samples_unless_it_is_in_the_reward() -> None:
+    recipe = convert_fixture("nemo_rl", BASE).recipe
+    assert (recipe["actor.kl_ctl"], recipe["actor.kl_unbiased"]) == (0.01, True)
+    plus = ["grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true"]
+    recipe = convert_fixture("nemo_rl", BASE, plus).recipe
+    assert recipe["actor.kl_in"] == "reward"
+    assert "actor.kl_unbiased" not in recipe
+    # GRPO's estimator reads no KL term, so that the switch takes it out of the loss and puts it nowhere.
+    assert "actor.kl_ctl" not in convert_fixture("nemo_rl", BASE, plus[1:]).recipe
+
+
+def test_rewards_are_scaled_before_the_penalty_as_there() -> None:
+    words = ["grpo.reward_scaling.enabled=true", "grpo.reward_shaping.enabled=true"]
+    recipe = convert_fixture("nemo_rl", BASE, words).recipe
+    scale, bias = recipe["actor.reward_scaling"], recipe["actor.reward_bias"]
+    assert [(reward + bias) * scale for reward in (0.0, 1.0)] == [-1.0, 1.0]
+    # There: 2 r - 1 - penalty. Here: 2 (r - penalty') - 1.
+    assert scale * recipe["actor.overlong_penalty_factor"] == 1.0
+    other = convert_fixture("nemo_rl", BASE, [*words, "grpo.reward_shaping.max_response_length=100"])
+    assert "grpo.reward_shaping.max_response_length" in other.unsupported()
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(256, 1), (128, 2), (8, 32), (96, None), (4, None)])
+def test_updates_follow_from_samples(samples: int, expected: int | None) -> None:
+    conversion = convert_fixture("nemo_rl", BASE, [f"policy.train_global_batch_size={samples}"])
+    assert conversion.recipe.get("actor.ppo_n_minibatches") == expected
+    assert ("policy.train_global_batch_size" in conversion.unsupported()) == (expected is None)
+
+
+def test_a_warm_up_begins_at_the_rate_over_its_steps_or_is_reported() -> None:
+    start = "policy.scheduler.0.kwargs.start_factor"
+    assert convert_fixture("nemo_rl", BASE)[start].outcome == "implied"
+    longer = ["policy.scheduler.0.kwargs.total_iters=50", "policy.scheduler.2.milestones=[50]"]
+    assert start in convert_fixture("nemo_rl", BASE, longer).unsupported()
+
+
+def test_the_rollout_has_its_own_devices_if_it_is_not_colocated() -> None:
+    apart = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2"]
+    recipe = convert_fixture("nemo_rl", BASE, apart).recipe
+    assert (recipe["actor.backend"], recipe["rollout.backend"]) == ("fsdp:d3t2", "vllm:d1t2")
+    assert recipe["rollout.colocate"] is False
+    assert recipe["rollout.memory_fraction"] == 0.55
+
+
+def test_a_dense_model_has_no_options_of_experts() -> None:
+    conversion = convert_fixture("nemo_rl", "nemo_rl_moe.yaml", ["policy.model_name=Qwen/Qwen3-1.7B"])
+    for name in ("moe_router_dtype", "freeze_moe_router", "expert_model_parallel_size"):
+        assert conversion[f"policy.megatron_cfg.{name}"].outcome == "implied"
+    assert "actor.freeze" not in conversion.recipe
+
+
+def test_a_null_norm_switches_clipping_off() -> None:
+    assert convert_fixture("nemo_rl", "nemo_rl_ppo.yaml").recipe["critic.optimizer.gradient_clipping"] == 0.0
+
+
+def test_options_of_vllm_become_arguments_of_its_command_line() -> None:
+    conversion = convert_fixture("nemo_rl", BASE, ["policy.generation.vllm_kwargs.max_num_seqs=64"])
+    assert conversion.recipe["rollout.max_batch_size"] == 64
+    assert "--no-enable-chunked-prefill" in conversion.recipe["rollout.server_args"]
+
+
+def test_agents_of_nemo_gym_are_left_to_the_user(tmp_path: Path) -> None:
+    text = (
+        "grpo: {num_prompts_per_step: 4}\ndata: {train: {data_path: a.jsonl}, default: {dataset_name: NemoGymDataset, "
+    )
+    text += "env_name: nemo_gym}}\nenv: {nemo_gym: {config_paths: [a.yaml], x: {y: 1}}}\npolicy: {max_total_sequence_length: 9}\n"
+    conversion = convert_text("nemo_rl", tmp_path, text)
+    assert conversion.recipe["environment.agent"] == "???"
+    assert conversion.recipe["environment.max_length"] == 9
+    assert {"env.nemo_gym.config_paths", "env.nemo_gym.x.y"} <= conversion.unsupported()
+
+
+def test_programs_are_told_by_their_sections() -> None:
+    assert convert_fixture("nemo_rl", "nemo_rl_dpo.yaml").report.command == "fivefold dpo"
+    assert convert_fixture("nemo_rl", "nemo_rl_sft.yaml").report.command == "fivefold sft"
+    assert convert_words("nemo_rl", "rm.max_num_epochs=2", "policy.model_name=a/b").report.command == "fivefold rm"
+    with pytest.raises(ValueError, match="evaluation or generation without training"):
+        convert_words("nemo_rl", "eval.metric=pass@k", "generation.model_name=a/b")
