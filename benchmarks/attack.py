@@ -364,8 +364,8 @@ class Judges:
 def judged(answer: bytes, pause_s: float) -> None:
     """Let a judge ask a service that gives an answer, and check that its reward is finite."""
     from fivefold.config.schema.rewards import RewardConfig
-    from fivefold.rewards.compute import compute_rewards
     from fivefold.rewards.resolve import resolve_rewards
+    from fivefold.rewards.reward_set import compute_rewards
     from fivefold.types import Prompt
 
     class Service(socketserver.BaseRequestHandler):

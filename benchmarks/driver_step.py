@@ -24,7 +24,6 @@ from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.data.batches import minibatches
 from fivefold.engine.packing import BatchPlan, BatchPlanner
 from fivefold.experience.group import groups_of
 from fivefold.experience.samples import sample_metrics
@@ -33,6 +32,7 @@ from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Job, Responses, answers_of
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt, Sample
+from fivefold.update.updates import minibatches
 
 REPLICAS = 8
 GROUP = 8
@@ -69,7 +69,7 @@ def main() -> None:
         pickle.dumps(_responses(number, lengths[number * GROUP : (number + 1) * GROUP])) for number in range(n_groups)
     ]
     layout = parse_backend(args.layout)
-    planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
+    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=16384), layout, quadratic_at=30_000.0)
     config = ActorConfig(path="model", ppo_n_minibatches=args.minibatches)
     loss = build_policy_loss(config, GenerationConfig())
 

@@ -17,11 +17,18 @@ from typing import Any
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.experience.samples import as_record, extremes, idle_shares, reward_metrics, sample_metrics
-from fivefold.experience.signal import no_signal
+from fivefold.experience.samples import (
+    TokenTexts,
+    as_record,
+    extremes,
+    idle_shares,
+    no_signal,
+    reward_metrics,
+    sample_metrics,
+    token_values,
+)
 from fivefold.experience.source import Experience, Source
 from fivefold.experience.stream import Stream
-from fivefold.experience.token_values import TokenTexts, token_values
 from fivefold.experience.waiting import Saved, taken_over
 from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.screens import ScreenKind
@@ -168,8 +175,9 @@ class Reinforcement:
 
     def _write_samples(self, samples: Sequence[Sample], step: int, log: SampleLog) -> int:
         """Log the samples of a step, as many as the recipe wants. Returns their number."""
-        n_logged = self._setup.recipe.stats.n_logged(len(samples))
-        records = [as_record(sample, step=step) for sample in samples[:n_logged]]
+        wanted = self._setup.recipe.stats.n_logged_samples
+        logged = samples if wanted == "all" else samples[:wanted]
+        records = [as_record(sample, step=step) for sample in logged]
         log.write(records)
         return len(records)
 
@@ -179,7 +187,8 @@ class Reinforcement:
 
     def _shown(self, samples: Sequence[Sample], step: int) -> list[tuple[float, str, str]]:
         """Return the samples that the screen shows."""
-        if not self._setup.recipe.stats.shows_samples(step):
+        every = self._setup.recipe.stats.shown_samples_freq_steps
+        if every is None or (step > 1 and step % every > 0):
             return []
         return [(sample.reward, sample.prompt.text, sample.shown_text) for sample in extremes(samples)]
 

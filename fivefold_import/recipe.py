@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fivefold.config.interpolation import names_secret
 from fivefold.config.keys import known_keys
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import COMMANDS, RecipeError, located_problems, problems_of
 from fivefold.config.roles import ROLES
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.config.secrets import names_secret
 from fivefold.config.source import MISSING
 from fivefold.config.yaml_reader import write_yaml
 from fivefold.data.rows import SUFFIXES

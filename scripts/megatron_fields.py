@@ -1,8 +1,9 @@
-"""Writes fivefold/families/megatron_fields.json, the fields of Megatron-Core's configuration classes.
+"""Writes the fields of Megatron-Core's configuration classes to the file of the installed release.
 
     python scripts/megatron_fields.py
 
-Run it after an update of Megatron-Core; then say in fivefold/config/ what becomes of each new field.
+The file is in fivefold/families/megatron_fields/. Run it with every supported release after an update of Megatron-Core;
+then say in fivefold/config/ what becomes of each new field.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fivefold.families.megatron_settings import FIELDS_FILE
+from fivefold.families.megatron_release import installed_release
 
 CLASSES = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
@@ -50,4 +51,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    FIELDS_FILE.write_text(text(), encoding="utf-8")
+    installed_release().fields_file.write_text(text(), encoding="utf-8")

@@ -7,22 +7,29 @@ with these derivatives as coefficients. It has the gradient of the objective, be
 
     dL/dtheta = sum over sequences i of dL/dscore_i * dscore_i/dtheta
 
-With policy p and reference p_ref, the scores are
+With policy p and reference p_ref, an answer is compared by
 
-    DPO, SLiC, IPO, KTO    log p(answer) - log p_ref(answer)
-    reward model           the model's score
+    DPO, SLiC, IPO, KTO    s = log p(answer) - log p_ref(answer)
+    CPO                    s = log p(answer)
+    SimPO, ORPO            s = log p(answer) / tokens of the answer
+    reward model           s = the model's score
 
-and, over the B pairs of a mini-batch, with margin m = score(chosen) - score(rejected),
+and, over the B pairs of a mini-batch, with margin m = s(chosen) - s(rejected) and odds(s) = exp(s) / (1 - exp(s)),
 
-    sigmoid    -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)    DPO (arXiv 2305.18290); e > 0: conservative DPO
-    hinge      max(0, 1 - beta m)                                       SLiC (arXiv 2305.10425, as in arXiv 2309.06657)
-    ipo        (m - 1 / (2 beta))^2                                     IPO (arXiv 2310.12036, eq. 17)
-    reward     -log sigmoid(m) + c (score(chosen) + score(rejected))^2  Bradley-Terry, centred (arXiv 2312.09244)
+    sigmoid    -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)  DPO (arXiv 2305.18290); e > 0: conservative DPO
+    hinge      max(0, 1 - beta m)                                     SLiC (arXiv 2305.10425, as in arXiv 2309.06657)
+    ipo        (m - 1 / (2 beta))^2                                   IPO (arXiv 2310.12036, eq. 17)
+    cpo        -log sigmoid(beta m)                                   CPO (arXiv 2401.08417, eq. 5)
+    simpo      -log sigmoid(beta m - gamma)                           SimPO (arXiv 2405.14734, eq. 6)
+    orpo       -beta log sigmoid(log (odds(s chosen) / odds(s rejected)))    ORPO (arXiv 2403.07691, eq. 6)
+    reward     -log sigmoid(m) + c (s(chosen) + s(rejected))^2        Bradley-Terry, centred (arXiv 2312.09244)
+
+to which the first six may add a weight times the negative log-likelihood of the chosen answers' tokens.
 
 KTO (arXiv 2402.01306) has single answers y, each desirable or not, instead of pairs:
 
-    desirable      w_d (1 - sigmoid(beta (score(y) - z)))
-    undesirable    w_u (1 - sigmoid(beta (z - score(y))))               z = max(0, mean score of mismatched answers)
+    desirable      w_d (1 - sigmoid(beta (s(y) - z)))
+    undesirable    w_u (1 - sigmoid(beta (z - s(y))))               z = max(0, mean of s over mismatched answers)
 
 where a mismatched answer belongs to another example of the mini-batch, and follows this example's prompt.
 """
@@ -45,48 +52,69 @@ Numbers = npt.NDArray[np.float64]
 class Objective(Protocol):
     """A loss over the scores of a mini-batch's sequences."""
 
-    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(
+        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the mean loss (scalar, with gradient) and metrics.
 
         Args:
-            scores_N: float64 [N]: the score of each sequence.
+            scores_N: float64 [N]: the model's score of each sequence, its log-prob or a reward model's score.
             lengths_N: float64 [N]: trained tokens of each sequence.
+            reference_N: float64 [N]: the reference's log-probs; 0 without a reference.
         """
 
 
 def derivatives(
-    objective: Objective, scores_N: Numbers, lengths_N: npt.NDArray[np.int64]
+    objective: Objective, scores_N: Numbers, lengths_N: npt.NDArray[np.int64], reference_N: Numbers | None = None
 ) -> tuple[npt.NDArray[np.float32], dict[str, float]]:
     """Return the derivative of the objective by each score, float32 [N], and its metrics with its value as `loss`."""
     leaf_N = torch.from_numpy(scores_N).double().requires_grad_()
-    loss, metrics = objective(leaf_N, torch.from_numpy(lengths_N).double())
+    reference = torch.zeros_like(leaf_N) if reference_N is None else torch.from_numpy(reference_N).double()
+    loss, metrics = objective(leaf_N, torch.from_numpy(lengths_N).double(), reference)
     (derivatives_N,) = torch.autograd.grad(loss, leaf_N)
     return derivatives_N.float().numpy(), {"loss": loss.item(), **metrics}
 
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """DPO, SLiC or IPO over pairs: sequence 2i is the chosen answer of pair i, and 2i + 1 the rejected one."""
+    """A loss of policies over pairs: sequence 2i is the chosen answer of pair i, and 2i + 1 the rejected one."""
 
     config: DPOModelConfig
 
-    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(
+        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         config = self.config
-        if config.average_log_prob:
-            scores_N = scores_N / lengths_N
-        chosen_B, rejected_B = scores_N.view(-1, 2).unbind(1)
-        margin_B = config.beta * (chosen_B - rejected_B)
+        compared_N = scores_N - reference_N
+        if config.compares_averages:
+            compared_N = compared_N / lengths_N
+        chosen_B, rejected_B = compared_N.view(-1, 2).unbind(1)
+        loss = self._losses(chosen_B, rejected_B).mean()
+        metrics = _pair_metrics(config.beta * chosen_B, config.beta * rejected_B)
+        if weight := config.weight_of_nll:
+            nll = -scores_N[::2].sum() / lengths_N[::2].sum()
+            return loss + weight * nll, metrics | {"nll/chosen": nll.item()}
+        return loss, metrics
+
+    def _losses(self, chosen_B: torch.Tensor, rejected_B: torch.Tensor) -> torch.Tensor:
+        config, difference_B = self.config, chosen_B - rejected_B
+        margin_B = config.beta * difference_B
         match config.loss_type:
             case "sigmoid":
                 smoothing = config.label_smoothing
-                loss_B = -(1 - smoothing) * logsigmoid(margin_B) - smoothing * logsigmoid(-margin_B)
+                return -(1 - smoothing) * logsigmoid(margin_B) - smoothing * logsigmoid(-margin_B)
             case "hinge":
-                loss_B = (1 - margin_B).clamp(min=0)
+                return (1 - margin_B).clamp(min=0)
             case "ipo":
-                loss_B = (chosen_B - rejected_B - 1 / (2 * config.beta)) ** 2
-            case other:
-                raise ValueError(f"loss_type={other} does not compare pairs")
-        return loss_B.mean(), _pair_metrics(config.beta * chosen_B, config.beta * rejected_B)
+                return (difference_B - 1 / (2 * config.beta)) ** 2
+            case "cpo":
+                return -logsigmoid(margin_B)
+            case "simpo":
+                return -logsigmoid(margin_B - config.simpo_gamma)
+            case "orpo":
+                return -config.beta * logsigmoid(difference_B - _log_rest(chosen_B) + _log_rest(rejected_B))
+            case "kto":
+                raise ValueError("loss_type=kto does not compare pairs")
 
 
 @dataclass(frozen=True)
@@ -96,7 +124,9 @@ class BradleyTerry:
     center: float
     """Weight of the squared sum of a pair's scores."""
 
-    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(
+        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         chosen_B, rejected_B = scores_N.view(-1, 2).unbind(1)
         loss_B = -logsigmoid(chosen_B - rejected_B) + self.center * (chosen_B + rejected_B) ** 2
         return loss_B.mean(), _pair_metrics(chosen_B, rejected_B)
@@ -110,10 +140,13 @@ class KahnemanTversky:
     desirable_B: tuple[bool, ...]
     """Whether each answer is desirable."""
 
-    def __call__(self, scores_N: torch.Tensor, lengths_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(
+        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         config, n = self.config, len(self.desirable_B)
         is_desirable_B = torch.tensor(self.desirable_B)
-        score_B, point = scores_N[:n], scores_N[n:].detach().mean().clamp(min=0)
+        ratios_N = scores_N - reference_N
+        score_B, point = ratios_N[:n], ratios_N[n:].detach().mean().clamp(min=0)
         distance_B = config.beta * (score_B - point)
         # The sign turns the formula of desirable answers into the one of undesirable answers.
         better_B = torch.where(is_desirable_B, distance_B, -distance_B)
@@ -127,6 +160,11 @@ class KahnemanTversky:
             "reward/undesirable": _mean(rewards_B[~is_desirable_B]),
         }
         return loss, {name: value for name, value in metrics.items() if value is not None}
+
+
+def _log_rest(logprob_B: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(logprob)): finite for answers whose every token is certain to the last bit, too."""
+    return torch.log(-torch.expm1(logprob_B.clamp(max=-1e-12)))
 
 
 def _pair_metrics(chosen_B: torch.Tensor, rejected_B: torch.Tensor) -> dict[str, float]:

@@ -56,11 +56,11 @@ class Checkpointer:
             note: shows a line of text to the user.
             is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
         """
-        self._config = recipe.recover
+        self._is_enabled = recipe.recover.is_enabled
         self._store = store
         self._timers = timers
         self._schedule = schedule
-        best = self._config.keep_best
+        best = recipe.recover.keep_best
         if history is None or history.name != best:
             history = None if best is None else MetricHistory(best, {})
         self._history = history
@@ -79,7 +79,7 @@ class Checkpointer:
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
-        if not self._config.is_enabled:
+        if not self._is_enabled:
             return False
         self._look_for_metric(step, metrics)
         return self._schedule.is_due(step) or self._is_best(metrics)

@@ -16,7 +16,13 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fivefold.config.secrets import names_secret
+_SECRET = re.compile(r"(^|_)(API)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+
+
+def names_secret(variable: str) -> bool:
+    """Return whether the name of an environment variable says that its value is a secret, such as `WANDB_API_KEY`."""
+    return _SECRET.search(variable) is not None
+
 
 MOST_CHARACTERS = 1000
 """Most characters of a text with an interpolation."""

@@ -1,8 +1,8 @@
 """Names of Megatron-Core, PyTorch and other frameworks that a recipe does not have, and what to set instead.
 
 A recipe may write under `megatron.transformer`, `.ddp`, `.optimizer` and `fsdp` what the schema declares there. Every
-other field of Megatron-Core's classes, and every other parameter of `fully_shard`, `MixedPrecisionPolicy` and `AdamW`,
-is here with the reason.
+other field that Megatron-Core's classes have in one of the supported releases, and every other parameter of
+`fully_shard`, `MixedPrecisionPolicy` and `AdamW`, is here with the reason.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ _ON_HOST = "set optimizer.state_on=host, which moves all of the optimizer's stat
 _SKIPPED = "a step whose gradient is not finite is skipped, counted and explained, and ends the run only if it repeats"
 _ACTIVATIONS = "only TransformerEngine's modules move activations to the host, and it is untried: set recompute"
 _FUSED = "the update is always PyTorch's fused kernel, on buckets of the state"
+_SHARDED_WEIGHTS = "weights that are gathered at each use are untried: set t in backend"
+_TE_ALONE = "only TransformerEngine's modules read it, and kernels=te is not for the releases that have it"
+_NOT_BY_DEEPEP = "token_dispatcher=flex exchanges tokens by DeepEP alone"
 _SCHEDULED = "it follows from the pipeline's schedule, which the v of backend decides"
 
 
@@ -42,6 +45,11 @@ _TRANSFORMER: dict[str, str] = {
         _LAYOUT,
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
         "expert_tensor_parallel_size moe_extended_tp",
+    ),
+    **_each(
+        _SHARDED_WEIGHTS,
+        "tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards "
+        "expert_gtp_weight_remat_size",
     ),
     "virtual_pipeline_model_parallel_size": "set virtual_pipeline_parallel_size, or v in backend",
     "sequence_parallel": "it is on where backend has tensor parallelism, and off elsewhere",
@@ -69,7 +77,8 @@ _TRANSFORMER: dict[str, str] = {
     **_each(
         _PROGRAM,
         "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
-        "_cpu_offloading_context quant_recipe",
+        "_cpu_offloading_context quant_recipe moe_grad_scale_func mtp_grad_scale_func "
+        "experimental_attention_variant_loss_scale_func",
     ),
     **_each(
         _MODEL,
@@ -86,19 +95,26 @@ _TRANSFORMER: dict[str, str] = {
         "moe_router_score_function moe_router_enable_expert_bias "
         "moe_apply_probs_on_input moe_latent_size mrope_section is_hybrid_model "
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path "
-        "heterogeneous_block_specs hetereogenous_dist_checkpoint use_fused_weighted_squared_relu",
+        "heterogeneous_block_specs hetereogenous_dist_checkpoint use_fused_weighted_squared_relu "
+        "mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern dsa_indexer_topk_freq "
+        "dsa_indexer_skip_topk_offset dsa_indexer_rope_interleaved dsa_indexer_rotate_activation "
+        "dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 "
+        "use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
+        "mup_attn_scale_power moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size",
     ),
     **_each(_NO_NOISE, "hidden_dropout attention_dropout moe_input_jitter_eps"),
     **_each(
         _DROPLESS,
-        "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy",
+        "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
+        "moe_expert_rank_capacity_factor",
     ),
     **_each(
         _KERNELS,
         "attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling masked_softmax_fusion "
         "bias_dropout_fusion persist_layer_norm memory_efficient_layer_norm apply_rope_fusion fused_single_qkv_rope "
         "gradient_accumulation_fusion moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion "
-        "transformer_impl defer_embedding_wgrad_compute wgrad_deferral_limit",
+        "transformer_impl defer_embedding_wgrad_compute wgrad_deferral_limit dsa_kernel_backend "
+        "mamba_training_ssm_states_dtype",
     ),
     **_each(
         _TRANSFORMER_ENGINE,
@@ -114,23 +130,37 @@ _TRANSFORMER: dict[str, str] = {
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_fusion "
         "disable_parameter_transpose_cache use_te_activation_func symmetric_ar_type",
     ),
-    "overlap_moe_expert_parallel_comm": _OVERLAP,
-    "ep_overlap_early_attn_memory_release": _OVERLAP,
-    "delay_wgrad_compute": _DELAY,
+    **_each(
+        _TE_ALONE,
+        "fused_residual_rmsnorm use_transformer_engine_op_fuser fp8_output_proj use_grouped_gemm_for_shared_expert "
+        "use_grouped_gemm_for_dense_mlp moe_single_grouped_weight moe_single_grouped_bias moe_paged_stash "
+        "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu",
+    ),
+    "flash_attention_version": "set attn_impl next to megatron",
+    **_each(
+        _OVERLAP,
+        "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream",
+    ),
+    **_each(_DELAY, "delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad"),
     **_each(
         _ACTIVATIONS,
         "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
-        "cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size",
+        "cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
+        "cpu_offloading_retain_pinned_cpu_buffers delta_offload_bytes_across_pp_ranks activation_offload_fraction "
+        "fine_grained_offloading_max_inflight_offloads",
     ),
     **_each(
         _GRAPHS,
         "enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps "
-        "external_cuda_graph cuda_graph_impl cuda_graph_scope",
+        "external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules delay_offload_until_cuda_graph",
     ),
     **_each(
         _INFERENCE,
         "flash_decode batch_invariant_mode inference_rng_tracker inference_sampling_seed "
-        "use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill",
+        "use_inference_optimized_layers inference_fuse_tp_communication mlp_chunks_for_prefill "
+        "inference_cuda_graph_scope nccl_all_reduce_for_prefill inference_disable_triton_nvls_kernels "
+        "inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels "
+        "inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference",
     ),
     **_each(_UNREAD, "async_tensor_model_parallel_allreduce test_mode barrier_with_L1_time"),
     "calculate_per_token_loss": "losses are summed over tokens and divided by global counts: set loss_aggregation",
@@ -138,7 +168,17 @@ _TRANSFORMER: dict[str, str] = {
     "moe_enable_routing_replay": "routes are replayed by actor.router_replay",
     "moe_per_layer_logging": "metrics.jsonl always has the load of experts by layer",
     "config_logger_dir": "the run's folder has the whole configuration in engine.yaml",
-    "moe_hybridep_num_sms": "token_dispatcher=flex exchanges tokens by DeepEP, not by HybridEP",
+    "moe_flex_dispatcher_num_sms": "it is the newer name of moe_deepep_num_sms: set that",
+    **_each(
+        _NOT_BY_DEEPEP,
+        "moe_hybridep_num_sms moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs "
+        "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing "
+        "moe_ncclep_static_shape moe_ncclep_zero_copy",
+    ),
+    "moe_router_quantile_balancing_ema": "quantile balancing gathers the routers' scores of whole batches, filler "
+    "included: set moe_router_load_balancing_type or moe_router_bias_update_rate",
+    "moe_router_force_biased": "set moe_router_force_load_balancing to measure speed without a router's choices",
+    "mlp_chunks_for_training": "set recompute=selective with mlp or moe in recompute_modules, which keeps less",
 }
 
 _DDP: dict[str, str] = {
@@ -149,12 +189,18 @@ _DDP: dict[str, str] = {
     ),
     **_each(_SKIPPED, "check_for_nan_in_grad check_for_large_grads"),
     "average_in_collective": "gradients are summed, then divided by global counts",
+    "num_buckets": "set bucket_size",
+    "param_name_patterns_for_fp32_local_accumulation": "all gradients have one dtype: set grad_reduce_in_fp32",
+    **_each(_TE_ALONE, "fp4_param_gather"),
     **_each(_TRANSFORMER_ENGINE, "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache"),
     **_each(
         _FSDP,
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy gradient_reduce_div_fusion "
         "suggested_communication_unit_size preserve_fp32_weights fsdp_double_buffer outer_dp_sharding_strategy "
-        "fsdp_manual_registration",
+        "fsdp_manual_registration fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync "
+        "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
+        "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
+        "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer",
     ),
     **_each(
         "it needs an allocator that Megatron-Core compiles while it runs", "nccl_ub disable_symmetric_registration"
@@ -180,9 +226,14 @@ _OPTIMIZER: dict[str, str] = {
     **_each(
         _ADAM,
         "optimizer sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode "
-        "muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor",
+        "muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_nesterov "
+        "muon_coefficient_type muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta "
+        "soap_precondition_frequency soap_use_kl_shampoo adaptive_muon_moment2_method adaptive_muon_beta2 "
+        "adaptive_muon_eps",
     ),
-    "use_distributed_optimizer": _DISTRIBUTED,
+    **_each(_DISTRIBUTED, "use_distributed_optimizer use_layer_wise_distributed_optimizer"),
+    "grad_norm_skip_threshold": "a step whose gradient is finite is never skipped: set optimizer.gradient_clipping",
+    "optimizer_cuda_graph": _FUSED,
     **_each(_DDP["overlap_param_gather"], "overlap_param_gather overlap_param_gather_with_optimizer_step"),
     **_each(
         _ON_HOST,

@@ -57,7 +57,7 @@ ROLES: Mapping[str, RoleSpec] = {
             "ref",
             host="actor",
             state="reference",
-            absent="actor.kl_ctl is 0, so no reference model is loaded; drop it",
+            absent="nothing compares the actor with a reference model, so none is loaded; drop it",
             is_used=lambda recipe: recipe.actor.has_reference,
         ),
         RoleSpec("critic", "critic", state="critic"),

@@ -20,7 +20,7 @@ from fivefold.algorithms.loss import Loss, LossInputs
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.engine.adapters import Switch
 from fivefold.engine.context_parallel import SumOverGroup
-from fivefold.engine.contract import OFFLOADABLE, StepResult
+from fivefold.engine.contract import OFFLOADABLE, Offloadable, StepResult
 from fivefold.engine.distillation import Divergence
 from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
 from fivefold.engine.packing import Share
@@ -55,6 +55,8 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
     head: Head
     optimizer: AnOptimizer | None
     """None: the model is not trained."""
+    _away: set[Offloadable]
+    """What is offloaded."""
     adapters: Switch | None
     """Switches the low-rank adapters of the layers; None: there are none."""
 
@@ -88,6 +90,10 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""
         self._require(*OFFLOADABLE)
         return self._trained("train").step()
+
+    def _require(self, *what: Offloadable) -> None:
+        if missing := [kind for kind in what if kind in self._away]:
+            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
 
     def _trained(self, verb: str) -> AnOptimizer:
         if self.optimizer is None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fivefold.batch import Batch, Totals
-from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig
+from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.types import Cuts
@@ -83,15 +83,19 @@ class BatchPlan:
 class BatchPlanner:
     """Plans mini-batches from the lengths of their sequences."""
 
-    config: MicroBatchConfig
     layout: ParallelLayout
+    max_tokens: int
+    """Most tokens of a micro-batch with gradients."""
+    infer_tokens: int
+    """Most tokens of a micro-batch without gradients."""
+    min_micro_batches: int
     quadratic_at: float
     """Length at which attention costs as much as the rest of the model."""
 
     @staticmethod
-    def of(config: EngineConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
+    def of(config: MicroBatchConfig, layout: ParallelLayout, quadratic_at: float) -> BatchPlanner:
         """Return the planner of an engine."""
-        return BatchPlanner(config.mb_spec, layout, attention_equals_rest_at(shape))
+        return BatchPlanner(layout, config.max_tokens_per_mb, config.infer_tokens, config.n_mbs, quadratic_at)
 
     def plan(self, lengths: Sequence[int], *, with_gradient: bool = True, cuts: Cuts | None = None) -> BatchPlan:
         """Plan a mini-batch of rows of these lengths, for passes with or without gradients. Deterministic.
@@ -104,12 +108,12 @@ class BatchPlanner:
             cuts: tokens of each sequence of each row, which are padded each for itself; None: a row is a sequence.
         """
         rows: Sequence[Sequence[int]] = cuts or [(length,) for length in lengths]
-        layout, config = self.layout, self.config
+        layout = self.layout
         assigned = plan_micro_batches(
             [self._padded(row, tp=1) for row in rows],
             n_ranks=layout.dp,
-            max_tokens=config.max_tokens_per_mb if with_gradient else config.infer_tokens,
-            min_micro_batches=config.n_mbs,
+            max_tokens=self.max_tokens if with_gradient else self.infer_tokens,
+            min_micro_batches=self.min_micro_batches,
             multiple_of=layout.pp if layout.vpp > 1 else 1,
             cost=SequenceCost(quadratic_at=self.quadratic_at),
         )

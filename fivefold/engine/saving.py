@@ -28,8 +28,10 @@ class SavingVerbs(ABC):
     """Folder of the model's config and tokenizer."""
     _state: TrainingState | None
     """What checkpoints hold; None: the model is not trained."""
-    _away: set[Offloadable]
-    """What is offloaded."""
+
+    @abstractmethod
+    def _require(self, *what: Offloadable) -> None:
+        """Check that what a method needs is on the device."""
 
     @abstractmethod
     def _blocks(self) -> Iterator[Block]:
@@ -109,11 +111,6 @@ class SavingVerbs(ABC):
         """
         self._require(*OFFLOADABLE)
         self._trained_state("load").load(folder)
-
-    def _require(self, *what: Offloadable) -> None:
-        """Check that what a method needs is on the device."""
-        if missing := [kind for kind in what if kind in self._away]:
-            raise ValueError(f"{', '.join(missing)} of this engine were offloaded: call onload({missing}) first")
 
     def _trained_state(self, verb: str) -> TrainingState:
         if self._state is None:

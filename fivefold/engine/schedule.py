@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from fivefold.config.schema.engine import OptimizerConfig
+
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""From 1 to 0 as progress goes from 0 to 1."""
 
 
 def learning_rate(
     step: int, config: OptimizerConfig, total_steps: int, peak: float | None = None, end: float | None = None
 ) -> float:
-    """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then constant, linear or cosine.
+    """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then what the schedule says.
 
     No step has rate 0: the first of a warm-up of n steps has rate lr / n, and a decay reaches its end one step after
     the last, as the schedules of torch and transformers do.
@@ -24,19 +34,23 @@ def learning_rate(
     """
     peak = config.lr if peak is None else peak
     end = config.lr * config.min_lr_ratio if end is None else end
-    warmup = config.warmup_steps
-    if warmup is None:
-        # Rounded first, because 0.07 * 100 is a little more than 7.
-        warmup = math.ceil(round(config.warmup_steps_proportion * total_steps, 6))
+    warmup = _n_steps(config.warmup_steps, config.warmup_steps_proportion, total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[config.lr_scheduler_type]
-    return end + (peak - end) * decay
+    shape: str = config.lr_scheduler_type
+    n_decay = total_steps - warmup
+    if shape == "wsd":
+        shape = config.decay_shape
+        n_decay = min(n_decay, _n_steps(config.decay_steps, config.decay_steps_proportion, total_steps))
+    progress = min(1.0, max(0, step - (total_steps - n_decay)) / max(1, n_decay))
+    if shape == "cosine" and progress < 1.0:
+        progress = progress * config.cycles % 1.0
+    return end + (peak - end) * _DECAYS[shape](progress)
+
+
+def _n_steps(steps: int | None, share: float, total_steps: int) -> int:
+    # Rounded first, because 0.07 * 100 is a little more than 7.
+    return math.ceil(round(share * total_steps, 6)) if steps is None else steps
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -9,10 +9,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
 from fivefold.data.sampler import Outcome
+from fivefold.observe.sample_parts import TokenValues
 from fivefold.rewards.reward_set import RewardSet
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.reward_model import RewardModel
 from fivefold.types import Sample
 
@@ -20,8 +23,8 @@ PERCENTILES = (10, 50, 90)
 """Percentiles of the lengths of responses that are reported."""
 
 
-def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, float]]:
-    """Compute the rewards of each sample, by name, without those that a reward model gives.
+def judged(groups: Sequence[Sequence[Sample]], rewards: RewardSet) -> list[dict[str, float]]:
+    """Compute the rewards of each sample of groups, by name, without those that a reward model gives.
 
     A sample that failed has none.
 
@@ -29,10 +32,13 @@ def judged(samples: Sequence[Sample], rewards: RewardSet) -> list[dict[str, floa
         ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`. Or an
             environment gave other rewards than the recipe names.
     """
+    samples = [sample for group in groups for sample in group]
     whole = [sample for sample in samples if not sample.has_failed]
     for sample in whole:
         rewards.check_given(sample.prompt, sample.rewards)
-    values = iter(rewards.judge([sample.prompt for sample in whole], [sample.response_text for sample in whole]))
+    sizes = [n for group in groups if (n := sum(not sample.has_failed for sample in group))]
+    texts = [sample.response_text for sample in whole]
+    values = iter(rewards.judge([sample.prompt for sample in whole], texts, sizes))
     return [{} if sample.has_failed else next(values) for sample in samples]
 
 
@@ -226,3 +232,80 @@ def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
         "oldest_weight_version": sample.versions[0],
         "weight_version": sample.versions[1],
     }
+
+
+def no_signal(samples: Sequence[Sample], metrics: Mapping[str, float]) -> str | None:
+    """Return what a step with a gradient of exactly 0 means, and where to look; None: it has a gradient."""
+    if metrics.get("grad_norm") != 0.0:
+        return None
+    rewards = {sample.reward for sample in samples}
+    if len(rewards) == 1:
+        of_all = f"all {len(samples)} responses earned {rewards.pop():g}"
+    else:
+        of_all = "the responses of each prompt earned the same, or the algorithm makes nothing of the difference"
+    return (
+        f"the gradient was 0, so nothing was learned: {of_all}. Compare responses with their ground truths in "
+        "samples.jsonl: the reward may not find the answer (reward.fn, reward.kwargs), responses may be cut off "
+        "(gconfig.max_new_tokens; the metric truncated), or the prompts may be too hard or too easy. Later steps "
+        "of this kind are not reported"
+    )
+
+
+TRAINER = "old_logprobs"
+REPLACEMENT = "\ufffd"
+"""Stands in a token's text for bytes that are a part of a character."""
+MOST_PARTS = 4
+"""Most tokens that one character takes: its bytes in UTF-8."""
+
+
+class TokenTexts:
+    """Decodes single tokens, each of them once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; of a character that several tokens make, the first has it, the others none."""
+        texts: list[str] = []
+        while len(texts) < len(token_ids):
+            texts += self._next(token_ids, len(texts))
+        return texts
+
+    def _next(self, token_ids: Sequence[int], start: int) -> list[str]:
+        """Return the texts of the token at `start` and of those that make one character with it."""
+        for length in range(1, min(MOST_PARTS, len(token_ids) - start) + 1):
+            text = self._decoded(tuple(token_ids[start : start + length]))
+            if REPLACEMENT not in text:
+                return [text] + [""] * (length - 1)
+        return [self._decoded((token_ids[start],))]
+
+    def _decoded(self, token_ids: tuple[int, ...]) -> str:
+        if token_ids not in self._known:
+            [text] = self._tokenizer.batch_decode([list(token_ids)], clean_up_tokenization_spaces=False)
+            self._known[token_ids] = text
+        return self._known[token_ids]
+
+
+def token_values(batch: RemoteBatch, n: int, texts: TokenTexts) -> list[TokenValues]:
+    """Return the values of the sampled tokens of the first `n` sequences of a batch, before its update."""
+    found = []
+    for index, columns in enumerate(read_columns(batch, n)):
+        mask = columns["mask"]
+        advantages = columns.get("advantages")
+        if advantages is None and "advantages" in batch.scalars:
+            advantages = np.full(len(mask), batch.scalars["advantages"][index], np.float32)
+        found.append(
+            TokenValues(
+                tokens=texts.of(columns["tokens"][mask].tolist()),
+                rollout_logprobs=columns["rollout_logprobs"][mask],
+                trainer_logprobs=_masked(columns.get(TRAINER), mask),
+                advantages=_masked(advantages, mask),
+                versions=columns["versions"][mask],
+            )
+        )
+    return found
+
+
+def _masked(values: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
+    return None if values is None else values[mask]

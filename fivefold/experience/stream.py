@@ -356,8 +356,7 @@ class Stream:
 
     def _judge(self, groups: Sequence[Group]) -> None:
         """Compute the rewards of groups together, without those that a reward model gives."""
-        samples = [sample for group in groups for sample in group.samples]
-        values = iter(judged(samples, self._rewards))
+        values = iter(judged([group.samples for group in groups], self._rewards))
         with self.changed:
             self._progress = time.perf_counter()
             for group in groups:

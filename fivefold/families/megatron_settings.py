@@ -4,7 +4,7 @@ recipe, layout, shape ─> {class: {field: value}} ─> fivefold.mcore.settings 
                                                  ─> fivefold plan --effective    what differs from its defaults
 
 Number formats and functions are named by texts. Fields that are not mentioned keep Megatron-Core's defaults, which
-`megatron_fields.json` lists; `python scripts/megatron_fields.py` writes it from the installed Megatron-Core.
+a file in `megatron_fields/` lists; `python scripts/megatron_fields.py` writes it from the installed Megatron-Core.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, TypedDict
 
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronFields
+from fivefold.families.megatron_release import installed_release
 from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.stages import chunk_sizes
@@ -24,7 +24,6 @@ from fivefold.layout.stages import chunk_sizes
 Values = dict[str, Any]
 """Field -> value."""
 
-FIELDS_FILE = Path(__file__).with_name("megatron_fields.json")
 HANDED_ON: Mapping[str, frozenset[str]] = {
     "TransformerConfig": frozenset(
         {
@@ -69,8 +68,8 @@ class Field(TypedDict):
 
 @cache
 def megatron_fields() -> dict[str, dict[str, Field]]:
-    """Return the fields of each of Megatron-Core's configuration classes, as the supported version has them."""
-    fields: dict[str, dict[str, Field]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    """Return the fields of each of Megatron-Core's configuration classes, as the installed release has them."""
+    fields: dict[str, dict[str, Field]] = json.loads(installed_release().fields_file.read_text(encoding="utf-8"))
     return fields
 
 
@@ -125,7 +124,8 @@ def transformer_settings(config: EngineConfig, layout: ParallelLayout, shape: Mo
 
 
 def _handed_on(section: MegatronFields) -> Values:
-    return {name: getattr(section, name) for name in sorted(HANDED_ON[section.owner])}
+    renamed = installed_release().renamed
+    return {renamed.get(name, name): getattr(section, name) for name in sorted(HANDED_ON[section.owner])}
 
 
 def _model_fields(shape: ModelShape) -> Values:
@@ -191,7 +191,8 @@ def _recompute_fields(config: MegatronConfig, shape: ModelShape) -> Values:
 def _moe_fields(config: MegatronConfig, layout: ParallelLayout, shape: ModelShape) -> Values:
     own = config.transformer
     # Each rank weights its z-loss with its own tokens, after Megatron-Core has divided it by the number of ranks.
-    z_loss = own.moe_z_loss_coeff * layout.tp * layout.cp if own.moe_z_loss_coeff else None
+    n_ranks = 1 if installed_release().weighs_z_loss else layout.tp * layout.cp
+    z_loss = own.moe_z_loss_coeff * n_ranks if own.moe_z_loss_coeff else None
     has_groups = shape.expert_groups > 1
     return {
         "num_moe_experts": shape.n_experts,

@@ -37,7 +37,7 @@ from fivefold.engine.ema import EMAWeights
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import load_metrics, reduce_metrics
-from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.packing import BatchPlanner, Share, attention_equals_rest_at
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
@@ -134,7 +134,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
-        self.planner = BatchPlanner.of(config, layout, self.shape)
+        self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
@@ -190,7 +190,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         reduced = reduce_metrics(kept, counts=counts)
         reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
-        if self.shape.is_moe:
+        if self.shape.moe_layers:
             load_LE = self._loads.total(self.groups.shard)
             reduced |= load_metrics(load_LE, self.shape.moe_layers)
             if self._replay is not None:

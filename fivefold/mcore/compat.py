@@ -1,4 +1,4 @@
-"""Patches that let Megatron-Core 0.16.1 run on stock PyTorch. What it needs without CUDA is in `without_cuda`.
+"""Patches that let Megatron-Core run on stock PyTorch. What it needs without CUDA is in `without_cuda`.
 
 Importing this module patches nothing: a worker calls `prepare` once, before it builds the model. Each patch states its
 symptom, its cause and the condition for its removal.
@@ -18,6 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from fivefold.engine.kernels.matmul import add_matmul
+from fivefold.mcore.releases import IS_0_16
 
 
 @cache
@@ -26,7 +27,8 @@ def prepare() -> None:
     _multiply_routers_without_transformer_engine()
     _accumulate_gradients_without_apex()
     _recompute_outputs_without_transformer_engine()
-    _mask_filler_in_layers_that_are_not_recomputed()
+    if IS_0_16:
+        _mask_filler_in_layers_that_are_not_recomputed()
     _keep_what_is_being_sent()
     if not torch.cuda.is_available():
         # Imported here, because it is needed only without CUDA.
@@ -71,8 +73,8 @@ def _mask_filler_in_layers_that_are_not_recomputed() -> None:
     """Symptom: with recompute_method=block, routers take filler for tokens in their losses and loads, and
     seq_aux_loss does not know the sequences.
 
-    Cause: `_checkpointed_forward` hands the mask of filler only to layers that it computes again. Remove when: it hands
-    the mask to all.
+    Cause: `_checkpointed_forward` hands the mask of filler only to layers that it computes again. Remove with the
+    support of 0.16; 0.19 hands the mask to all.
     """
     with_recomputation = TransformerBlock._checkpointed_forward
 

@@ -41,7 +41,7 @@ from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
-from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.packing import BatchPlanner, Share, attention_equals_rest_at
 from fivefold.engine.rope import inverse_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
@@ -132,7 +132,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """What is offloaded."""
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
-        self.planner = BatchPlanner.of(config, layout, self.shape)
+        self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
@@ -178,7 +178,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         metrics["loss"] = Metric(metrics["loss"].sum / loss.normalizer(totals))
         if timers is not None:
             metrics[BUBBLE] = Metric(timers.bubble(self.groups.pp))
-        if self.shape.is_moe:
+        if self.shape.moe_layers:
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
             metrics |= auxiliary_losses(LOSSES, losses_LK, load_LE, self.shape)

@@ -17,6 +17,7 @@ from fivefold.engine.contract import StepResult
 from fivefold.engine.schedule import clip_factor, learning_rate
 from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat
 from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
+from fivefold.mcore.releases import GRADIENTS_FOR_NORM
 
 
 class Optimizer:
@@ -124,7 +125,7 @@ class Optimizer:
 
         Megatron-Core's own function rounds the norms of bfloat16 gradients, and waits for the device at each tensor.
         """
-        grads = [grad for part in self.megatron.chained_optimizers for grad in part.get_main_grads_for_grad_norm()]
+        grads = [grad for part in self.megatron.chained_optimizers for grad in getattr(part, GRADIENTS_FOR_NORM)()]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
         device = torch.cuda.current_device()
         square = torch.linalg.vector_norm(torch.stack(norms)) ** 2 if norms else torch.zeros((), device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -28,6 +29,7 @@ from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.megatron import Kernels
 from fivefold.families.shape import LayerKind, ModelShape
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
 from fivefold.mcore.delta_net import GatedDeltaNet
@@ -63,14 +65,14 @@ class TorchSpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> None:
         return None
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:
         return PackedCoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, None]:
-        return GroupedExperts, None
+    def grouped_mlp_modules(self, *_: bool) -> Any:
+        return releases.experts(GroupedExperts)
 
     def activation_func(self) -> None:
         return None
@@ -133,7 +135,7 @@ def _layer_spec(
         backend=provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     if is_moe:
-        mlp.submodules.router = BalancedRouter if has_auxiliary_losses(config) else Router
+        releases.submodules(mlp).router = BalancedRouter if has_auxiliary_losses(config) else Router
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
         module=TransformerLayer,

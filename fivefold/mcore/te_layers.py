@@ -19,6 +19,7 @@ from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.flash import FlashPlan
 from fivefold.engine.kernels.matmul import main_grad, mark_accumulated
+from fivefold.mcore import releases
 from fivefold.mcore.layers import GroupedExperts
 
 
@@ -28,8 +29,8 @@ class TESpecs(TESpecProvider):
     def core_attention(self) -> type:
         return TECoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, None]:
-        return TEExperts, None
+    def grouped_mlp_modules(self, *_: bool) -> Any:
+        return releases.experts(TEExperts)
 
 
 class TECoreAttention(TEDotProductAttention):

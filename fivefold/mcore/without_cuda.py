@@ -1,4 +1,4 @@
-"""Patches that let Megatron-Core 0.16.1 run on CPU tensors and gloo, in a process without CUDA.
+"""Patches that let Megatron-Core run on CPU tensors and gloo, in a process without CUDA.
 
 Each patch states its symptom, its cause and the condition for its removal.
 """

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-from fivefold.rewards.reward import InWork, NamedReward
+from fivefold.rewards.reward import InWork, Judged, NamedReward
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.types import Prompt
 
@@ -33,22 +33,22 @@ _RUNS = threading.Lock()
 """Held while the loop runs, by the thread that runs it or lets it run in another: an evaluation may need it too."""
 
 
-def judge_together(reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+def judge_together(reward: NamedReward, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> list[list[float]]:
     """Return the rewards of responses, which a coroutine function judges; at most `N_AT_ONCE` of all calls at one time.
 
     Args:
         reward: the reward.
-        prompts: the prompt of each response.
-        responses: the completions, at least one.
+        prompts: the prompt of each response, or of each group.
+        judged: the completions, or groups of them, at least one.
 
     Raises:
         ValueError: an error of the function, a value that is no finite number, or a response that was judged for longer
             than `reward.timeout_s`, in which its wait for others does not count.
     """
     if _loop().is_beside:
-        return _loop().judge_beside(reward, prompts, responses)
+        return _loop().judge_beside(reward, prompts, judged)
     with _RUNS:
-        return _loop().judge_here(reward, prompts, responses)
+        return _loop().judge_here(reward, prompts, judged)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ class _Loop:
         self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(N_AT_ONCE))
         """Held by each response that a reward judges, by the reward's name."""
         self._in_work: set[InWork] = set()
-        self._calls: set[asyncio.Task[list[float]]] = set()
+        self._calls: set[asyncio.Task[list[list[float]]]] = set()
         self._thread: threading.Thread | None = None
         """Runs the loop."""
 
@@ -86,7 +86,7 @@ class _Loop:
         """Whether the loop runs in a separate thread."""
         return self._thread is not None
 
-    def judge_here(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    def judge_here(self, reward: NamedReward, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> list[list[float]]:
         """Run the loop until the responses are judged. The main thread is interrupted if one of them blocks it."""
         limit_s = None if reward.timeout_s is None else reward.timeout_s + CLEAN_UP_S
 
@@ -96,7 +96,7 @@ class _Loop:
 
         try:
             with time_limit(limit_s, left_s):
-                return self._runner.run(self._judge(reward, prompts, responses))
+                return self._runner.run(self._judge(reward, prompts, judged))
         except BaseException as error:
             if isinstance(error, OutOfTime):
                 self._abandon()
@@ -113,9 +113,11 @@ class _Loop:
                 "the run: raise another exception"
             ) from error
 
-    def judge_beside(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    def judge_beside(
+        self, reward: NamedReward, prompts: Sequence[Prompt], judged: Sequence[Judged]
+    ) -> list[list[float]]:
         """Wait until the loop, which runs in its thread, has judged the responses, or a response blocks it."""
-        call = asyncio.run_coroutine_threadsafe(self._judge(reward, prompts, responses), self._loop)
+        call = asyncio.run_coroutine_threadsafe(self._judge(reward, prompts, judged), self._loop)
         while not call.done():
             oldest = self._oldest()
             left_s = CLEAN_UP_S if oldest is None else _left_s(oldest)
@@ -169,19 +171,21 @@ class _Loop:
         atexit.unregister(self._runner.close)
         self._replace()
 
-    async def _judge(self, reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        """Return one reward for each response; after the first exception, the others are cancelled."""
-        tasks: list[asyncio.Task[float]] = []
+    async def _judge(
+        self, reward: NamedReward, prompts: Sequence[Prompt], judged: Sequence[Judged]
+    ) -> list[list[float]]:
+        """Return the rewards of what each call judges; after the first exception, the others are cancelled."""
+        tasks: list[asyncio.Task[list[float]]] = []
 
-        async def judge(prompt: Prompt, response: str) -> float:
+        async def judge(prompt: Prompt, each: Judged) -> list[float]:
             try:
-                return await self._judge_one(reward, prompt, response)
+                return await self._judge_one(reward, prompt, each)
             except (ValueError, OutOfTime):
                 # At once: the others may be about to start, and to block as this one did.
                 _cancel(tasks)
                 raise
 
-        tasks += [asyncio.create_task(judge(*each)) for each in zip(prompts, responses, strict=True)]
+        tasks += [asyncio.create_task(judge(*each)) for each in zip(prompts, judged, strict=True)]
         call = asyncio.current_task()
         assert call is not None
         self._calls.add(call)
@@ -199,14 +203,14 @@ class _Loop:
                 self._abandon()
             self._calls.discard(call)
 
-    async def _judge_one(self, reward: NamedReward, prompt: Prompt, response: str) -> float:
+    async def _judge_one(self, reward: NamedReward, prompt: Prompt, judged: Judged) -> list[float]:
         async with self._places[reward.name]:
             # Its time begins with its place.
-            with reward.working(prompt, response) as work:
+            with reward.working(prompt, judged) as work:
                 self._in_work.add(work)
                 try:
                     async with asyncio.timeout(reward.timeout_s) as limit:
-                        return await reward.judge_coroutine(prompt, response)
+                        return await reward.judge_coroutine(prompt, judged)
                 finally:
                     self._in_work.discard(work)
                     if limit.expired():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from fivefold.rewards.ground_truth import accepted_answers, as_text
+from fivefold.rewards.reward import accepted_answers, as_text
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.json_text import parsed
-from fivefold.rewards.ground_truth import accepted_answers, as_text
+from fivefold.rewards.reward import accepted_answers, as_text
 
 MOST_PROCESSES = 8
 """Most processes: each takes some 100 MB, and much more while it works on a hard answer."""

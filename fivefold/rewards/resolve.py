@@ -56,4 +56,6 @@ def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> N
     if not all(config.fn.rpartition(":")):
         raise no_such_reward(config.fn)
     reward = load_user_reward(config.fn, config.kwargs)
-    return NamedReward(config.fn, reward, timeout_s, is_coroutine=reward.is_coroutine)
+    return NamedReward(
+        config.fn, reward, timeout_s, is_coroutine=reward.is_coroutine, judges_groups=reward.judges_groups
+    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import threading
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from fivefold.config.user_code import one_process
-from fivefold.rewards.failure import explaining
+from fivefold.config.user_code import one_process, user_traceback
 from fivefold.rewards.time_limit import OutOfTime
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
@@ -43,6 +45,19 @@ class Reward(Protocol):
         Returns:
             A finite number; higher is better.
         """
+
+
+Judged = str | tuple[str, ...]
+"""What one call judges: a response, or by a function of groups all responses to a prompt."""
+
+
+class GroupReward(Protocol):
+    """Judges all responses to a prompt together. A user's function is one if its first argument is `responses`."""
+
+    def __call__(
+        self, responses: Sequence[str], ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Return the rewards of the responses, in their order; see `Reward` for the arguments."""
 
 
 @runtime_checkable
@@ -91,7 +106,7 @@ class NamedReward:
     """A reward with its name, which errors mention."""
 
     name: str
-    reward: Reward | PromptReward | ScoredByModel | GivenByEnvironment
+    reward: Reward | GroupReward | PromptReward | ScoredByModel | GivenByEnvironment
     timeout_s: float | None = None
     """Most seconds that rewards which are computed together may take, or a coroutine function for each response; None:
     no limit."""
@@ -99,6 +114,8 @@ class NamedReward:
     """Number of responses to judge at the same time, each in a thread: 1 for a function that may not be thread-safe."""
     is_coroutine: bool = False
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
+    judges_groups: bool = False
+    """Whether the reward is a `GroupReward`."""
     in_work: set[InWork] = field(default_factory=set, init=False, repr=False, compare=False)
     """Responses that are being judged."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
@@ -107,19 +124,19 @@ class NamedReward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "free", threading.BoundedSemaphore(self.n_threads))
 
-    def judge(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of one response.
+    def judge(self, prompt: Prompt, judged: Judged) -> list[float]:
+        """Return the reward of a response, or of each response of a group.
 
         Raises:
-            ValueError: the function raised an error, or returned something else than a finite number. The message
-                names the function and the prompt.
+            ValueError: the function raised an error, or returned something else than a finite number for each
+                response. The message names the function and the prompt.
         """
-        with self.working(prompt, response), explaining(lambda: self._failed(prompt, response)):
-            value = self._call(prompt, response)
-        return self._finite(value, prompt, response)
+        with self.working(prompt, judged), explaining(lambda: self._failed(prompt, judged)):
+            value = self._call(prompt, judged)
+        return self._finite(value, prompt, judged)
 
-    async def judge_coroutine(self, prompt: Prompt, response: str) -> float:
-        """Return the reward of one response; `judge` for a coroutine function, which its loop calls in `working`.
+    async def judge_coroutine(self, prompt: Prompt, judged: Judged) -> list[float]:
+        """Return what `judge` does, by a coroutine function, which its loop calls in `working`.
 
         Raises:
             ValueError: see `judge`.
@@ -127,15 +144,15 @@ class NamedReward:
         task = asyncio.current_task()
         # A task that is cancelled has not failed.
         with explaining(
-            lambda: self._failed(prompt, response), passes=lambda: task is not None and task.cancelling() > 0
+            lambda: self._failed(prompt, judged), passes=lambda: task is not None and task.cancelling() > 0
         ):
-            value = await cast(Awaitable[object], self._call(prompt, response))
-        return self._finite(value, prompt, response)
+            value = await cast(Awaitable[object], self._call(prompt, judged))
+        return self._finite(value, prompt, judged)
 
     @contextmanager
-    def working(self, prompt: Prompt, response: str) -> Iterator[InWork]:
-        """Note that a response is judged inside the block, in this process alone."""
-        work = InWork(self, prompt, response)
+    def working(self, prompt: Prompt, judged: Judged) -> Iterator[InWork]:
+        """Note what is judged inside the block, in this process alone."""
+        work = InWork(self, prompt, judged)
         self.in_work.add(work)
         try:
             with one_process(f"the reward function {self.name!r}"):
@@ -154,50 +171,58 @@ class NamedReward:
             f"{what}{where}. Give it a shorter limit, or raise scheduler.timeout_s"
         )
 
-    def _call(self, prompt: Prompt, response: str) -> object:
+    def _call(self, prompt: Prompt, judged: Judged) -> object:
         if isinstance(self.reward, ScoredByModel | GivenByEnvironment):
             raise TypeError(f"the reward {self.name!r} is given by a model or an environment, which is no function")
         if isinstance(self.reward, PromptReward):
-            return self.reward.judge_prompt(prompt, response)
-        return self.reward(response, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
+            return self.reward.judge_prompt(prompt, cast(str, judged))
+        call = cast(Callable[..., object], self.reward)
+        return call(judged, prompt.ground_truth, data_source=prompt.data_source, extra_info=prompt.extra_info)
 
-    def _failed(self, prompt: Prompt, response: str) -> str:
-        return f"the reward function {self.name!r} failed on {describe(prompt, response)}"
+    def _failed(self, prompt: Prompt, judged: Judged) -> str:
+        return f"the reward function {self.name!r} failed on {describe(prompt, judged)}"
 
-    def _finite(self, value: object, prompt: Prompt, response: str) -> float:
-        number = _as_number(value)
-        if number is None or not math.isfinite(number):
+    def _finite(self, value: object, prompt: Prompt, judged: Judged) -> list[float]:
+        if isinstance(judged, str):
+            numbers, wanted = [_as_number(value)], "a finite number"
+        else:
+            each = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else ()
+            numbers, wanted = list(map(_as_number, each)), f"a finite number for each of the {len(judged)} responses"
+        found = [number for number in numbers if number is not None and math.isfinite(number)]
+        if not len(found) == len(numbers) == (1 if isinstance(judged, str) else len(judged)):
             raise ValueError(
-                f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, response)}: "
-                "it must return a finite number"
+                f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, judged)}: "
+                f"it must return {wanted}"
             )
-        return number
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class InWork:
-    """A response that is being judged."""
+    """A response, or a group's responses, that are being judged."""
 
     reward: NamedReward
     prompt: Prompt
-    response: str
+    judged: Judged
     began: float = field(default_factory=time.perf_counter)
     """When that began, on the clock of `time.perf_counter`."""
 
     @property
     def what(self) -> str:
-        """The response, for messages."""
-        return describe(self.prompt, self.response)
+        """What is judged, for messages."""
+        return describe(self.prompt, self.judged)
 
     def too_slow(self) -> ValueError:
         """Return the error that it takes longer than the reward's limit."""
         return self.reward.too_slow("one response", [f"at {self.what}"])
 
 
-def describe(prompt: Prompt, response: str) -> str:
+def describe(prompt: Prompt, judged: Judged) -> str:
     """Return a text that names a prompt, counted from 1, and the beginning of a response to it."""
     source = f"data_source {prompt.data_source!r}, ground truth {prompt.ground_truth!r:.200}"
-    return f"prompt {prompt.index + 1} ({source}), response {response[:200]!r}"
+    if isinstance(judged, str):
+        return f"prompt {prompt.index + 1} ({source}), response {judged[:200]!r}"
+    return f"prompt {prompt.index + 1} ({source}), {len(judged)} responses, the first {judged[0][:200]!r}"
 
 
 def _as_number(value: object) -> float | None:
@@ -209,3 +234,41 @@ def _as_number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors of several elements raise RuntimeError
         return None
+
+
+def accepted_answers(ground_truth: Any) -> Sequence[Any]:
+    """Return the right answers: the items of a list or a tuple, each of them right, or the ground truth alone."""
+    return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+
+
+def as_text(truth: Any) -> str:
+    """Return a right answer as a response writes it: a float without an exponent, `0.00001` and not `1e-05`."""
+    return format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)
+
+
+_OTHER_CODE = (f"{Path(__file__).parent}/", importlib.__file__, "<frozen importlib")
+"""Beginnings of the file names of code that calls or imports a user's code."""
+
+
+@contextmanager
+def explaining(message: Callable[[], str], passes: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn what a user's code raises inside this context into a ValueError with `message` and its traceback.
+
+    SystemExit is turned too: it would end a run without a word, and even with exit code 0. KeyboardInterrupt and
+    `OutOfTime` pass, because the user's code does not raise them itself.
+
+    Args:
+        message: returns what failed, and on what. It is called only if something was raised.
+        passes: returns whether other exceptions pass too.
+
+    Raises:
+        ValueError: whatever the block raised.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, OutOfTime):
+        raise
+    except BaseException as error:
+        if passes():
+            raise
+        raise ValueError(f"{message()}:\n{user_traceback(error, _OTHER_CODE)}") from error

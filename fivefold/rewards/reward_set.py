@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
-from fivefold.rewards.compute import check_ground_truths, compute_rewards
-from fivefold.rewards.event_loop import N_AT_ONCE
-from fivefold.rewards.reward import GivenByEnvironment, InWork, NamedReward, ScoredByModel, describe
+from fivefold.rewards.event_loop import N_AT_ONCE, judge_together
+from fivefold.rewards.reward import BuiltIn, GivenByEnvironment, InWork, Judged, NamedReward, ScoredByModel, describe
+from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
 
@@ -101,12 +104,15 @@ class RewardSet:
         of_model = [each for each in self.rewards if each.is_of_model]
         return [index for index, prompt in enumerate(prompts) if any(each.is_for(prompt) for each in of_model)]
 
-    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+    def judge(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], sizes: Sequence[int] | None = None
+    ) -> list[dict[str, float]]:
         """Return the rewards of each response by name, without those that the reward model gives.
 
         Args:
             prompts: the prompt of each response.
             responses: the completions, decoded without special tokens.
+            sizes: numbers of responses that follow one another as a group; None: each is a group.
 
         Raises:
             ValueError: see `compute_rewards`; each reward may take the time limit on its own.
@@ -116,7 +122,12 @@ class RewardSet:
             if each.is_of_model or each.is_of_environment:
                 continue
             own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
-            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own]) if own else ()
+            counts = _kept(sizes, set(own)) if sizes is not None else None
+            values = (
+                compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own], counts)
+                if own
+                else ()
+            )
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
         return results
@@ -217,3 +228,89 @@ def _finite(score: float, name: str, prompt: Prompt, response: str) -> float:
             "dtype do not hold; try reward.model.dtype=float32"
         )
     return score
+
+
+Result = TypeVar("Result")
+
+
+def _kept(sizes: Sequence[int], own: Collection[int]) -> list[int]:
+    """Return the sizes of groups that keep only their responses with the indices `own`."""
+    ends = list(accumulate(sizes))
+    counts = [sum(i in own for i in range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return [count for count in counts if count]
+
+
+def compute_rewards(
+    reward: NamedReward, prompts: Sequence[Prompt], responses: Sequence[str], sizes: Sequence[int] | None = None
+) -> list[float]:
+    """Return one reward for each response, in their order.
+
+    Args:
+        reward: the reward.
+        prompts: the prompt of each response.
+        responses: the completions, decoded without special tokens.
+        sizes: numbers of responses that follow one another as a group, for a reward of groups; None: 1 each.
+
+    Raises:
+        ValueError: not one prompt for each response, an error of the function, a value that is no finite number, or
+            rewards that took longer than `reward.timeout_s`. A coroutine function may take it for each response; any
+            other has the limit for all of them together, and on the main thread only.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give the prompt of each response")
+    judged: Sequence[Judged] = responses
+    if reward.judges_groups:
+        sizes = [1] * len(responses) if sizes is None else sizes
+        ends = list(accumulate(sizes))
+        judged = [tuple(responses[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        prompts = [prompts[end - 1] for end in ends]
+    if reward.is_coroutine:
+        return list(chain.from_iterable(judge_together(reward, prompts, judged)))
+    try:
+        with time_limit(reward.timeout_s):
+            return list(chain.from_iterable(_in_threads(reward, reward.judge, prompts, judged)))
+    except OutOfTime as error:
+        notes = getattr(error, "__notes__", ())
+        raise reward.too_slow(f"{len(responses)} responses", notes) from error
+
+
+def check_ground_truths(reward: NamedReward, prompts: Sequence[Prompt]) -> None:
+    """Refuse, before a run, ground truths with which the reward cannot compare answers.
+
+    A user's function is not asked: it alone knows which ground truths it accepts.
+
+    Raises:
+        ValueError: a ground truth that cannot be compared, with its prompt.
+    """
+    if not isinstance(reward.reward, BuiltIn):
+        return
+    check = reward.reward.check_ground_truth
+    # Many data sets have few distinct answers: each is checked once, at its first prompt.
+    first = {repr(prompt.ground_truth): prompt for prompt in reversed(prompts)}
+
+    def check_one(prompt: Prompt) -> None:
+        try:
+            check(prompt.ground_truth)
+        except ValueError as error:
+            raise ValueError(
+                f"prompt {prompt.index + 1} ({prompt.text[-200:]!r}): the reward {reward.name!r} cannot judge its "
+                f"answers: {error}"
+            ) from error
+
+    _in_threads(reward, check_one, list(first.values())[::-1])
+
+
+def _in_threads(reward: NamedReward, function: Callable[..., Result], *arguments: Sequence[Any]) -> list[Result]:
+    """Return `function` of each set of arguments, in order; after the first exception, the rest is not called.
+
+    At most `reward.n_threads` calls are in progress, those that other threads make at the same time among them.
+    """
+
+    def in_turn(*each: Any) -> Result:
+        with reward.free:
+            return function(*each)
+
+    if reward.n_threads == 1:
+        return list(map(in_turn, *arguments))
+    with ThreadPoolExecutor(reward.n_threads) as pool:
+        return list(pool.map(in_turn, *arguments))

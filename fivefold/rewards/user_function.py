@@ -9,10 +9,13 @@ from functools import cached_property
 from typing import Any, cast
 
 from fivefold.config.user_code import load_user_object
+from fivefold.rewards.reward import Judged
 
 OF_VERL = "solution_str"
 """Argument by which a function that was written for verl is recognised: its arguments are given by their names there,
 and it may return a mapping whose `score` is the reward."""
+OF_GROUPS = "responses"
+"""First argument by which a function is recognised that judges all responses to a prompt together."""
 OF_TRL = "completions"
 """Argument by which a function that was written for TRL is recognised; only an error mentions it."""
 _NO_NUMBER: Mapping[str, Callable[[object], bool]] = {
@@ -29,9 +32,7 @@ class UserReward:
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
 
-    def __call__(
-        self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]
-    ) -> float | Awaitable[float]:
+    def __call__(self, response: Judged, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> Any:
         told = {"data_source": data_source, "extra_info": extra_info, **self.kwargs}
         if not self._is_of_verl:
             return self.function(response, ground_truth, **told)
@@ -41,6 +42,11 @@ class UserReward:
     @cached_property
     def _is_of_verl(self) -> bool:
         return OF_VERL in inspect.signature(self.function).parameters
+
+    @property
+    def judges_groups(self) -> bool:
+        """Whether the function judges all responses to a prompt together."""
+        return next(iter(inspect.signature(self.function).parameters), None) == OF_GROUPS
 
     @property
     def is_coroutine(self) -> bool:

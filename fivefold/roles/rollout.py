@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 
 from fivefold.cluster.group import WorkerGroup
-from fivefold.roles.gate import Gate
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, n_begun
 from fivefold.types import Prompt, Sample
@@ -105,3 +105,37 @@ class ExpectedLengths:
             with self._learning:
                 self._total += mean - self._lengths.get(token_ids, 0.0)
                 self._lengths[token_ids] = mean
+
+
+class Gate:
+    """Lets calls pass while it is open. `close` returns once no call is on its way."""
+
+    def __init__(self) -> None:
+        """Begin open."""
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._has_ended = False
+
+    @contextmanager
+    def passing(self) -> Iterator[bool]:
+        """Wait until the gate is open, and keep it open inside the block. Yields False once the gate has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open or self._has_ended)
+            yield not self._has_ended
+
+    def open(self) -> None:
+        """Let calls pass."""
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let no call pass before `open`."""
+        with self._changed:
+            self._is_open = False
+
+    def end(self) -> None:
+        """Let those who wait go, because there are no more calls."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()

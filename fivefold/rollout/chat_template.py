@@ -45,8 +45,17 @@ class ChatTemplate:
         return cls(text, recipe.chat_template_kwargs)
 
     def apply(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give a tokenizer the template. Its variables become part of it, so that all who use it need not know them."""
+        """Give a tokenizer the template. Its variables become part of it, so that all who use it need not know them.
+
+        Raises:
+            ValueError: there are variables, and neither the recipe nor the tokenizer has a template.
+        """
         template = tokenizer.chat_template if self.text is None else self.text
+        if self.variables and not template:
+            raise ValueError(
+                f"chat_template_kwargs sets {', '.join(self.variables)}, but the tokenizer has no chat template: give "
+                "one by chat_template, or drop chat_template_kwargs"
+            )
         if isinstance(template, str):
             tokenizer.chat_template = self._with_variables(template)
         elif template:

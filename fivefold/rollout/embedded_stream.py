@@ -16,8 +16,8 @@ from itertools import islice, takewhile
 import torch
 from transformers import PreTrainedModel
 
-from fivefold.rollout.attention import rollout_kernels
 from fivefold.rollout.decode import Decoder, Wave
+from fivefold.rollout.forward import rollout_kernels
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.stopping import StopRule

@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from fivefold.bridge.finite import not_finite_error
 from fivefold.bridge.weight_files import survey
 from fivefold.families.registry import family_in_memory
-from fivefold.rollout.attention import ATTENTION_NAME, register_attention
 from fivefold.rollout.delta_rule import use_torch_delta_rule
+from fivefold.rollout.forward import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_names import not_finite
 
 _AUTO_MODEL: Any = AutoModelForCausalLM

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,10 @@ from torch import Tensor
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 MONITORED_SHARE = 1 / 8
 """Share of the prompts whose log-probs are asked for where they only tell how far rollout and trainer are apart."""
@@ -303,3 +307,30 @@ def complete(
     if len(done) < len(requests):
         raise RuntimeError("the engine has lost its requests")
     return [done[number] for number in range(len(requests))]
+
+
+def check_request(request: GenerationRequest, sampling: SamplingParams, config: PreTrainedConfig) -> None:
+    """Refuse a request that the model cannot answer.
+
+    Raises:
+        ValueError: a token outside the model's vocabulary, a prompt without tokens, or a prompt and a completion that
+            could exceed the model's positions.
+    """
+    length, vocabulary = len(request.token_ids), config.vocab_size
+    if strays := [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]:
+        raise ValueError(
+            f"gconfig.stop_token_ids holds {strays[0]}, but the model's vocabulary has {vocabulary} tokens: "
+            f"give ids from 0 to {vocabulary - 1}"
+        )
+    if length == 0:
+        raise ValueError("a prompt has no tokens; the model needs at least one to continue from")
+    if length + sampling.max_new_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"a prompt of {length} tokens with max_new_tokens={sampling.max_new_tokens} exceeds the model's "
+            f"{config.max_position_embeddings} positions: lower max_new_tokens, or shorten the prompt"
+        )
+    if strays := [token for token in request.token_ids if not 0 <= token < vocabulary]:
+        raise ValueError(
+            f"a prompt holds token {strays[0]}, but the model's vocabulary has {vocabulary}: "
+            "tokenizer and model do not belong together"
+        )

@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fivefold.config.paths import resolve_model_path
-from fivefold.rollout.checks import check_request
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.hf_weights import audited, receive_weights
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
 from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule

@@ -13,7 +13,7 @@ from fivefold.batch import Columns
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.backward import with_backward
+from fivefold.families.backward import over_forward
 from fivefold.families.flops import ForwardFlops, PartFlops
 from fivefold.families.recomputation import repeated_shares
 from fivefold.families.shape import ModelShape
@@ -51,8 +51,9 @@ class Worked:
 class _Model:
     """A model that works in a phase, and its processes."""
 
-    shape: ModelShape
     forward: ForwardFlops
+    trained: PartFlops
+    """FLOPs of a forward and a backward pass, over the forward pass."""
     repeated: PartFlops
     """What a forward and a backward pass repeat, over the forward pass."""
     n_devices: int
@@ -88,7 +89,9 @@ class StepSpeed:
                 layout = placement[name if name in placement else "actor"].layout
                 epochs = 1 if role.trained is None else role.trained.epochs
                 repeated = repeated_shares(section, layout, own)
-                self._models[name] = _Model(own, ForwardFlops.of(own), repeated, layout.world_size, epochs)
+                self._models[name] = _Model(
+                    ForwardFlops.of(own), over_forward(own), repeated, layout.world_size, epochs
+                )
 
     @classmethod
     def of(cls, recipe: Recipe, ground: Groundwork, models: Models, note: Callable[[str], None]) -> Self:
@@ -118,7 +121,7 @@ class StepSpeed:
         lengths = [*batch.sequence_lengths, *(n for columns in given for n in columns.lengths_N.tolist())]
         n_trained = int(batch.trained_N.sum()) + sum(int(columns.values["mask"].sum()) for columns in given)
         forward = model.forward.on(lengths, n_trained)
-        flops = model.epochs * with_backward(model.shape, forward).total if trains else forward.total
+        flops = model.epochs * forward.weighted(model.trained) if trains else forward.total
         device_seconds = seconds * model.n_devices
         found: dict[str, float] = {}
         if phase == "train":

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from fivefold.algorithms.metrics import Metric
-from fivefold.algorithms.preferences import Numbers, Objective, derivatives
+from fivefold.algorithms.preferences import Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.values import Values
@@ -40,31 +43,29 @@ class Scoring:
     """How sequences are scored."""
 
     prediction: Literal["logprobs", "values"]
-    """`logprobs`: by the log of the ratio of the actor's probability to the reference's. `values`: by the actor's
-    value head."""
+    """`logprobs`: by the log of the actor's probability. `values`: by the actor's value head."""
 
-    def scores(self, models: Models, batch: RemoteBatch, timers: PhaseTimers) -> Numbers:
-        """Return the score of each sequence under the current weights: float64 [N]."""
-        if self.prediction == "values":
-            with timers.phase("scores"):
-                return models.actor.sums(batch, Values())
-        with timers.phase("reference"):
-            reference_N = models.frozen["ref"].sums(batch, Logprobs())
+    def derivatives(
+        self, models: Models, comparison: Comparison, timers: PhaseTimers
+    ) -> tuple[npt.NDArray[np.float32], dict[str, float]]:
+        """Return the derivatives of the objective by the scores of the current weights, float32 [N], and metrics."""
+        batch, reference_N = comparison.batch, None
+        if "ref" in models.frozen:
+            with timers.phase("reference"):
+                reference_N = models.frozen["ref"].sums(batch, Logprobs())
         with timers.phase("scores"):
-            return models.actor.sums(batch, Logprobs()) - reference_N
+            scores_N = models.actor.sums(batch, Values() if self.prediction == "values" else Logprobs())
+        return derivatives(comparison.objective, scores_N, batch.trained_N, reference_N)
 
     def measure(self, models: Models, comparison: Comparison) -> dict[str, float]:
         """Return the objective's metrics, including its value as `loss`."""
         # Separate timers, because the caller counts all of an evaluation as one phase.
-        scores_N = self.scores(models, comparison.batch, PhaseTimers())
-        _, metrics = derivatives(comparison.objective, scores_N, comparison.batch.trained_N)
-        return metrics
+        return self.derivatives(models, comparison, PhaseTimers())[1]
 
     def update(self, models: Models, comparison: Comparison, timers: PhaseTimers) -> UpdateResult:
         """Make one optimizer step on the objective. Its metrics are of the weights before the step."""
-        batch = comparison.batch
-        coefficients_N, metrics = derivatives(comparison.objective, self.scores(models, batch, timers), batch.trained_N)
-        scored = replace(comparison, batch=batch.with_scalars(**{COEFFICIENT: coefficients_N}))
+        coefficients_N, metrics = self.derivatives(models, comparison, timers)
+        scored = replace(comparison, batch=comparison.batch.with_scalars(**{COEFFICIENT: coefficients_N}))
         with timers.phase("train"):
             result = models.actor.update(scored.trained, LinearLoss(self.prediction))
         return replace(result, metrics=result.metrics | {name: Metric(value) for name, value in metrics.items()})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.config.schema.roles import ActorConfig, CriticConfig
-from fivefold.data.batches import minibatches
 from fivefold.roles.trainer_worker import UpdateResult
 
 MOST_SKIPPED = 3
@@ -71,3 +71,27 @@ def _where(result: UpdateResult) -> str:
     if result.non_finite:
         return f", first in {', '.join(result.non_finite)}"
     return ": every parameter's gradient is finite, but the norm of all of them is beyond float32"
+
+
+def minibatches(groups: Sequence[int], n_minibatches: int, seed: str) -> list[list[int]]:
+    """Split a step's samples into mini-batches of whole groups, drawn at random.
+
+    They have equally many groups, as far as their number allows: a group is missing all of whose episodes have failed.
+
+    Args:
+        groups: group id of each sample, in any order.
+        n_minibatches: number of mini-batches; with fewer groups, there are as many as groups.
+        seed: seed of the draw; pass one that differs from step to step and from epoch to epoch.
+
+    Returns:
+        Indices into `groups`, each exactly once, in ascending order within a mini-batch.
+    """
+    distinct = list(dict.fromkeys(groups))
+    if n_minibatches > 1:
+        random.Random(seed).shuffle(distinct)
+    n = min(n_minibatches, len(distinct))
+    place = {group: position * n // len(distinct) for position, group in enumerate(distinct)}
+    split: list[list[int]] = [[] for _ in range(n)]
+    for index, group in enumerate(groups):
+        split[place[group]].append(index)
+    return split

@@ -46,9 +46,9 @@ from fivefold.observe.columns import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS, TRA
 from fivefold.observe.console import RunConsole
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.timers import PhaseTimers
-from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.static_check import reward_problems
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
@@ -78,7 +78,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
-    "rewards.md": ["python", "yaml", "bash", "yaml", "yaml", "yaml", "yaml", "python"],
+    "rewards.md": ["python", "yaml", "bash", "python", "yaml", "yaml", "yaml", "yaml", "yaml", "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
@@ -154,8 +154,8 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
 @pytest.fixture
 def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the page's two modules, and the recipes."""
-    first, second = blocks(DOCS / "rewards.md", "python")
-    (tmp_path / "my_rewards.py").write_text(first)
+    first, of_groups, second = blocks(DOCS / "rewards.md", "python")
+    (tmp_path / "my_rewards.py").write_text(f"{first}\n\n{of_groups}")
     (tmp_path / "my_judges.py").write_text(second)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -172,6 +172,10 @@ def test_the_reward_of_the_documents_judges_as_they_say() -> None:
     written, *_ = blocks(DOCS / "rewards.md", "yaml")
     reward = resolve_reward(RewardConfig(**yaml.safe_load(written)["reward"]))
     assert judged(reward, "82-36=46", "82-36=45", "no idea") == [1.0, 0.1, 0.0]
+    of_groups = resolve_rewards(RewardConfig(fn="my_rewards:brief_and_right"))
+    prompts = [Prompt(0, "47+35-36=", (1,), "46")] * 4
+    found = of_groups.judge(prompts, ["45", " 46", "46", "no idea"], [4])
+    assert [next(iter(each.values())) for each in found] == [0.0, 0.5, 1.0, 0.0]
     waiting = resolve_reward(RewardConfig(fn="my_judges.py:judge"))
     assert judged(waiting, "it is 46", "it is 45") == [1.0, 0.0]
 
@@ -180,7 +184,7 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     with (rewards_folder / "my_rewards.py").open("a") as module:
         module.write("\n\ndef brevity(response, ground_truth, **_):\n    return -len(response)\n")
     _, *written = (yaml.safe_load(block)["reward"] for block in blocks(DOCS / "rewards.md", "yaml"))
-    several, of_model, judge, code = (RewardConfig.model_validate(keys) for keys in written)
+    several, of_model, judge, http, code = (RewardConfig.model_validate(keys) for keys in written)
     rewards = resolve_rewards(several)
     prompts = [Prompt(0, "", (1,), "46", "gsm8k"), Prompt(1, "", (1,), {"inputs": [""], "outputs": ["46"]}, "taco")]
     assert rewards.judge(prompts, ["46", "print(46)"]) == [
@@ -188,7 +192,7 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
         {"program": 1.0, "brief": -9.0},
     ]
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
-    assert list(reward_problems(judge)) == []
+    assert list(reward_problems(judge)) == list(reward_problems(http)) == []
     chat = [Prompt(0, "", (1,), "46", "chat")]
     with_model = resolve_rewards(of_model)
     [functions] = with_model.judge(chat, ["46"])

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from hf_reference import Tensors
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_cases import Case, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
+from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
@@ -41,6 +43,44 @@ def test_the_cosine_schedule_is_that_of_torch() -> None:
         assert learning_rate(step, config, total_steps=10) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
+
+
+def test_a_cosine_that_starts_again_is_that_of_transformers() -> None:
+    config = OptimizerConfig(lr=2.0, lr_scheduler_type="cosine", cycles=3, warmup_steps=4)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 4, 40, num_cycles=3)
+    for step in range(45):
+        if step >= 4:  # this project's warm-up has no step of rate 0
+            assert learning_rate(step, config, 40) == pytest.approx(schedule.get_last_lr()[0]), step
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "exponential", "minus_sqrt"])
+@pytest.mark.parametrize("keys", [{"decay_steps": 8}, {"decay_steps_proportion": 0.2}])
+def test_a_decay_at_the_end_is_that_of_megatron_core(shape: str, keys: dict[str, float]) -> None:
+    config = OptimizerConfig(
+        lr=2.0, lr_scheduler_type="wsd", decay_shape=shape, min_lr_ratio=0.1, warmup_steps=4, **keys
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = OptimizerParamScheduler(
+        optimizer,  # type: ignore[arg-type]
+        init_lr=0.0,
+        max_lr=2.0,
+        min_lr=0.2,
+        lr_warmup_steps=4,
+        lr_decay_steps=40,
+        lr_decay_style="WSD",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        wsd_decay_steps=8,
+        lr_wsd_decay_style=shape,
+    )
+    for step in range(4, 45):
+        schedule.num_steps = step
+        assert learning_rate(step, config, 40) == pytest.approx(schedule.get_lr(optimizer.param_groups[0])), step
 
 
 def test_the_warm_up_may_be_a_number_of_updates() -> None:

@@ -47,14 +47,27 @@ class OptimizerConfig(Section):
     """Decay of Adam's second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after the warm-up."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the decay after the warm-up. `wsd`: none, but for the last steps, as `decay_steps` and `decay_shape` say
+    (warm-up, stable, decay)."""
+    cycles: Annotated[Positive, reads_if(equals("lr_scheduler_type", "cosine"))] = 1
+    """Times that a cosine decay starts again from `lr`; each decay takes the same number of steps."""
+    decay_steps_proportion: Annotated[
+        Fraction, reads_if(equals("lr_scheduler_type", "wsd")), reads_if(absent("decay_steps"))
+    ] = 0.1
+    """Share of all optimizer steps that the decay of `wsd` takes."""
+    decay_steps: Annotated[Positive | None, reads_if(equals("lr_scheduler_type", "wsd"))] = None
+    """Optimizer updates of the decay of `wsd`, in place of `decay_steps_proportion`; null: as that says."""
+    decay_shape: Annotated[
+        Literal["linear", "cosine", "exponential", "minus_sqrt"], reads_if(equals("lr_scheduler_type", "wsd"))
+    ] = "linear"
+    """Shape of the decay of `wsd`, as Megatron-Core computes it."""
     warmup_steps_proportion: Annotated[Fraction, reads_if(absent("warmup_steps"))] = 0.0
     """Share of all optimizer steps spent on a linear warm-up from 0."""
     warmup_steps: NonNegative | None = None
     """Optimizer updates of the warm-up, in place of `warmup_steps_proportion`; null: as that says."""
     min_lr_ratio: Annotated[
-        Fraction, reads_if(equals("lr_scheduler_type", "linear", "cosine"), "is the end of a decay")
+        Fraction, reads_if(equals("lr_scheduler_type", "linear", "cosine", "wsd"), "is the end of a decay")
     ] = 0.0
     """Learning rate at the end of the decay, as a share of `lr`. As in torch's schedules, the end is one step after the
     last one."""

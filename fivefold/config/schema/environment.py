@@ -11,10 +11,11 @@ from pydantic import Field
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.fields import Duration, NonNegative, OneLine, Positive, Section
-from fivefold.config.schema.rules import rule
+from fivefold.config.schema.rules import absent, reads_if, rule
 
 McpEntry = dict[str, OneLine]
 """An MCP server: `mcp` is its command or its URL, `cwd` the folder in which the command starts."""
+_OF_CHATS = reads_if(absent("game"), "has no effect on a game, whose moves are no chat")
 
 
 def is_url(server: str) -> bool:
@@ -43,10 +44,10 @@ class EnvironmentConfig(Section):
     timeout_s: Duration = 60.0
     """Most seconds of one call of the game, whose episode a longer one fails; or of what an agent does in an episode
     besides waiting for the model, which then stops with `time` and reward 0."""
-    parser: OneLine = "hermes"
+    parser: Annotated[OneLine, _OF_CHATS] = "hermes"
     """How answers are read in a chat: `hermes` finds calls of tools as JSON between `<tool_call>` tags. A name of the
     library renderers, such as `qwen3.5` or `glm-4.5`, finds a family's own calls, and parts thoughts from answers."""
-    keep_thinking: bool = False
+    keep_thinking: Annotated[bool, _OF_CHATS] = False
     """Whether a chat keeps all that the model wrote in earlier turns, thoughts included, so that it stays one sequence.
     false: what the chat template keeps of it."""
     masked: list[Literal["turns", "context", "time"]] = []

@@ -15,14 +15,24 @@ from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.rules import equals, reads_if, rule
 from fivefold.config.schema.supervised import SupervisedConfig
 
+_WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "kto")
+_OF_PAIRS = ("sigmoid", "hinge", "ipo", "cpo", "simpo", "orpo")
+
 
 class DPOModelConfig(TrainedModelConfig):
     """The model that is trained, and the loss that trains it."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "kto"] = "sigmoid"
-    """Loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo` or `kto` (docs/preferences.md)."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "kto", "cpo", "simpo", "orpo"] = "sigmoid"
+    """Loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo`, `kto`, or without a reference `cpo`, `simpo` or `orpo`
+    (docs/preferences.md)."""
     beta: PositiveFloat = 0.1
-    """Weight of the distance to the reference: beta of DPO and KTO, tau of IPO."""
+    """Weight of the distance to the reference: beta of DPO and KTO, tau of IPO. Without a reference: beta of CPO, beta
+    of SimPO (2 to 10 in its paper), lambda of ORPO."""
+    simpo_gamma: Annotated[NonNegativeFloat, reads_if(equals("loss_type", "simpo"))] = 0.5
+    """Margin that `simpo` asks of beta times the difference of the average log-probs."""
+    nll_weight: Annotated[NonNegativeFloat | None, reads_if(equals("loss_type", *_OF_PAIRS))] = None
+    """Weight of the negative log-likelihood of the chosen answers, the mean over their tokens, which is added to the
+    loss (RPO, arXiv 2404.19733); null: 1 in `cpo` and `orpo`, else 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), reads_if(equals("loss_type", "sigmoid"))] = 0.0
     """Share of the pairs whose answers are assumed to be swapped (conservative DPO), with `loss_type: sigmoid`."""
     average_log_prob: Annotated[bool, reads_if(equals("loss_type", "sigmoid", "hinge", "ipo"))] = False
@@ -34,15 +44,29 @@ class DPOModelConfig(TrainedModelConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Every loss compares the model with the reference."""
-        return True
+        """Whether the loss compares the model with the reference."""
+        return self.loss_type in _WITH_REFERENCE
+
+    @property
+    def compares_averages(self) -> bool:
+        """Whether answers are compared by log-probs per token."""
+        return self.average_log_prob or self.loss_type in ("simpo", "orpo")
+
+    @property
+    def weight_of_nll(self) -> float:
+        """As `nll_weight` says."""
+        if self.nll_weight is None:
+            return float(self.loss_type in ("cpo", "orpo"))
+        return self.nll_weight
 
 
 class DPORecipe(SupervisedConfig):
     """A recipe of `fivefold dpo`: training on preferences, without a reward model (docs/preferences.md)."""
 
     actor: DPOModelConfig
-    ref: FrozenReferenceConfig = FrozenReferenceConfig()
+    ref: Annotated[FrozenReferenceConfig, reads_if(equals("actor.loss_type", *_WITH_REFERENCE))] = (
+        FrozenReferenceConfig()
+    )
     train_dataset: DPODatasetConfig
     valid_dataset: DPORowsConfig | None = None
     """Held-out rows, which are evaluated before and after training; null: there are none."""

@@ -35,9 +35,9 @@ class OneRewardConfig(Section):
     """A function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `code` (tests in a sandbox), `model` (the
-    score of `reward.model`), `environment` (what `environment` gives), or your own function as `module:function` or
-    `file.py:function`."""
+    """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `http` (a service), `code` (tests in a
+    sandbox), `model` (the score of `reward.model`), `environment` (what `environment` gives), or your own function as
+    `module:function` or `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 

@@ -315,6 +315,15 @@ class ActorConfig(TrainedModelConfig):
         return self.whiten_advantages
 
     @rule
+    def _group_means(self) -> Iterator[str]:
+        above, below = self.group_mean_above, self.group_mean_below
+        if above is not None and below is not None and above >= below:
+            yield (
+                f"group_mean_above={above} is not below group_mean_below={below}, so that no prompt would be trained: "
+                "lower group_mean_above, or raise group_mean_below"
+            )
+
+    @rule
     def _entropy(self) -> Iterator[str]:
         if self.entropy_target is not None and self.entropy_coeff < 0:
             yield (

@@ -107,15 +107,6 @@ class StatsConfig(Section):
             if self.trackers.count(name) > 1:
                 yield f"trackers has {name} twice: name each tracker once"
 
-    def n_logged(self, n_samples: int) -> int:
-        """Return how many of a step's `n_samples` samples are logged."""
-        return n_samples if self.n_logged_samples == "all" else min(self.n_logged_samples, n_samples)
-
-    def shows_samples(self, step: int) -> bool:
-        """Return whether samples of step `step`, counted from 1, are shown."""
-        every = self.shown_samples_freq_steps
-        return every is not None and (step == 1 or step % every == 0)
-
 
 class ProfileConfig(Section):
     """Traces of what the processes that train compute, for a few steps (docs/observing.md)."""

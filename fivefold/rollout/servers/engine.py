@@ -26,10 +26,9 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.config.paths import resolve_model_path
 from fivefold.families.read import load_shape
 from fivefold.observe.progress import counting
-from fivefold.rollout.checks import check_request
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
 from fivefold.rollout.servers.life import ServerLife

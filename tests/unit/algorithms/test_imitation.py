@@ -99,7 +99,7 @@ def test_shares_of_a_mini_batch_add_up_to_the_means_of_each_term(
     term = ExpertTerm(sft_columns(EXAMPLES), mu, by_sequence=aggregation == "sequence_mean")
     mixed = with_imitation(batch, divisor, term, positive)
     assert mixed.totals().n_trained_tokens == batch.totals().n_trained_tokens
-    planner = BatchPlanner(
+    planner = BatchPlanner.of(
         MicroBatchConfig(max_tokens_per_mb=64), parse_backend(f"megatron:d{n_replicas}"), quadratic_at=100.0
     )
     plan = planner.plan(mixed.lengths_N.tolist())

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from fivefold.algorithms.measures import mismatch_metrics
 from fivefold.algorithms.metrics import Metric, Metrics, Reduction, merge_metrics, metric_values
+from fivefold.algorithms.policy_loss import mismatch_metrics
 
 
 def update(entropies: list[float], known: list[bool], **whole: float) -> Metrics:

@@ -12,9 +12,8 @@ from fivefold.algorithms.build import build_policy_loss
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
-from fivefold.algorithms.measures import mismatch_metrics
 from fivefold.algorithms.metrics import merge_metrics, metric_values
-from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.policy_loss import PolicyLoss, mismatch_metrics
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.roles import ActorConfig

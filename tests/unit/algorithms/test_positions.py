@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from fivefold.algorithms.measures import N_PARTS, PART, entropy_by_part
 from fivefold.algorithms.metrics import merge_metrics, metric_values
+from fivefold.algorithms.policy_loss import N_PARTS, PART, entropy_by_part
 from fivefold.algorithms.sequences import Sequences
 
 

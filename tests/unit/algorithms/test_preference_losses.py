@@ -111,6 +111,60 @@ def test_averaged_log_probs_weigh_long_and_short_answers_alike() -> None:
     torch.testing.assert_close(data.gradient(objective, list(range(8)), 3), gradient, rtol=1e-5, atol=1e-7)
 
 
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.log(sigmoid(x))
+
+
+def odds(logprob: torch.Tensor) -> torch.Tensor:
+    return torch.exp(logprob) / (1 - torch.exp(logprob))
+
+
+WITHOUT_REFERENCE: dict[str, tuple[dict[str, Any], float, Callable[..., torch.Tensor]]] = {
+    "cpo": ({}, 1.0, lambda c, r, a, b: -log_sigmoid(BETA * (c - r))),
+    "simpo": ({"simpo_gamma": 0.7}, 0.0, lambda c, r, a, b: -log_sigmoid(BETA * a - BETA * b - 0.7)),
+    "orpo": ({}, 1.0, lambda c, r, a, b: -BETA * log_sigmoid(torch.log(odds(a) / odds(b)))),
+    "sigmoid": ({"nll_weight": 0.25}, 0.25, lambda c, r, a, b: dpo_loss(c, r)),
+}
+"""Keys of each loss, its weight of the chosen answers' likelihood unless it is written, and its loss of one pair from
+the log-probs of both answers and their means over the answers' tokens."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+@pytest.mark.parametrize("written", [None, 0.0, 0.4])
+def test_losses_without_a_reference_are_those_of_their_papers(name: str, written: float | None) -> None:
+    keys, weight, formula = WITHOUT_REFERENCE[name]
+    if written is not None:
+        keys, weight = keys | {"nll_weight": written}, written
+    generator = torch.Generator().manual_seed(3)
+    lengths_N = torch.randint(1, 9, (8,), generator=generator).double()
+    logprobs_N = (-lengths_N * torch.rand(8, generator=generator).double()).requires_grad_()
+    averages_N = logprobs_N / lengths_N
+    losses = [formula(*logprobs_N[i : i + 2], *averages_N[i : i + 2]) for i in range(0, 8, 2)]
+    nll = -logprobs_N[::2].sum() / lengths_N[::2].sum()
+    want = torch.stack(losses).mean() + weight * nll
+    (gradient_N,) = torch.autograd.grad(want, logprobs_N)
+    found_N, metrics = derivatives(
+        dpo(loss_type=name, **keys), logprobs_N.detach().numpy(), lengths_N.numpy().astype(np.int64)
+    )
+    assert metrics["loss"] == pytest.approx(want.item(), rel=1e-9)
+    np.testing.assert_allclose(found_N, gradient_N.numpy(), rtol=1e-5)
+    assert metrics.get("nll/chosen") == (pytest.approx(nll.item()) if weight else None)
+
+
+def test_answers_that_are_certain_have_a_finite_loss() -> None:
+    found_N, metrics = derivatives(dpo(loss_type="orpo"), np.array([0.0, 0.0]), np.array([2, 3]))
+    assert np.isfinite(found_N).all()
+    assert math.isfinite(metrics["loss"])
+
+
+def test_likelihood_is_the_models_alone_and_ratios_are_to_the_reference() -> None:
+    scores, reference, lengths = np.array([-3.0, -5.0]), np.array([-2.0, -7.0]), np.array([2, 4])
+    _, metrics = derivatives(dpo(nll_weight=2.0), scores, lengths, reference)
+    ratio = torch.tensor(scores - reference)
+    assert metrics["nll/chosen"] == 1.5
+    assert metrics["loss"] == pytest.approx(dpo_loss(ratio[0], ratio[1]).item() + 2.0 * 1.5)
+
+
 def test_kto_compares_answers_with_mismatched_ones_that_are_not_trained() -> None:
     config = DPOModelConfig(path="m", beta=BETA, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
     desirable, scores = (True, False, False), [0.7, -0.4, 2.0, 1.0, 3.0, -1.0]

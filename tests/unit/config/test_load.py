@@ -276,7 +276,8 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
         ),
         (
             "actor.optimizer.lr_scheduler_type=cosin",
-            "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear' or 'cosine'; did you mean cosine?",
+            "actor.optimizer.lr_scheduler_type='cosin': must be 'constant', 'linear', 'cosine' or 'wsd'; did you mean "
+            "cosine?",
         ),
         (
             "actor.ppo_n_minibatches=5",
@@ -346,6 +347,12 @@ def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: lis
         (["valid_dataset={path: v, batch_size: 4}"], "valid_dataset.batch_size=4: unknown key"),
         (["ref.path=m"], "the section ref has no effect with actor.kl_ctl=0: raise actor.kl_ctl"),
         (["actor.kl_ctl=0.1", "ref.device_mapping=0-3"], "ref.device_mapping=0-3 has no effect without ref.backend"),
+        (["environment={game: a:B, keep_thinking: true}"], "environment.keep_thinking=true has no effect on a game"),
+        (["environment={game: a:B, parser: glm-4.5}"], "environment.parser=glm-4.5 has no effect on a game"),
+        (
+            ["actor.group_mean_above=0.8", "actor.group_mean_below=0.8"],
+            "group_mean_above=0.8 is not below group_mean_below=0.8",
+        ),
     ],
 )
 def test_a_key_that_would_have_no_effect_is_refused(write: Any, overrides: list[str], expected: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.config.interpolation import names_secret
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.config.secrets import names_secret
 from fivefold_import.recipe import import_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

@@ -15,9 +15,8 @@ from fivefold.batch import Columns
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.environments.play import Player
 from fivefold.environments.single_turn import SingleTurn
-from fivefold.roles.gate import Gate
 from fivefold.roles.responses import Job, Responses
-from fivefold.roles.rollout import ExpectedLengths, Rollout
+from fivefold.roles.rollout import ExpectedLengths, Gate, Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.experience.signal import no_signal
+from fivefold.experience.samples import no_signal
 from fivefold.types import Prompt, Sample
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from fivefold.batch import Columns
-from fivefold.experience.token_values import TokenTexts, token_values
+from fivefold.experience.samples import TokenTexts, token_values
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 

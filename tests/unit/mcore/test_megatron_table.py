@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import runpy
 import typing
 from dataclasses import replace
@@ -26,7 +26,7 @@ from fivefold.config.schema.megatron import (
     MegatronOptimizerFields,
     MegatronTransformerFields,
 )
-from fivefold.families.megatron_settings import FIELDS_FILE
+from fivefold.families.megatron_release import RELEASES, installed_release, release_of
 from fivefold.families.read import find_shape
 from fivefold.layout.parallel import with_stages
 from fivefold.layout.parser import parse_backend
@@ -55,17 +55,26 @@ def test_the_section_divides_layers_where_the_layout_does_not() -> None:
 
 def test_the_table_of_fields_is_that_of_the_installed_megatron_core() -> None:
     module = runpy.run_path(str(ROOT / "scripts/megatron_fields.py"))
-    assert module["text"]() == FIELDS_FILE.read_text(), "run: python scripts/megatron_fields.py"
+    assert module["text"]() == installed_release().fields_file.read_text(), "run: python scripts/megatron_fields.py"
+
+
+def test_a_release_that_was_never_tried_is_refused() -> None:
+    assert release_of("0.19.2") is RELEASES["0.19"]
+    with pytest.raises(
+        ValueError, match=r"megatron-core 0\.17\.1 is installed, and Fivefold runs on 0\.16 and 0\.19: run"
+    ):
+        release_of("0.17.1")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_field_is_a_key_or_has_a_reason(section: str) -> None:
+def test_every_field_of_every_release_is_a_key_or_has_a_reason(section: str) -> None:
     keys, config = SECTIONS[section]
-    names = {field.name for field in dataclasses.fields(config)}
+    tables = [json.loads(release.fields_file.read_text())[keys.owner] for release in RELEASES.values()]
     taken, refused = set(keys.model_fields) - keys.added, set(REFUSED[keys.owner])
     assert keys.owner == config.__name__
-    assert taken | refused == names
+    assert taken | refused == {name for table in tables for name in table}
     assert not taken & refused
+    assert all(taken <= table.keys() for table in tables)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -122,8 +131,10 @@ ELSEWHERE = {
     "account_for_embedding_in_pipeline_split": (_LAYOUT, _stages(11, 12, 12, 12)),
     "account_for_loss_in_pipeline_split": (_LAYOUT, _stages(12, 12, 12, 11)),
     _LAYOUT: (_LAYOUT, _stages(6, 14, 14, 14)),
-    # Each of the 2 tensor parallel ranks weights its part, after Megatron-Core has divided the weight by their number.
-    "moe_z_loss_coeff": ("moe_z_loss_coeff", 0.5),
+    # Each of the 2 tensor parallel ranks weights its part, after Megatron-Core has divided the weight by their number,
+    # and some releases have multiplied it by this number again.
+    "moe_z_loss_coeff": ("moe_z_loss_coeff", 0.25 if installed_release().weighs_z_loss else 0.5),
+    **{key: (name, VALUES[key][0]) for key, name in installed_release().renamed.items()},
 }
 """Fields that take another form on their way: (field, value)."""
 

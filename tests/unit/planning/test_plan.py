@@ -174,8 +174,14 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     assert planned.estimate is not None
     roles = [placed.role for placed in planned.estimate.placement.roles]
     alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
-    third = {"quickstart-ppo": ["critic"], "quickstart-distill": ["teacher"]}.get(recipe.stem, [])
-    assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *third])
+    third = {
+        "quickstart-ppo": "critic",
+        "quickstart-distill": "teacher",
+        "qwen2.5-7b-ppo-8gpus": "critic",
+        "qwen3-30b-a3b-interleaved": "ref",
+    }
+    others = [third[recipe.stem]] if recipe.stem in third else []
+    assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *others])
 
 
 def test_preferences_are_planned_with_both_answers_and_the_models_that_they_need() -> None:

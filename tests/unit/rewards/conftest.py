@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fivefold.rewards import time_limit
-from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.reward import NamedReward
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.types import Prompt
 
 Write = Callable[[str, str], Path]

@@ -13,8 +13,8 @@ from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import code_reward, code_tests
 from fivefold.rewards.code_reward import program_of
 from fivefold.rewards.code_tests import read_tests
-from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward_set import check_ground_truths, compute_rewards
 from fivefold.rewards.sandbox.runner import Result, Sandbox
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import judge

@@ -19,11 +19,10 @@ import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import event_loop
-from fivefold.rewards.compute import compute_rewards
 from fivefold.rewards.event_loop import N_AT_ONCE
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.reward import NamedReward
-from fivefold.rewards.reward_set import RewardSet
+from fivefold.rewards.reward_set import RewardSet, compute_rewards
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, Write, begin_limits_at, judge
 
@@ -225,7 +224,7 @@ import sys
 from contextlib import nullcontext
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import event_loop
-from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.types import Prompt
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
-from fivefold.rewards.chat_client import ChatClient, ChatFailed
-from fivefold.rewards.compute import compute_rewards
+from fivefold.rewards.http_client import HTTPClient, RequestFailed
 from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.static_check import reward_problems
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, judge
@@ -192,7 +192,7 @@ def test_a_service_that_cannot_be_reached_is_refused_before_the_run(serve: Serve
 def test_many_failures_in_a_row_end_the_run_and_a_score_between_them_does_not(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.rewards.judge.MOST_FAILED", 4)
+    monkeypatch.setattr("fivefold.rewards.service.MOST_FAILED", 4)
     says_score = iter([False] * 3 + [True] + [False] * 4)
     service = serve(lambda *_: says("Score: 1") if next(says_score) else (500, b"down"))
     reward = resolve_reward(config(service, retries=0, on_failure=0.25))
@@ -218,9 +218,9 @@ def test_headers_that_come_byte_by_byte_are_too_late(at_once: bytes) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=trickle, args=(listener,), daemon=True).start()
-        client = ChatClient(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 0.4, 0, 0.0, 1)
+        client = HTTPClient(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 0.4, 0, 0.0, 1)
         begin = time.monotonic()
-        with pytest.raises(ChatFailed, match=r"no reply within timeout_s=0\.4 s"):
+        with pytest.raises(RequestFailed, match=r"no reply within timeout_s=0\.4 s"):
             client.ask({}, float)
         ends.set()
     assert time.monotonic() - begin < LONGEST_S / 4

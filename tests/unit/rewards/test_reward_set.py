@@ -57,7 +57,7 @@ def judged(samples: list[Sample], rewards: RewardSet, model: RewardModel | None 
     lengths_N = np.array([len(sample.response_text) for sample in samples])
     batch = RemoteBatch(lengths_N, lengths_N, ())
     scores = {} if model is None else model_scores(samples, batch, rewards, model)
-    return rewarded(samples, by_functions(samples, rewards), rewards, scores)
+    return rewarded(samples, by_functions([[sample] for sample in samples], rewards), rewards, scores)
 
 
 SUMS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards import math_reward
-from fivefold.rewards.compute import check_ground_truths, compute_rewards
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.math_reward import MathReward, VerifierProcess
 from fivefold.rewards.math_worker import last_box
 from fivefold.rewards.resolve import resolve_reward
+from fivefold.rewards.reward_set import check_ground_truths, compute_rewards
 from fivefold.types import Prompt
 from tests.unit.rewards.conftest import LONGEST_S, judge
 

@@ -180,7 +180,7 @@ class Replicas:
 
 def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens: int = 20) -> Trainer:
     """Return the handle of `n` replicas of a model, with micro-batches of so many tokens."""
-    planner = BatchPlanner(MicroBatchConfig(max_tokens_per_mb=max_tokens), parse_backend(f"megatron:d{n}"), 100.0)
+    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=max_tokens), parse_backend(f"megatron:d{n}"), 100.0)
     workers: Any = Replicas(n, model, reference)
     return Trainer(workers, planner)
 

@@ -40,7 +40,7 @@ def test_log_probs_have_micro_batches_of_their_own_budget(layout: str, infer: in
     for most in (None, 40):
         config = TrainedMicroBatchConfig(max_tokens_per_mb=10, max_tokens_per_infer_mb=most)
         group = CountingGroup()
-        trainer = Trainer(group, BatchPlanner(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
+        trainer = Trainer(group, BatchPlanner.of(config, parse_backend(layout), quadratic_at=1e9))  # type: ignore[arg-type]
         batch = RemoteBatch(LENGTHS, LENGTHS, (Piece(None, np.arange(len(LENGTHS))),))
         trainer.score(batch, Logprobs())
         trainer.score(batch, Logprobs(), "reference")

@@ -20,7 +20,6 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.batch import Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.batches import minibatches
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample
 from fivefold.families.read import find_shape
@@ -34,7 +33,7 @@ from fivefold.types import Completion, Episode, Prompt, Sample
 from fivefold.update.compose import policy_update
 from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.step import UpdateState
-from fivefold.update.updates import Skips
+from fivefold.update.updates import Skips, minibatches
 from tests.unit.roles.replicas import RATE, VOCAB, Bigrams, trainer, without_object_store
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

@@ -52,3 +52,8 @@ def test_a_template_is_a_file_or_a_text(tmp_path: Path) -> None:
         assert rendered(ChatTemplate.of(recipe(chat_template=given))) == "[1+1?]"
     with pytest.raises(ValueError, match="is no readable file"):
         ChatTemplate.of(recipe(chat_template=str(tmp_path / "absent.jinja")))
+
+
+def test_variables_without_a_template_are_refused() -> None:
+    with pytest.raises(ValueError, match="sets enable_thinking, but the tokenizer has no chat template: give"):
+        rendered(ChatTemplate(variables={"enable_thinking": False}), {})

@@ -1,4 +1,4 @@
-"""Asks a model behind an OpenAI-compatible URL: one request at a time for each thread, sent again if it fails."""
+"""Asks a service by POST with JSON: one request at a time for each thread, sent again if it fails."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import urllib3
-
-from fivefold.json_text import parsed
 
 SHOWN = 300
 """Most characters of a reply that an error shows."""
@@ -29,7 +27,7 @@ SETTINGS_FAULT = frozenset({401, 403, 404, 405})
 """Status codes that no other prompt would change: the key, the URL or the model is wrong."""
 
 
-class ChatFailed(Exception):
+class RequestFailed(Exception):
     """A request without a usable answer."""
 
     def __init__(self, reason: str, *, again: bool, wait_s: float = 0.0, is_settings_fault: bool = False) -> None:
@@ -113,11 +111,11 @@ def check_address(url: str) -> None:
 
 
 @dataclass(frozen=True)
-class ChatClient:
+class HTTPClient:
     """Connections to one service. Threads may share it."""
 
     url: str
-    """Address of the chat completions."""
+    """The address that is asked."""
     api_key: str | None
     timeout_s: float
     """Seconds of one attempt."""
@@ -135,24 +133,24 @@ class ChatClient:
         pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
         return pool
 
-    def ask(self, body: dict[str, Any], read: Callable[[str], float]) -> float:
-        """Return what `read` makes of the answer to one request.
+    def ask(self, body: Mapping[str, Any], read: Callable[[bytes], float]) -> float:
+        """Return what `read` makes of the reply to one request.
 
         Args:
             body: the request.
-            read: turns the answer's text into a number, or raises ChatFailed, which counts as a failed attempt.
+            read: turns the reply into a number, or raises RequestFailed, which counts as a failed attempt.
 
         Raises:
-            ChatFailed: no attempt had an answer; the message holds the URL, the attempts and the last reason.
+            RequestFailed: no attempt had an answer; the message holds the URL, the attempts and the last reason.
         """
         attempt = 1
         while True:
             try:
                 return read(self._ask_once(body))
-            except ChatFailed as error:
+            except RequestFailed as error:
                 if not error.again or attempt > self.retries:
                     times = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-                    raise ChatFailed(
+                    raise RequestFailed(
                         f"{self.url} gave no usable answer in {times}: {error}",
                         again=False,
                         is_settings_fault=error.is_settings_fault,
@@ -162,7 +160,7 @@ class ChatClient:
                 time.sleep(min(wait_s, LONGEST_WAIT_S))
                 attempt += 1
 
-    def _ask_once(self, body: dict[str, Any]) -> str:
+    def _ask_once(self, body: Mapping[str, Any]) -> bytes:
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -171,17 +169,17 @@ class ChatClient:
             )
             data = _read(reply, deadline)
         except urllib3.exceptions.TimeoutError as error:
-            raise ChatFailed(f"no reply within timeout_s={self.timeout_s:g} s", again=True) from error
+            raise RequestFailed(f"no reply within timeout_s={self.timeout_s:g} s", again=True) from error
         except urllib3.exceptions.HTTPError as error:
-            raise ChatFailed(f"{type(error).__name__}: {error}", again=True) from error
+            raise RequestFailed(f"{type(error).__name__}: {error}", again=True) from error
         if reply.status != 200:
-            raise ChatFailed(
-                f"status {reply.status}: {_shown(data)}",
+            raise RequestFailed(
+                f"status {reply.status}: {shown(data)}",
                 again=reply.status in (408, 429) or reply.status >= 500,
                 wait_s=_seconds(reply.headers.get("Retry-After")),
                 is_settings_fault=reply.status in SETTINGS_FAULT,
             )
-        return _content(data)
+        return data
 
 
 def _read(reply: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
@@ -208,25 +206,11 @@ def _read(reply: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _content(data: bytes) -> str:
-    """Return the text of the first choice.
-
-    Raises:
-        ChatFailed: the reply has another form; a proxy may have answered in place of the service.
-    """
-    try:
-        content = parsed(data)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ChatFailed(f"the reply has no choices[0].message.content: {_shown(data)}", again=True) from error
-    if not isinstance(content, str):
-        raise ChatFailed(f"the answer is {content!r:.{SHOWN}} and no text", again=True)
-    return content
-
-
 def _seconds(retry_after: str | None) -> float:
     """Return the seconds of a header `Retry-After`; 0 without one, or if it is a date."""
     return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
 
 
-def _shown(data: bytes) -> str:
+def shown(data: bytes) -> str:
+    """Return the beginning of a reply, for messages."""
     return repr(data.decode(errors="replace")[:SHOWN])
