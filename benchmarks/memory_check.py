@@ -95,7 +95,8 @@ def estimate(row: dict[str, Any], sequence: int, gpu: str) -> tuple[float, float
 def shape(model: str, n_layers: int) -> ModelShape:
     """Return the shape of the benchmark's model: the first `n_layers` layers of `model`."""
     whole = find_shape(model)
-    return replace(whole, n_layers=n_layers, moe_layers=whole.moe_layers[:n_layers])
+    moe, delta = whole.moe_layers[:n_layers], whole.delta_layers[:n_layers]
+    return replace(whole, n_layers=n_layers, moe_layers=moe, delta_layers=delta)
 
 
 if __name__ == "__main__":

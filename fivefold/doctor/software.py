@@ -55,6 +55,12 @@ OPTIONAL = (
         "not needed: fused kernels are built in",
         "not needed: fused kernels are built in",
     ),
+    OptionalPackage(
+        "fla-core",
+        ("fla-core",),
+        "only for gated delta nets (Qwen3-Next, Qwen3.5) on GPUs, which it makes faster: pip install 'fivefold[delta]'",
+        "gated delta nets on GPUs use it, if the first lines of a run say so",
+    ),
 )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fivefold.engine.context_parallel import heads_of_all_tokens, tokens_of_all_heads
 from fivefold.engine.kernels.delta_rule import gated_delta_rule, packed_convolution
+from fivefold.engine.kernels.fla_delta_rule import computes, fla_gated_delta_rule
 from fivefold.families.delta_net import DeltaNet
 
 
@@ -82,7 +83,9 @@ def _mix(
     query, key, value = convolved.split((sizes.key_dim, sizes.key_dim, values), dim=-1)
     decay_TV = -weights.decay_V.float().exp() * F.softplus(decay.flatten(1).float() + weights.bias_V)
     per_head = (n_tokens, -1, sizes.value_dim)
-    output = gated_delta_rule(query, key, value.reshape(per_head), decay_TV, beta.flatten(1).sigmoid(), spans)
+    value = value.reshape(per_head)
+    rule = fla_gated_delta_rule if computes(key, value) else gated_delta_rule
+    output = rule(query, key, value, decay_TV, beta.flatten(1).sigmoid(), spans)
     # Rounded after the norm and after the gate, as in transformers.
     normed = weights.norm_E * F.rms_norm(output.float(), (sizes.value_dim,), eps=eps).to(output.dtype)
     return (normed * F.silu(gate.reshape(per_head).float())).to(output.dtype).flatten(1)

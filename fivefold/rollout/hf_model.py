@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from fivefold.bridge.finite import not_finite_error
 from fivefold.bridge.weight_files import survey
 from fivefold.families.registry import family_in_memory
+from fivefold.rollout.delta_rule import use_torch_delta_rule
 from fivefold.rollout.forward import ATTENTION_NAME, register_attention
 from fivefold.rollout.hf_names import not_finite
 
@@ -70,6 +71,8 @@ def build_model(
         model.tie_weights()
     if not _fits_grouped_matmul(model):
         model.set_experts_implementation("eager")
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        use_torch_delta_rule(model)
     return model.train(False).requires_grad_(False), _generation_config(path)
 
 

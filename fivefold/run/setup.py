@@ -52,6 +52,17 @@ class Groundwork:
         """Return a description of the model in one line."""
         return f"{recipe.actor.path} ({self.shape.family}, {self.shape.n_parameters / 1e6:,.1f} M parameters)"
 
+    def kernels(self, recipe: Recipe) -> Mapping[str, str]:
+        """Return what the banner says of kernels that depend on what is installed."""
+        delta = self.shape.delta
+        if delta is None or self.placement.is_cpu:
+            return {}
+        # Imported here, because other models need no such kernels.
+        from fivefold.engine.kernels.fla_delta_rule import described
+
+        widths = delta.key_dim, delta.value_dim
+        return {"delta nets": described(recipe.actor.dtype, widths, deterministic=recipe.actor.is_deterministic)}
+
     def fingerprints(self, recipe: Recipe) -> Fingerprints:
         """Return the fingerprints of the model and the tokenizer."""
         tokenizer = resolve_model_path(recipe.tokenizer_path or self.path)

@@ -141,6 +141,7 @@ def run_whole(
     banner = {
         "model": setup.ground.describe_model(recipe),
         **{placed.role: describe(placed.layout) for placed in setup.ground.placement.roles},
+        **setup.ground.kernels(recipe),
         **setup.facts(),
         **start_facts(start, note),
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),

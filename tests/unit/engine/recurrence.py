@@ -31,24 +31,43 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return torch.stack(outputs)
 
 
-def check_delta_rule(per_head: int, device: str) -> None:
-    """Compare outputs and gradients, of `per_head` value heads for each key head, with those of the recurrence."""
+def check_delta_rule(
+    per_head: int,
+    device: str,
+    rule: Callable[..., Tensor] = gated_delta_rule,
+    dtype: torch.dtype = torch.float32,
+    widths: tuple[int, int] = (12, 5),
+    error: float = 1e-5,
+) -> None:
+    """Compare outputs and gradients of a rule with those of the recurrence.
+
+    Args:
+        per_head: value heads for each key head.
+        device: where the rule computes.
+        rule: what is checked.
+        dtype: its dtype for all but the decays, which are float32.
+        widths: channels of a key and of a value.
+        error: largest difference, as a share of the largest number.
+    """
     generator = torch.Generator().manual_seed(per_head)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(sum(SPANS), *shape, dtype=torch.float64, generator=generator)
 
-    n_heads = 2 * per_head
-    inputs = [drawn(2, 12), drawn(2, 12), drawn(n_heads, 5), -drawn(n_heads).exp(), drawn(n_heads).sigmoid()]
-    weight = drawn(n_heads, 5)
+    n_heads, (keys, values) = 2 * per_head, widths
+    inputs = [drawn(2, keys), drawn(2, keys), drawn(n_heads, values), -drawn(n_heads).exp(), drawn(n_heads).sigmoid()]
+    dtypes = [dtype, dtype, dtype, torch.float32, dtype]
+    inputs = [each.to(its).double() for each, its in zip(inputs, dtypes, strict=True)]
+    weight = drawn(n_heads, values).to(dtype).double()
 
-    def passed(rule: Callable[..., Tensor], dtype: torch.dtype, where: str) -> list[Tensor]:
-        leaves = [each.to(where, dtype, copy=True).requires_grad_() for each in inputs]
+    def passed(rule: Callable[..., Tensor], is_exact: bool, where: str) -> list[Tensor]:
+        chosen = [torch.float64] * len(inputs) if is_exact else dtypes
+        leaves = [each.to(where, its, copy=True).requires_grad_() for each, its in zip(inputs, chosen, strict=True)]
         output = rule(*leaves, SPANS)
-        (output * weight.to(where, dtype)).sum().backward()
+        (output * weight.to(where, output.dtype)).sum().backward()
         results = [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
         return [result.cpu().double() for result in results]
 
-    wanted = passed(recurrence, torch.float64, "cpu")
-    for found, exact in zip(passed(gated_delta_rule, torch.float32, device), wanted, strict=True):
-        assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+    wanted = passed(recurrence, True, "cpu")
+    for found, exact in zip(passed(rule, False, device), wanted, strict=True):
+        assert (found - exact).abs().max() < error * exact.abs().max()

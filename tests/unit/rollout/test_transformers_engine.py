@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import inspect
 import json
 import random
 import shutil
@@ -169,6 +172,26 @@ def test_experts_of_any_width_generate_what_transformers_generates(
         expected_T = logprobs_TV[torch.arange(len(answer.token_ids)), torch.tensor(answer.token_ids).long()]
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected_T, rtol=0, atol=tolerance)
         torch.testing.assert_close(expected_T, logprobs_TV.amax(-1), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_kernels_that_transformers_takes_from_a_package_are_left_aside_on_cpus(
+    family: str, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def completions() -> list[list[int]]:
+        requests = group_requests(ragged_prompts(3), 1, ())
+        return tokens_of(complete(engine_at(model_folder(family)), requests, sampling(greedy=True)))
+
+    wanted = completions()
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+
+        @functools.wraps(inspect.unwrap(getattr(module, name)))
+        def of_package(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("Triton kernels need a GPU")
+
+        monkeypatch.setattr(module, name, of_package)
+    assert completions() == wanted
 
 
 def test_rows_that_end_early_leave_the_others_as_they_are(model_folder: Folder) -> None:
