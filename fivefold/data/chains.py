@@ -2,8 +2,8 @@
 
     4711+3892-160        8443
 
-The small models that ship cannot add such numbers in their heads. The recipe's tool does one operation, so three numbers
-take two calls. A hash of its text decides whether a chain is held out; no demonstration shows one of these.
+The small models that ship cannot add such numbers in their heads. The recipe's tool does one operation, so three
+numbers take two calls. A hash of its text decides whether a chain is held out; no demonstration shows a held-out one.
 """
 
 from __future__ import annotations

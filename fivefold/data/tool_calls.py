@@ -41,7 +41,7 @@ def conversations(n_calling: int, n_mixed: int, calling_share: float, split: Spl
         n_calling: conversations of the first part, all with calls.
         n_mixed: conversations of the second part.
         calling_share: probability that a conversation of the second part has calls.
-        split: split of the chains. Facts are those of other worlds, a new one for each question.
+        split: split of the chains. Each question about facts has another world.
         seed: seed of all choices.
     """
     rng = random.Random(f"calls-{split}-{seed}")
@@ -80,7 +80,7 @@ def write_tool_calls(
 
         calculator/train.jsonl, test.jsonl      chains with their answers, for reinforcement learning and evaluation
         search/train.jsonl, test.jsonl          questions about the made-up facts, likewise
-        sft.jsonl, sft_test.jsonl               demonstrations; those of held-out chains like the second part
+        sft.jsonl, sft_test.jsonl               demonstrations; with held-out chains, like the second part
 
     Returns:
         The path of each file by its name. With the default arguments, the first four are the files that ship, as

@@ -72,7 +72,7 @@ class Group:
         return self.batch if len(places) == len(self.requests) else self.batch.select(places)
 
     def is_whole(self, requests: Sequence[GenerationRequest]) -> bool:
-        """Return whether requests are those of all completions, and not of some that are played again."""
+        """Return whether there is a request for each completion, and not only for some that are played again."""
         return len(requests) == len(self.requests)
 
     def resume(self, job: Job) -> None:

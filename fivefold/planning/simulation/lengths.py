@@ -76,8 +76,8 @@ def parse_lengths(text: str) -> Lengths:
     Args:
         text: the folder of a run with `samples.jsonl`, or such a file; `mean=4000,max=32768`, a log-normal distribution
             cut off at the maximum; or percentiles such as `p50=3000,p90=9000,p99=20000,max=32768`, with linear
-            interpolation in between. Of episodes, `turns=8,read=300` adds their mean number of turns, and what they read
-            between two.
+            interpolation in between. `turns=8,read=300` adds an episode's mean number of turns, and the tokens that it
+            reads between two.
 
     Raises:
         ValueError: the text is none of these, or the file has no lengths.
@@ -87,9 +87,7 @@ def parse_lengths(text: str) -> Lengths:
     numbers = _numbers(text)
     episode = {name: numbers.pop(name) for name in OF_EPISODES if name in numbers}
     if "read" in episode and "turns" not in episode:
-        raise ValueError(
-            f"--lengths {text}: read is what an episode reads between two turns; add their number as turns"
-        )
+        raise ValueError(f"--lengths {text}: read is what is read between two turns; add their number as turns")
     return replace(_sampled(text, numbers), turns=episode.get("turns", 1.0), read=episode.get("read", 0.0))
 
 
@@ -139,8 +137,8 @@ def _numbers(text: str) -> dict[str, float]:
         is_known = name in ("mean", "max", *OF_EPISODES) or (name.startswith("p") and _percentile(name) is not None)
         if not is_known or not number >= 1 or not math.isfinite(number) or name in numbers:
             raise ValueError(
-                f"--lengths: {part.strip()!r} is not a length; write mean, max, turns, read or a percentile such as p90, "
-                "once, each with a number that is at least 1, such as p50=3000,p90=9000,max=32768"
+                f"--lengths: {part.strip()!r} is not a length; write mean, max, turns, read or a percentile such as "
+                "p90, once, each with a number that is at least 1, such as p50=3000,p90=9000,max=32768"
             )
         numbers[name] = number
     return numbers

@@ -86,7 +86,8 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
         ages: values of `rollout.max_head_offpolicyness`; gains are over the first one.
 
     Raises:
-        ValueError: a recipe on CPU processes, or with more roles than an actor and a rollout; or more turns than it has.
+        ValueError: a recipe on CPU processes, or with more roles than an actor and a rollout, or more turns than the
+            recipe has.
     """
     roles = {role.role for role in inputs.allocation.roles}
     if roles != {"actor", "rollout"}:

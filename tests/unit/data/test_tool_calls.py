@@ -67,8 +67,14 @@ def test_the_tool_finds_every_answer_and_test_questions_ask_for_other_persons() 
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("12+30", "42"), ("12 - 30", "-18"), ("-5+3", "-2"), ("1+2+3", "write two numbers"), ("__import__('os')", "write two numbers")],
-)  # fmt: skip
+    [
+        ("12+30", "42"),
+        ("12 - 30", "-18"),
+        ("-5+3", "-2"),
+        ("1+2+3", "write two numbers"),
+        ("__import__('os')", "write two numbers"),
+    ],
+)
 def test_the_calculator_does_one_operation(expression: str, result: str) -> None:
     assert calculate(expression) == result
 
