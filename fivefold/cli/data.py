@@ -51,6 +51,18 @@ def additions(out: OutFolder, seed: Seed = 1) -> None:
         _print_row_counts(files)
 
 
+@data_app.command()
+def tools(out: OutFolder, seed: Seed = 1) -> None:
+    """Sums for a calculator, questions about made-up facts, and conversations that call tools for both."""
+    with reporting_errors():
+        from fivefold.data.tool_calls import write_tool_calls
+        from fivefold.observe.durable import naming
+
+        with naming(out):
+            files = write_tool_calls(out, seed=seed)
+        _print_row_counts(files.values())
+
+
 def _write_task(name: str, source: str | None, out: Path) -> None:
     with reporting_errors():
         from fivefold.data.tasks import write_task

@@ -122,7 +122,8 @@ ResponseLengths = Annotated[
         "--lengths",
         metavar="LENGTHS",
         help="With a recipe: simulate asynchronous training with responses of these lengths: the folder of a run, "
-        "mean=4000,max=32768, or percentiles such as p50=3000,p90=9000,max=32768.",
+        "mean=4000,max=32768, or percentiles such as p50=3000,p90=9000,max=32768. Episodes of 8 turns that read 300 "
+        "tokens between two: mean=4000,max=32768,turns=8,read=300.",
         show_default=False,
     ),
 ]

@@ -21,7 +21,7 @@ def build_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
     """
     if config is None:
         return SingleTurn()
-    return Failing(_build(config, tokenizer), config.retries)
+    return Failing(_build(config, tokenizer))
 
 
 def _build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:

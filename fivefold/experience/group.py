@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fivefold.observe.progress import Count
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.responses import Answer
+from fivefold.roles.responses import Answer, Job
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.types import Prompt, Sample
 
@@ -70,6 +70,15 @@ class Group:
         """The sequences of `finished`, in the same order."""
         places = [place for place, sample in enumerate(self.samples) if not sample.has_failed]
         return self.batch if len(places) == len(self.requests) else self.batch.select(places)
+
+    def is_whole(self, requests: Sequence[GenerationRequest]) -> bool:
+        """Return whether there is a request for each completion, and not only for some that are played again."""
+        return len(requests) == len(self.requests)
+
+    def resume(self, job: Job) -> None:
+        """Take the tokens over that the completions of a job have so far."""
+        end = job.first + len(job.requests)
+        self.requests = [*self.requests[: job.first], *job.requests, *self.requests[end:]]
 
     def add(self, answer: Answer) -> None:
         """Add a part of the group."""

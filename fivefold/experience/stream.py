@@ -68,6 +68,7 @@ class Stream:
         self._reward_model = reward_model
         self._timeout_s = recipe.scheduler.timeout_s
         self._environment = recipe.environment
+        self._retries = recipe.environment.retries if recipe.environment else 0
         self.is_ahead = recipe.rollout.max_head_offpolicyness > 0
         """Whether groups are answered while others are trained."""
         deals = not rollout.is_server and not self.is_ahead
@@ -114,7 +115,10 @@ class Stream:
         """
         with self.changed:
             numbered = {next(self._numbers): group for group in groups if not group.is_answered}
-            jobs = [Job(number, each.prompt, each.requests, each.sampling) for number, each in numbered.items()]
+            jobs = [
+                Job(number, each.prompt, each.requests, each.sampling, retries=self._retries)
+                for number, each in numbered.items()
+            ]
             self._note_answered([group for group in groups if group.is_answered])
             if jobs:
                 self._groups |= numbered
@@ -210,8 +214,11 @@ class Stream:
         # In this order: a replica forgets what it has lost only after this process has noted it.
         told = self._rollout.unfinished()
         with self.changed:
+            whole = {
+                number: own for number, group in self._groups.items() if group.is_whole(own := told.get(number, ()))
+            }
             return {
-                group: max(told.get(number, ()), group.requests, key=n_begun) for number, group in self._groups.items()
+                group: max(whole.get(number, ()), group.requests, key=n_begun) for number, group in self._groups.items()
             }
 
     def _answer(self) -> None:
@@ -252,11 +259,12 @@ class Stream:
             self._replicas.submit(sorted(jobs, key=self._place_in_queue), first=first)
         answers = self._replicas.advance()
         with self.changed:
-            for number, requests in self._replicas.take_lost().items():
-                self._groups[number].requests = requests
+            for job in self._replicas.take_lost():
+                self._groups[job.number].resume(job)
             for answer in answers:
                 self._groups[answer.number].add(answer)
-            groups = [self._groups.pop(a.number) for a in answers if self._groups[a.number].is_answered]
+            numbers = dict.fromkeys(answer.number for answer in answers)
+            groups = [self._groups.pop(number) for number in numbers if self._groups[number].is_answered]
             self._note_answered(groups)
             for group in groups:
                 group.on_answered()

@@ -1,7 +1,7 @@
 """MiniMax-M2: sigmoid routing with offsets in every layer, and norms over all query heads and over all key heads.
 
 Heads are rotated in part: files say how many channels (`rotary_dim`), transformers writes their share. Layers for
-multi-token prediction, which their files hold behind the last layer, are not read and not written.
+multi-token prediction, which their files hold behind the last layer, are not trained and written unchanged.
 """
 
 from __future__ import annotations

@@ -264,6 +264,19 @@ def _generation_notes(recipe: Recipe) -> Iterator[str]:
             f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "
             "planned here while prompts have no signal"
         )
+    if (environment := recipe.environment) is not None:
+        sampled = environment.max_turns * recipe.gconfig.max_new_tokens
+        left = environment.max_length - sampled
+        yield (
+            f"an episode is planned with environment.max_length={environment.max_length:,} tokens: "
+            f"{environment.max_turns} turns sample at most {sampled:,}, "
+            + (f"which leaves {left:,} for the prompt and what is read" if left > 0 else "which it has no room for")
+        )
+        if not environment.keep_thinking and environment.game is None:
+            yield (
+                "a chat template that rewrites the past, as one that drops thoughts, makes several sequences of an "
+                "episode, whose time is not planned here (environment.keep_thinking)"
+            )
     if recipe.actor.advantage == "remax":
         yield "actor.advantage=remax also generates a greedy completion of each prompt, which is not planned here"
     if (age := recipe.rollout.max_head_offpolicyness) > 0:

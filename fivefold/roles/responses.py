@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,14 @@ class Job:
     sampling: SamplingParams
     first: int = 0
     """Index of the first request in the prompt's group."""
+    retries: int = 0
+    """Times that its episodes may be played again whose environment fails."""
+    failed_on: int | None = None
+    """The replica on which they have failed."""
 
     def part(self, start: int, end: int) -> Job:
         """Return a job of the requests from `start` to `end`."""
-        return Job(self.number, self.prompt, self.requests[start:end], self.sampling, self.first + start)
+        return replace(self, requests=self.requests[start:end], first=self.first + start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,10 @@ class Answer:
     samples: list[Sample]
     batch: RemoteBatch
     """The same sequences, in the same order."""
+
+    def part(self, start: int, end: int) -> Answer:
+        """Return the samples from `start` to `end`."""
+        return Answer(self.number, self.first + start, self.samples[start:end], self.batch.select(range(start, end)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,15 +8,16 @@ Between two slices a replica does what else it is asked for: it takes new weight
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from fivefold.cluster.group import KeptCall
 from fivefold.roles.responses import Answer, Job, Responses, Work, answers_of
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.rollout.protocol import GenerationRequest
 
 SLICE_S = 0.2
 """Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
@@ -48,8 +49,8 @@ class RolloutStream:
         """The call in progress on each replica, the oldest first."""
         self._without_weights: set[int] = set()
         """Replicas whose server was started again, and which get no jobs before the next weights."""
-        self._lost: dict[int, Sequence[GenerationRequest]] = {}
-        """Jobs that replicas have lost, with their tokens so far, by number; `take_lost` forgets them."""
+        self._lost: list[Job] = []
+        """Jobs that replicas have lost, with their tokens so far; `take_lost` forgets them."""
         self._died: set[int] = set()
         """Replicas whose server was started again; `take_died` forgets them."""
         self.work = [Work()] * n
@@ -96,9 +97,9 @@ class RolloutStream:
         del self._calls[call.rank]
         return self._done(call, report)
 
-    def take_lost(self) -> dict[int, Sequence[GenerationRequest]]:
+    def take_lost(self) -> list[Job]:
         """Return the jobs that replicas have lost since the last call, and that wait for others, with their tokens."""
-        lost, self._lost = self._lost, {}
+        lost, self._lost = self._lost, []
         return lost
 
     def take_died(self) -> list[int]:
@@ -123,13 +124,20 @@ class RolloutStream:
         """Give jobs to replicas that have fewer requests than they can answer at one time.
 
         The requests of a job end at different times, so a request that has ended makes room before its job is done.
+        A replica has one part of a job at a time, and what has failed on one goes to another.
         """
         ranks = [rank for rank in range(len(self._jobs)) if rank not in self._without_weights]
-        while self._queue and ranks:
-            rank = min(ranks, key=self._loads.__getitem__)
-            if self._capacity is not None and self._loads[rank] >= self._capacity:
-                return
-            self._give(rank, self._queue.popleft())
+        most = math.inf if self._capacity is None else self._capacity
+        waiting: list[Job] = []
+        while self._queue and ranks and min(self._loads[rank] for rank in ranks) < most:
+            job = self._queue.popleft()
+            others = [rank for rank in ranks if rank != job.failed_on] or ranks
+            free = [rank for rank in others if job.number not in self._jobs[rank] and self._loads[rank] < most]
+            if free:
+                self._give(min(free, key=self._loads.__getitem__), job)
+            else:
+                waiting.append(job)
+        self._queue.extendleft(reversed(waiting))
 
     def _deal(self, jobs: Sequence[Job]) -> None:
         """Give each replica an equal share of the requests, cutting jobs where shares end."""
@@ -160,9 +168,25 @@ class RolloutStream:
             # What it was to get with its next call goes to others too.
             self._queue.extendleft(jobs.pop(job.number) for job in reversed(self._news[call.rank]))
             self._news[call.rank] = []
-        self._lost |= report.lost
         # First in the queue, in their order: they come before all others.
         lost = [replace(jobs.pop(number), requests=requests) for number, requests in sorted(report.lost.items())]
+        self._lost += lost
         self._queue.extendleft(reversed(lost))
         self._loads[call.rank] = report.n_running + sum(len(job.requests) for job in self._news[call.rank])
-        return answers_of([jobs.pop(number) for number in report.jobs], report, call.payload)
+        done = [jobs.pop(number) for number in report.jobs]
+        answers = answers_of(done, report, call.payload)
+        return [part for job, answer in zip(done, answers, strict=True) for part in self._kept(job, answer, call.rank)]
+
+    def _kept(self, job: Job, answer: Answer, rank: int) -> list[Answer]:
+        """Return what stays of an answer from a replica; episodes that may be played again go into the queue."""
+        if not job.retries:
+            return [answer]
+        kept, start = [], 0
+        for failed, samples in groupby(answer.samples, key=lambda sample: sample.has_failed):
+            end = start + len(list(samples))
+            if failed:
+                self._queue.append(replace(job.part(start, end), retries=job.retries - 1, failed_on=rank))
+            else:
+                kept.append(answer if end - start == len(job.requests) else answer.part(start, end))
+            start = end
+        return kept

@@ -54,7 +54,8 @@ class EnvironmentConfig(Section):
     """Reasons to stop: no token of an episode that stopped for one of them is trained. Its reward still counts in the
     baseline of its group."""
     retries: NonNegative = 0
-    """Times that an episode is played again whose environment has failed, as for a service that is away for a while."""
+    """Times that an episode is played again whose environment has failed, as for a service that is away for a while; on
+    another replica if there are several."""
     max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Largest share of a step's episodes that may fail, retries included. They leave their groups: neither a baseline
     nor the loss counts them. More end the run with the first error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,8 @@ N_QUANTILES = 1000
 """Number of values that describe a distribution given by a few numbers."""
 SIGMA = 1.0
 """Standard deviation of the logarithm of lengths if only their mean is given."""
+OF_EPISODES = ("turns", "read")
+"""Fields of `Lengths` that numbers on the command line may set."""
 SAMPLES = "samples.jsonl"
 """The file in a run's folder with a line for each logged sample."""
 
@@ -26,7 +28,11 @@ class Lengths:
     """A distribution of response lengths, in tokens."""
 
     values: tuple[int, ...]
-    """Equally likely lengths."""
+    """Equally likely numbers of sampled tokens, over all turns of an episode."""
+    turns: float = 1.0
+    """Mean number of turns."""
+    read: float = 0.0
+    """Mean number of tokens that the environment writes between two turns, such as the results of tools."""
 
     def __post_init__(self) -> None:
         if not self.values or min(self.values) < 1:
@@ -50,9 +56,14 @@ class Lengths:
         """Mean number of tokens that a response has while it is generated, averaged over all of its tokens."""
         return fmean(value * value for value in self.values) / (2 * self.mean)
 
+    @property
+    def given(self) -> float:
+        """Mean number of tokens of an episode that its environment writes."""
+        return (self.turns - 1) * self.read
+
     def at_most(self, limit: int) -> Lengths:
         """Return the distribution of responses cut off after `limit` tokens."""
-        return Lengths(tuple(min(value, limit) for value in self.values))
+        return replace(self, values=tuple(min(value, limit) for value in self.values))
 
     def draw(self, random: Random, n: int) -> list[int]:
         """Return `n` independent lengths."""
@@ -65,7 +76,8 @@ def parse_lengths(text: str) -> Lengths:
     Args:
         text: the folder of a run with `samples.jsonl`, or such a file; `mean=4000,max=32768`, a log-normal distribution
             cut off at the maximum; or percentiles such as `p50=3000,p90=9000,p99=20000,max=32768`, with linear
-            interpolation in between.
+            interpolation in between. `turns=8,read=300` adds an episode's mean number of turns, and the tokens that it
+            reads between two.
 
     Raises:
         ValueError: the text is none of these, or the file has no lengths.
@@ -73,6 +85,14 @@ def parse_lengths(text: str) -> Lengths:
     if "=" not in text or Path(text).exists():
         return _measured(Path(text))
     numbers = _numbers(text)
+    episode = {name: numbers.pop(name) for name in OF_EPISODES if name in numbers}
+    if "read" in episode and "turns" not in episode:
+        raise ValueError(f"--lengths {text}: read is what is read between two turns; add their number as turns")
+    return replace(_sampled(text, numbers), turns=episode.get("turns", 1.0), read=episode.get("read", 0.0))
+
+
+def _sampled(text: str, numbers: dict[str, float]) -> Lengths:
+    """Return the numbers of tokens that are sampled."""
     longest = numbers.pop("max", None)
     if longest is None:
         raise ValueError(f"--lengths {text}: max is missing; add the longest response, such as max=32768")
@@ -114,11 +134,11 @@ def _numbers(text: str) -> dict[str, float]:
             number = float(value)
         except ValueError:
             number = math.nan
-        is_known = name in ("mean", "max") or (name.startswith("p") and _percentile(name) is not None)
+        is_known = name in ("mean", "max", *OF_EPISODES) or (name.startswith("p") and _percentile(name) is not None)
         if not is_known or not number >= 1 or not math.isfinite(number) or name in numbers:
             raise ValueError(
-                f"--lengths: {part.strip()!r} is not a length; write mean, max or a percentile such as p90, once, each "
-                "with a number of tokens that is at least 1, such as p50=3000,p90=9000,max=32768"
+                f"--lengths: {part.strip()!r} is not a length; write mean, max, turns, read or a percentile such as "
+                "p90, once, each with a number that is at least 1, such as p50=3000,p90=9000,max=32768"
             )
         numbers[name] = number
     return numbers
@@ -148,11 +168,12 @@ def _between(points: Sequence[tuple[float, float]], share: float) -> int:
 
 
 def _measured(path: Path) -> Lengths:
-    """Return the lengths of a run's logged samples."""
+    """Return the lengths of a run's logged samples, and of episodes their turns."""
     file = path / SAMPLES if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        lengths = [int(parsed(line)["n_tokens"]) for line in lines if line.strip()]
+        rows = [parsed(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lengths = [int(row["n_tokens"]) for row in rows]
+        turns = [int(row.get("n_turns", 1)) for row in rows]
     except OSError as error:
         raise ValueError(
             f"--lengths {path} cannot be read ({error.strerror}); give the folder of a run that has {SAMPLES}, or "
@@ -160,4 +181,4 @@ def _measured(path: Path) -> Lengths:
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--lengths {file}: a line is not a sample with n_tokens, as runs write {SAMPLES}") from error
-    return Lengths(tuple(length for length in lengths if length > 0))
+    return Lengths(tuple(length for length in lengths if length > 0), fmean(turns) if turns else 1.0)

@@ -82,11 +82,12 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
     Args:
         recipe: the run.
         inputs: the inputs of its plan.
-        lengths: lengths of its responses, cut off at `gconfig.max_new_tokens`.
+        lengths: lengths of its responses, cut off at the most tokens that the recipe samples.
         ages: values of `rollout.max_head_offpolicyness`; gains are over the first one.
 
     Raises:
-        ValueError: a recipe on CPU processes, or with more roles than an actor and a rollout.
+        ValueError: a recipe on CPU processes, or with more roles than an actor and a rollout, or more turns than the
+            recipe has.
     """
     roles = {role.role for role in inputs.allocation.roles}
     if roles != {"actor", "rollout"}:
@@ -99,9 +100,25 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
             "--lengths estimates the times of GPUs, but cluster.n_gpus_per_node is 0: name them, for example "
             "cluster.n_gpus_per_node=8"
         )
-    lengths = lengths.at_most(recipe.gconfig.max_new_tokens)
+    lengths = lengths.at_most(_most_sampled(recipe, lengths))
     splits = list(_splits(recipe, inputs, lengths))
     return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, ages)))
+
+
+def _most_sampled(recipe: TrainRecipe, lengths: Lengths) -> int:
+    """Return the most tokens that an episode samples.
+
+    Raises:
+        ValueError: several turns, and nothing that plays them, or more than the recipe allows.
+    """
+    environment, most = recipe.environment, recipe.gconfig.max_new_tokens
+    n_turns = 1 if environment is None else environment.max_turns
+    if lengths.turns > n_turns:
+        allowed = "no environment" if environment is None else f"environment.max_turns={n_turns}"
+        raise ValueError(
+            f"--lengths has turns={lengths.turns:g}, and the recipe {allowed}: lower one, or raise the other"
+        )
+    return most if environment is None else min(n_turns * most, environment.max_length)
 
 
 def fastest(splits: Sequence[Split], lengths: Lengths, ages: Iterable[int]) -> Iterator[Choice]:
@@ -172,8 +189,21 @@ def _setting(recipe: TrainRecipe, found: Estimate, lengths: Lengths, *, shares: 
     inputs, (rollout,) = found.inputs, found.rollouts
     shape, work, layout = inputs.actor.shape, inputs.actor.work, rollout.placed.layout
     prompt = recipe.train_dataset.max_length
-    context = prompt + lengths.mean_progress
+    context = prompt + lengths.mean_progress + lengths.given / 2
     slots = _slots(inputs, rollout, context)
+    # What an episode reads between its turns takes time for each token that it samples.
+    reading = reading_seconds(layout, shape, inputs.gpu) * lengths.given / lengths.mean
+    decoding = token_seconds(
+        layout,
+        shape,
+        inputs.gpu,
+        rollout.memory,
+        sequence_length=work.sequence_length,
+        context=context,
+        slots=slots,
+        element_bytes=inputs.rollout.element_bytes,
+        tp_on_node=next((spread.ranks_per_node for spread in rollout.spreads if spread.dimension == "tp"), 1),
+    )
     # A server gives up its cache with devices that it shares; training refuses the key then.
     keeps_cache = recipe.rollout.keeps_cache(is_server=layout.is_server) and not (layout.is_server and shares)
     return Setting(
@@ -181,24 +211,14 @@ def _setting(recipe: TrainRecipe, found: Estimate, lengths: Lengths, *, shares: 
         group_size=recipe.gconfig.n_samples,
         n_replicas=layout.dp,
         slots=slots,
-        token_seconds=token_seconds(
-            layout,
-            shape,
-            inputs.gpu,
-            rollout.memory,
-            sequence_length=work.sequence_length,
-            context=context,
-            slots=slots,
-            element_bytes=inputs.rollout.element_bytes,
-            tp_on_node=next((spread.ranks_per_node for spread in rollout.spreads if spread.dimension == "tp"), 1),
-        ),
+        token_seconds=tuple(seconds + n * reading for n, seconds in enumerate(decoding)),
         logprob_seconds=LOGPROB_SECONDS if layout.is_server else 0.0,
-        train_seconds=_train_seconds(recipe, found, prompt + lengths.mean),
+        train_seconds=_train_seconds(recipe, found, prompt + lengths.mean + lengths.given),
         update_seconds=_update_seconds(found, shares=shares),
         overlapped=_overlapped_weights(recipe, found),
         shares_devices=shares,
         reread_seconds=0.0 if keeps_cache else reading_seconds(layout, shape, inputs.gpu),
-        prompt_tokens=prompt,
+        prompt_tokens=prompt + lengths.given / 2,
         max_running=recipe.rollout.max_concurrent_rollouts,
     )
 

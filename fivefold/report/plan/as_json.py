@@ -28,6 +28,8 @@ def look_ahead_as_json(result: LookAhead) -> dict[str, Any]:
     return {
         "length_mean": result.lengths.mean,
         "length_max": result.lengths.longest,
+        "turns_mean": result.lengths.turns,
+        "read_mean": result.lengths.read,
         "splits": result.n_splits,
         "choices": [_choice(choice) for choice in result.choices],
     }

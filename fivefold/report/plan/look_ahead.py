@@ -19,6 +19,8 @@ def print_look_ahead(console: Console, result: LookAhead) -> None:
     console.print()
     console.print(Text("Asynchronous training, simulated with estimated times", style="bold"))
     console.print(f"responses of {lengths.mean:,.0f} tokens on average, {lengths.longest:,} at most")
+    if lengths.turns > 1:
+        console.print(f"in {lengths.turns:.3g} turns on average, with {lengths.read:,.0f} tokens to read between two")
     if not result.choices:
         console.print(Text("No division of the GPUs between actor and rollout fits.", style="bold red"))
         return

@@ -247,7 +247,7 @@ def test_every_command_has_an_example_and_its_exit_codes_in_its_help() -> None:
         text = invoke(command, "--help").stdout
         assert "Example" in text
         assert "130  it was interrupted" in text
-    assert {"arithmetic", "additions"} <= set(invoke("data", "--help").stdout.split())
+    assert {"arithmetic", "additions", "tools"} <= set(invoke("data", "--help").stdout.split())
 
 
 def test_no_command_is_cut_short_in_the_list() -> None:

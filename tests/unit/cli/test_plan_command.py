@@ -226,6 +226,25 @@ def test_a_look_ahead_of_held_requests_reads_nothing_anew(recipe: str) -> None:
     assert held[4]["seconds"] < read[4]["seconds"]
 
 
+def test_a_look_ahead_of_episodes_counts_their_turns_and_what_they_read(recipe: str) -> None:
+    arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "reward.fn=environment", "reward.kwargs={}")
+    arguments += ("environment={game: a:B, max_turns: 8, max_length: 8192}",)
+    alone, reading = (
+        printed_json(*arguments, "--lengths", f"mean=3000,max=8192{more}")["look_ahead"]
+        for more in ("", ",turns=8,read=300")
+    )
+    assert alone["length_max"] == 8192, "8 turns of gconfig.max_new_tokens=1024, and not one, cut them off"
+    assert (reading["turns_mean"], reading["read_mean"]) == (8.0, 300.0)
+    for one, other in zip(alone["choices"], reading["choices"], strict=True):
+        # 2,100 tokens more are trained and prefilled, and make caches longer.
+        assert 1.02 * one["seconds"] < other["seconds"] < 2 * one["seconds"]
+    text = run(*arguments, "--lengths", "mean=3000,max=8192,turns=8,read=300").stdout
+    assert "in 8 turns on average, with 300 tokens to read between two" in text
+    assert "8 turns sample at most 8,192, which it has no room for" in " ".join(text.split())
+    refused = run(*arguments, "environment.max_turns=4", "--lengths", "mean=3000,max=8192,turns=8")
+    assert "turns=8, and the recipe environment.max_turns=4" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "options",
     [

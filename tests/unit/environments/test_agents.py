@@ -258,6 +258,39 @@ def test_forks_are_sequences_and_what_they_share_is_trained_once(run: Callable[.
     assert all(text.startswith(texts(episode)[0][:30]) for text in texts(episode))
 
 
+def test_a_summary_is_trained_and_what_continues_it_is_another_sequence(run: Callable[..., list[Episode]]) -> None:
+    """An agent shortens its history: the policy's summary of it is sampled, so it is trained, where it was sampled."""
+
+    def agent(base_url: str) -> float:
+        chat = [user("x")]
+        chat += [ask(base_url, chat), user("sum up")]
+        summary = ask(base_url, chat)["content"]
+        ask(base_url, [user(f"So far: {summary}. Go on")])
+        return 1.0
+
+    policy = Policy(lambda text: "sum" if "sum up" in text else "ab")
+    [episode] = run(agent, policy)
+    first, second, third = policy.sampled
+    assert trained(episode) == [first + second, third]
+    assert "So far: sum. Go on" in texts(episode)[1]
+    assert "sum up" not in texts(episode)[1]
+    assert (episode.n_turns, episode.rewards) == (3, {"environment": 1.0})
+
+
+def test_a_sub_agent_with_another_prompt_is_part_of_the_episode(run: Callable[..., list[Episode]]) -> None:
+    def agent(base_url: str) -> float:
+        chat = [user("x"), ask(base_url, [user("x")])]
+        found = ask(base_url, [{"role": "system", "content": "You search."}, user("y")])["content"]
+        ask(base_url, [*chat, user(found)])
+        return 1.0
+
+    policy = Policy(lambda text: "ab" * (1 + text.count("search")))
+    [episode] = run(agent, policy)
+    first, searched, last = policy.sampled
+    assert sorted(trained(episode)) == sorted([first + last, searched])
+    assert episode.n_turns == 3
+
+
 def test_a_template_that_drops_thoughts_begins_another_sequence(run: Callable[..., list[Episode]]) -> None:
     def agent(base_url: str) -> float:
         ask(base_url, [user("x"), ask(base_url, [user("x")]), user("y")])
@@ -267,6 +300,43 @@ def test_a_template_that_drops_thoughts_begins_another_sequence(run: Callable[..
     [episode] = run(agent, policy, template=FORGETFUL)
     assert trained(episode) == policy.sampled
     assert [text.count("hm") for text in texts(episode)] == [1, 1]
+
+
+def test_a_tokenizer_that_drops_the_first_space_of_a_text_keeps_the_chat_one_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SentencePiece's do: a sampled word has a space before it, which is lost if it is decoded alone."""
+    letters = sorted({*"▁\n abcdefghijklmnopqrstuvwxyz<|_>0123456789."})
+    model = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    model.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    model.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    sampled = [*tokenizer.convert_tokens_to_ids(["▁", "a", "▁", "b"]), tokenizer.eos_token_id]
+    assert tokenizer.decode(sampled, skip_special_tokens=True) == "a b"
+
+    class Spaced(Scripted):
+        def collect(self, seconds: float) -> list[tuple[int, Completion]]:
+            number = min(self.running)
+            del self.running[number]
+            return [(number, Completion.of(sampled, [-0.5] * len(sampled), "stop", 3))]
+
+    said: list[str] = []
+
+    def agent(base_url: str) -> float:
+        chat = [user("go")]
+        for _ in range(3):
+            chat += [ask(base_url, chat), user("on")]
+            said.append(chat[-2]["content"])
+        return 1.0
+
+    monkeypatch.setattr(agent_module, "load_agent", lambda _: agent)
+    player = Player(Spaced(), Agent(config(), tokenizer))
+    player.begin(0, [task()])
+    [episode] = played(player)[0]
+    assert trained(episode) == [sampled * 3]
+    assert said == [" a b"] * 3, "clients see it as it is in its place"
 
 
 def test_kept_thoughts_leave_the_chat_one_sequence(run: Callable[..., list[Episode]]) -> None:

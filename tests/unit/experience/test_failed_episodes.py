@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,24 @@ class FailsFor:
         return episode
 
 
-def taken(fails: Callable[[Task], bool], *overrides: str, save_to: Path | None = None) -> tuple[Experience, Any]:
-    """Return the first step's experience, and what the stream has to say of it; save the groups that wait."""
+def taken(
+    fails: Callable[[Task], bool],
+    *overrides: str,
+    save_to: Path | None = None,
+    also_on: dict[int, Callable[[Task], bool]] | None = None,
+) -> tuple[Experience, Any]:
+    """Return the first step's experience, and what the stream has to say of it; save the groups that wait.
+
+    Args:
+        fails: whether the environment of a task fails on every replica.
+        overrides: keys of the recipe.
+        save_to: where to save them.
+        also_on: whether it fails on a replica, by its rank.
+    """
     workers = [LocalWorker(max_batch_size=6) for _ in range(2)]
-    for worker in workers:
-        worker._player = Player(worker.engine, Failing(FailsFor(fails), retries=1))
+    for rank, worker in enumerate(workers):
+        own = (also_on or {}).get(rank, fails)
+        worker._player = Player(worker.engine, Failing(FailsFor(own)))
         worker.spec = recipe_of(*GAME)  # type: ignore[assignment]  # of which the worker reads `environment`
     group = LocalGroup(workers)
     group.each("set_version", 0)
@@ -95,6 +109,51 @@ def test_a_step_trains_the_episodes_that_have_not_failed(age: int, tmp_path: Pat
     assert all(sample.rewards == {"f": 1.0} for sample in some.samples)
     assert f"{n_failed} episodes failed" in news
     assert "the board is away" in news
+
+
+@pytest.mark.usefixtures("local_objects")
+@pytest.mark.parametrize("age", [0, 1])
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_an_episode_that_fails_is_played_again_on_another_replica(age: int, retries: int) -> None:
+    """Of the first replica's episodes every second one fails there; the other replica's none."""
+    options = (f"rollout.max_head_offpolicyness={age}", f"environment.retries={retries}", "environment.max_failed=0.9")
+    played: list[list[tuple[int, int]]] = [[], []]
+
+    def broken(task: Task) -> bool:
+        played[0].append((task.prompt.index, task.request.seed))
+        return task.request.seed % 2 == 0
+
+    def sound(task: Task) -> bool:
+        played[1].append((task.prompt.index, task.request.seed))
+        return False
+
+    whole, _ = taken(lambda task: False, *options)
+    some, news = taken(sound, *options, also_on={0: broken})
+    failed = [episode for episode in played[0] if episode[1] % 2 == 0]
+    assert failed
+    assert len(failed) == len(set(failed)), "none is played twice on the replica where it failed"
+    if retries == 0:
+        assert not set(failed) & set(played[1])
+        assert "the board is away" in news
+        return
+    assert set(failed) <= set(played[1])
+    assert news is None
+    assert some.metrics["episode/failed"] == 0.0
+    assert tokens_of(some) == tokens_of(whole), "the same episodes, at their places in the groups"
+
+
+@pytest.mark.usefixtures("local_objects")
+@pytest.mark.parametrize("retries", [0, 2])
+def test_an_episode_is_played_again_as_often_as_asked(retries: int) -> None:
+    times: Counter[tuple[int, int]] = Counter()
+
+    def fails(task: Task) -> bool:
+        times[task.prompt.index, task.request.seed] += 1
+        return task.request.seed % 3 == 0
+
+    _, news = taken(fails, f"environment.retries={retries}", "environment.max_failed=0.9")
+    assert "the board is away" in news
+    assert all(n == (1 + retries if seed % 3 == 0 else 1) for (_, seed), n in times.items())
 
 
 @pytest.mark.usefixtures("local_objects")

@@ -53,6 +53,8 @@ def test_the_mean_progress_counts_every_token_of_every_response() -> None:
         ("p150=5,max=32768", "is not a length"),
         ("median=5,max=32768", "is not a length"),
         ("mean=nan,max=32768", "is not a length"),
+        ("mean=40,max=4096,read=30", "add their number as turns"),
+        ("mean=40,max=4096,turns=0,read=30", "is not a length"),
         ("no-such-run", "cannot be read"),
     ],
 )
@@ -67,3 +69,14 @@ def test_a_file_without_samples_is_an_error(content: str, tmp_path: Path) -> Non
     file.write_text(content)
     with pytest.raises(ValueError, match=r"n_tokens|at least one"):
         parse_lengths(str(file))
+
+
+def test_episodes_have_turns_and_what_they_read_between_them(tmp_path: Path) -> None:
+    lengths = parse_lengths("mean=400,max=4096,turns=8,read=30")
+    assert (lengths.turns, lengths.read, lengths.given) == (8.0, 30.0, 210.0)
+    assert lengths.mean == pytest.approx(400, rel=1e-3), "what is read is not sampled"
+    assert lengths.at_most(100).given == 210.0
+    assert parse_lengths("mean=400,max=4096").given == 0.0
+    lines = [json.dumps({"n_tokens": 5, "n_turns": 3}), json.dumps({"n_tokens": 5})]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    assert parse_lengths(str(tmp_path)).turns == 2.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from fivefold.batch import Columns
 from fivefold.cluster.group import KeptCall, WorkerGroup
+from fivefold.experience.group import Group
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.roles.rollout_worker import RolloutWorker
@@ -117,3 +118,39 @@ def test_equal_shares_are_dealt_at_once_and_cut_jobs() -> None:
     stream.submit(jobs()[:3])
     stream.advance()
     assert given == [(0, [(0, 0, SIZE), (1, 0, SIZE // 2)]), (1, [(1, SIZE // 2, SIZE // 2), (2, 0, SIZE)])]
+
+
+def test_parts_that_failed_go_elsewhere_one_at_a_time_and_may_be_lost_there() -> None:
+    """Of four episodes the first and the last two fail, then the server of the other replica dies with the first."""
+    job, prompt = replace(jobs()[0], retries=1), jobs()[0].prompt
+    good = Episode.single_turn(prompt, Completion.of([5], [-1.0], "stop", 0))
+    bad = Episode.failed(prompt, "the board is away")
+    begun = replace(job.requests[0], seed=7)
+    nothing = Responses.of([], [], [])
+    reports = [
+        (0, Responses.of([0], [bad, good, bad, bad], ["5"] * SIZE)),
+        (1, replace(nothing, lost={0: [begun]})),
+        (1, Responses.of([0], [bad], ["5"])),
+        (1, Responses.of([0], [good, good], ["5"] * 2)),
+    ]
+    group = OneByOne(reports)
+    given: list[tuple[int, int, int]] = []
+
+    def keep_on(rank: int, method: Any, jobs: Sequence[Job], seconds: float) -> KeptCall[Any]:
+        given.extend((rank, job.first, len(job.requests)) for job in jobs)
+        return KeptCall(rank, None, None, "", 0.0)  # type: ignore[arg-type]
+
+    group.keep_on = keep_on  # type: ignore[method-assign,assignment]
+    stream = RolloutStream(LocalRollout(group), 2 * SIZE)  # type: ignore[arg-type]
+    stream.submit([job])
+    answers: list[tuple[int, list[bool]]] = []
+    whole = Group(prompt, job.requests, SAMPLING)
+    while stream.has_work:
+        answers += [(each.first, [sample.has_failed for sample in each.samples]) for each in stream.advance()]
+        for lost in stream.take_lost():
+            assert not whole.is_whole(lost.requests)
+            whole.resume(lost)
+    assert not group.reports
+    assert given == [(0, 0, SIZE), (1, 0, 1), (1, 0, 1), (1, 2, 2)]
+    assert sorted(answers) == [(0, [True]), (1, [False]), (2, [False, False])]
+    assert whole.requests == [begun, *job.requests[1:]]
