@@ -84,12 +84,18 @@ def check_layers(shape: ModelShape) -> None:
     """Refuse a model whose layers Megatron-Core would compute otherwise than Hugging Face, from the same weights.
 
     Raises:
-        ValueError: it has latent attention that turns channels half of the positional part apart, or gated delta nets.
+        ValueError: it has latent attention that turns channels half of the positional part apart, gated delta nets, or
+            norms over all heads.
     """
     if shape.delta is not None:
         raise ValueError(
             f"{shape.family}: gated delta nets are not supported in torch_dist, where Megatron-Core orders their rows "
             "otherwise: use the Hugging Face folder"
+        )
+    if shape.wide_qk_norm:
+        raise ValueError(
+            f"{shape.family}: norms over all heads are not supported in torch_dist, because Megatron-Core's are on each "
+            "head: use the Hugging Face folder"
         )
     if shape.latent is not None and not shape.latent.rotates_neighbours:
         raise ValueError(

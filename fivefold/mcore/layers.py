@@ -104,7 +104,7 @@ class PackedSelfAttention(SelfAttention):
         return (output if gate is None else output * torch.sigmoid(gate)).unsqueeze(1)
 
     def normalised(self, projected_TC: torch.Tensor) -> torch.Tensor:
-        """Return the joint projection behind norms over more than a head; there are none here."""
+        """Return the joint projection behind norms over all heads; here there are none."""
         return projected_TC
 
     def _without_gate(self, projected_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

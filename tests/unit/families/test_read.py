@@ -36,6 +36,7 @@ PUBLISHED = {
     "Llama-3.1-8B": (8.03, 8.03),
     "Llama-3.1-70B": (70.6, 70.6),
     "Llama-3.1-405B": (405, 405),
+    "MiniMax-M2": (230, 10),
     "Mistral-Nemo": (12.2, 12.2),
     "Mistral-Small-24B": (23.6, 23.6),
     "Mixtral-8x7B": (46.7, 12.9),
@@ -54,7 +55,7 @@ PUBLISHED = {
     # The name says 30 and 3, which are counts with and without embeddings.
     "GLM-4.7-Flash": (29.9, 3.9),
 }
-WITHOUT_EMBEDDINGS = ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "Moonlight-16B-A3B")
+WITHOUT_EMBEDDINGS = ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "MiniMax-M2", "Moonlight-16B-A3B")
 """Models whose reports count neither the embedding nor the output layer."""
 
 

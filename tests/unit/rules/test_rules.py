@@ -262,6 +262,14 @@ def test_what_gated_delta_nets_do_not_do_is_refused(section: dict[str, Any], mes
         check_recipe(recipe(actor={**actor, **section}), HYBRID)
 
 
+@pytest.mark.parametrize("megatron", [{"bridge_type": "mbridge"}, {"kernels": "te"}], ids=str)
+def test_norms_over_all_heads_are_fivefolds_own(megatron: dict[str, Any]) -> None:
+    actor = {"path": "m", "backend": "megatron:d2", "megatron": megatron}
+    check_recipe(recipe(actor=actor), MOE)
+    with pytest.raises(RecipeError, match=r"has no norms over all heads, which minimax_m2 needs: set it to fivefold"):
+        check_recipe(recipe(actor=actor), find_shape("MiniMax-M2"))
+
+
 def test_adapters_need_layers_that_have_them() -> None:
     for backend in ("megatron:d2", "fsdp:d2"):
         actor = {"path": "m", "backend": backend, "lora": {"targets": ["q_proj", "down_*"]}}
