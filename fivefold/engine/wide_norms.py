@@ -1,4 +1,4 @@
-"""RMSNorms over all heads together, of which each tensor-parallel rank has some."""
+"""RMSNorms over all heads together. Each tensor-parallel rank has some of the heads."""
 
 from __future__ import annotations
 
