@@ -94,8 +94,8 @@ def check_layers(shape: ModelShape) -> None:
         )
     if shape.wide_qk_norm:
         raise ValueError(
-            f"{shape.family}: norms over all heads are not supported in torch_dist, because Megatron-Core's are "
-            "on each head: use the Hugging Face folder"
+            f"{shape.family}: norms over all heads are not supported in torch_dist, because Megatron-Core's are on "
+            "each head: use the Hugging Face folder"
         )
     if shape.latent is not None and not shape.latent.rotates_neighbours:
         raise ValueError(

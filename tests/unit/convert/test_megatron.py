@@ -26,7 +26,7 @@ from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
 from fivefold.convert.megatron_files import CheckpointFiles
-from fivefold.families.read import load_shape
+from fivefold.families.read import find_shape, load_shape
 
 MakeModel = Callable[[str], TinyModel]
 
@@ -130,6 +130,11 @@ def test_positions_that_megatron_core_would_compute_otherwise_are_refused(tmp_pa
         convert_to_torch_dist(model.folder, tmp_path / "mcore")
     with pytest.raises(ValueError, match="rope_interleave=false is not supported in torch_dist"):
         MegatronWeights(tmp_path / "mcore", load_shape(model.folder))
+
+
+def test_norms_that_megatron_core_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="minimax_m2: norms over all heads are not supported in torch_dist"):
+        MegatronWeights(tmp_path, find_shape("MiniMax-M2"))
 
 
 def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(glm: TinyModel, tmp_path: Path) -> None:
