@@ -17,6 +17,10 @@ from fivefold_import.values import flag, number, positive, top_k
 NONZERO = "check_reward_nonzero_std"
 """The end of the name of the filter that leaves out groups of equal rewards."""
 JUDGES = ("math", "deepscaler")
+REMOTE = "remote_rm"
+"""The rule that asks a service."""
+SENT = {"prompt": "prompt", "response": "response", "label": "ground_truth"}
+"""What slime sends to it, by the names of the reward `http`."""
 """Judges of mathematics by the final answer."""
 
 
@@ -124,9 +128,20 @@ def _judge(draft: Draft, source: str) -> None:
     if draft.get("custom_rm_path") is not None:
         draft.implied(source, "custom_rm_path is in its place")
     name = str(draft.get(source)).removeprefix("boxed_")
+    if name == REMOTE:
+        draft.recipe["reward.kwargs.fields"] = SENT
+        if (score := draft.get("reward_key")) is not None:
+            draft.recipe["reward.kwargs.score"] = score
+        draft.mapped(source, "reward.fn", "http")
     if name in JUDGES:
         draft.mapped(source, "reward.fn", "math", f"by math-verify, in the place of slime's rule {name}")
     draft.unsupported(source, f"the rule {name!r} is slime's own: write it as reward.fn=file.py:function")
+
+
+def _service(draft: Draft, source: str) -> None:
+    if draft.get("rm_type") != REMOTE:
+        draft.implied(source, f"only rm_type={REMOTE} reads this")
+    draft.mapped(source, "reward.kwargs.url", draft.get(source))
 
 
 def _own_reward(draft: Draft, source: str) -> None:

@@ -135,3 +135,22 @@ def test_dropout_of_attention_is_refused(tmp_path: Path) -> None:
 def test_miles_reads_slimes_flags_and_its_own(tmp_path: Path) -> None:
     assert convert_fixture("miles", "miles_lora.sh").recipe["actor.lora.rank"] == 32
     assert convert_flags(tmp_path, "--update-weight-transfer-mode p2p", "miles").unsupported() == set()
+
+
+def test_a_service_that_scores_gets_what_slime_sends(tmp_path: Path) -> None:
+    flags = "--rm-type remote_rm --rm-url http://scores:8000/rm --reward-key acc --group-rm"
+    conversion = convert_flags(tmp_path, flags)
+    sent = {key: name for key, name in conversion.recipe.items() if key.startswith("reward.")}
+    assert sent == {
+        "reward.fn": "http",
+        "reward.kwargs.url": "http://scores:8000/rm",
+        "reward.kwargs.score": "acc",
+        "reward.kwargs.fields.prompt": "prompt",
+        "reward.kwargs.fields.response": "response",
+        "reward.kwargs.fields.label": "ground_truth",
+    }
+    assert not [problem for problem in conversion.report.problems if "reward" in problem]
+    assert conversion["group_rm"].outcome == "unsupported"
+    assert "the argument `responses`" in conversion["group_rm"].note
+    without = convert_flags(tmp_path, "--rm-type math --rm-url http://scores:8000/rm")
+    assert (without.recipe["reward.fn"], without["rm_url"].outcome) == ("math", "implied")
