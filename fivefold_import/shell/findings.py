@@ -45,6 +45,6 @@ def stray(words: Sequence[str], line: int) -> str:
     keys = sum(bool(OVERRIDE.match(word) or word.startswith("--")) for word in words)
     others = f" and the {keys - 1} keys after it" if keys > 2 else " and the key after it" if keys == 2 else ""
     return (
-        f"line {line}: bash runs `{words[0]}` as a command, so that it{others} are not read; a `\\` continues a line only "
-        "as its last character, with no blank and no comment after it"
+        f"line {line}: bash runs `{words[0]}` as a command, so that it{others} are not read; a `\\` continues a line "
+        "only as its last character, with no blank and no comment after it"
     )

@@ -1,4 +1,4 @@
-"""slime: launch scripts of flags, some of Megatron-LM's and some of its own."""
+"""slime: launch scripts of flags, some of Megatron-LM's and some its own."""
 
 from __future__ import annotations
 
