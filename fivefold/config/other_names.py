@@ -91,7 +91,11 @@ WITHOUT: Mapping[str, str] = {
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "actor_rollout_ref": ("verl",),
     "data": ("verl",),
-    "trainer": ("verl", "trinity"),
+    "trainer": ("verl", "trinity", "skyrl"),
+    "generator": ("skyrl",),
+    "grpo": ("nemo_rl",),
+    "loss_fn": ("nemo_rl",),
+    "policy": ("nemo_rl",),
     "reward_model": ("verl",),
     "actor_train": ("roll",),
     "actor_infer": ("roll",),

@@ -56,6 +56,7 @@ def convert_estimator(draft: Draft, section: str) -> None:
     else:
         draft.unsupported(f"{at}name", f"the estimator {name!r} is not offered; the recipe trains with GRPO instead")
     draft.all_implied(f"{at}*", f"the estimator {name} does not read this")
+    draft.implied(f"{at}use_leave_one_out_baseline", f"the estimator {name} does not read this")
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         draft.implied(f"{section}{key}", f"adv_estimator says so, or the estimator {name} does not read this")
 
@@ -92,7 +93,8 @@ def _grpo(draft: Draft, section: str) -> None:
     else:
         draft.sets(others_key, MEAN_LEVEL, "group")
         draft.sets(divides_key, STD_LEVEL, "group" if divides else "none")
-    draft.implied(f"{section}adv_estimator.name", "its other keys say what is divided by what")
+    for name in ("name", "normalize_rewards", "use_leave_one_out_baseline"):
+        draft.implied(f"{section}adv_estimator.{name}", "other keys say what is subtracted and divided by")
 
 
 def _switch(draft: Draft, key: str) -> bool:
@@ -126,8 +128,7 @@ def convert_loss(draft: Draft) -> None:
 def convert_correction(draft: Draft) -> None:
     """Convert the weights for the mismatch of rollout and trainer, which are off unless the source switches them on."""
     if not draft.read(CORRECTS, flag, False):
-        if draft.writes(CORRECTS):
-            draft.mapped(CORRECTS, f"{CORRECTION}method", "none")
+        draft.sets(CORRECTS, f"{CORRECTION}method", "none")
         return
     level = "sequence" if draft.read(BY_SEQUENCE, flag, False) else "token"
     correct_rollout(draft, CORRECTS, {"weight": level})

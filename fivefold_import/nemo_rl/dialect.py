@@ -28,7 +28,7 @@ from fivefold_import.nemo_rl.layout import (
     lay_out_rollout,
     n_devices,
 )
-from fivefold_import.nemo_rl.rules import TABLES, convert_steps, section_of_task
+from fivefold_import.nemo_rl.rules import TABLES, convert_steps, convert_switches, section_of_task
 from fivefold_import.nemo_rl.serving import convert_server_options
 from fivefold_import.settings import TEACHER_PATH, cut_of_held_out
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
@@ -70,6 +70,7 @@ def convert(draft: Draft) -> None:
     _teacher(draft, trainers)
     _critic(draft, trainers, prompts, n_samples)
     convert_steps(draft, section)
+    convert_switches(draft, section)
     _evaluation(draft, section)
     table = {"grpo.": "rl", "ppo.": "ppo", "distillation.": "distillation"}[section]
     draft.apply((TABLES[table] | OF_VALUE).rules)
@@ -93,6 +94,7 @@ def convert_given(draft: Draft) -> None:
     if draft.schema is DPORecipe:
         _preferences(draft)
     convert_steps(draft, section)
+    convert_switches(draft, section)
     draft.apply((TABLES["top"] | TABLES["given"].under(section)).rules)
 
 

@@ -13,7 +13,7 @@ from fivefold_import.draft import Draft
 from fivefold_import.models import is_moe, known_shape
 from fivefold_import.settings import TRACKERS, min_lr, warmup
 from fivefold_import.tables import Table, read_tables
-from fivefold_import.values import LR_SCHEDULE, Unfit, number, whole
+from fivefold_import.values import DTYPE, LR_SCHEDULE, Unfit, number, whole
 
 MANY = 100_000
 """As many steps or epochs as nobody means to train: a limit that another one ends before."""
@@ -52,6 +52,15 @@ def convert_steps(draft: Draft, section: str) -> None:
     elif isinstance(epochs, int) and epochs > 0:
         draft.sets(epochs_key, "total_train_epochs", epochs)
     draft.implied(steps_key, f"{epochs_key} ends the run")
+
+
+def convert_switches(draft: Draft, section: str) -> None:
+    """Convert the switches of checkpoints, which are off in Fivefold by another key, and of training ahead."""
+    writes, ahead = "checkpointing.enabled", f"{section}async_{section}"
+    if draft.get(writes) is False:
+        draft.sets(writes, "recover.mode", "disabled")
+    if draft.get(f"{ahead}enabled") is True:
+        draft.assume({f"{ahead}max_trajectory_age_steps": 1})
 
 
 def _section(key: str) -> str:
@@ -207,6 +216,14 @@ def _predicted_tokens(draft: Draft, source: str) -> None:
     if draft.get(source) and weight:
         draft.unsupported(source, "multi-token prediction is not offered")
     draft.implied(source, "no further tokens are predicted")
+
+
+def _precision(draft: Draft, source: str) -> None:
+    """Convert the number format of the rollout, whose weights may be quantised by blocks."""
+    name = draft.get(source)
+    if name == "fp8" and draft.get(source.replace("precision", "is_mx")) is not True:
+        draft.mapped(source, "rollout.quantization", "fp8_per_block", "by blocks of 128 x 128, as there")
+    draft.mapped(source, "rollout.dtype", DTYPE(name))
 
 
 def _environment(draft: Draft, source: str) -> None:

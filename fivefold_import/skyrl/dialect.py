@@ -31,7 +31,7 @@ from fivefold_import.tasks import REINFORCEMENT
 from fivefold_import.values import KL_ESTIMATOR, Unfit, flag, number, one_of, positive, top_k
 
 PROGRAMS = ("main_base", "main_dapo", "main_async", *ASYNCHRONOUS)
-"""Programs whose keys are all in the configuration; others train with further code."""
+"""Programs whose keys are all in the configuration; others train by code."""
 PLACEMENT, ENGINE = f"{TRAINER}placement.", f"{GENERATOR}inference_engine."
 OLDER = {
     "num_engines": "num_inference_engines",
@@ -54,7 +54,7 @@ def merge(documents: Sequence[Document]) -> Document:
         whole.values["program"] = program
         whole.program = ""
     elif program and "sft" not in program and "generate" not in program:
-        whole.problems.append(f"{whole.program} has further code, which is not read: write it for the recipe")
+        whole.problems.append(f"{whole.program} trains by its own code, which is not read: write it for the recipe")
     return whole
 
 
@@ -306,7 +306,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _episodes(draft: Draft) -> None:
-    """Leave episodes of several turns to the user: SkyRL's environments are its classes."""
+    """Leave episodes of several turns to the user: SkyRL's environments are its own classes."""
     turns = draft.read(f"{GENERATOR}max_turns", positive, 1)
     name = str(draft.get("environment.env_class", ""))
     if turns > 1 or any(part in name for part in SEVERAL_TURNS):

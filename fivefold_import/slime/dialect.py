@@ -1,4 +1,4 @@
-"""slime: launch scripts of flags, some of Megatron-LM and some of slime."""
+"""slime: launch scripts of flags, some of Megatron-LM's and some its own."""
 
 from __future__ import annotations
 

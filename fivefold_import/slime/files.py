@@ -1,4 +1,4 @@
-"""slime's launch scripts: `python3 train.py` with flags from arrays; `source` reads the model's.
+"""slime's launch scripts: `python3 train.py` with flags from arrays; `source` reads the array of the model.
 
 --lr 1e-6 --eval-prompt-data aime a.jsonl --colocate   ──>   lr: 1e-6, eval_prompt_data: [aime, a.jsonl], colocate: true
 """

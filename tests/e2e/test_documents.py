@@ -91,6 +91,9 @@ FILES = {
     "launch.sh": "siirl_moe.sh",
     "run.yaml": "trinity_ppo_megatron.yaml",
     "train.yaml": "trinity_ppo_megatron.yaml",
+    "grpo_moe.yaml": "nemo_rl_moe.yaml",
+    "nemo_rl_base.yaml": "nemo_rl_base.yaml",
+    "run-moe.sh": "slime_moe.sh",
 }
 """Fixtures that stand for the files that the documents name. Their `recipe.yaml` is what an import before it wrote."""
 

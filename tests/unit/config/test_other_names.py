@@ -97,7 +97,9 @@ def test_what_other_names_mean_are_keys_and_what_an_importer_takes_them_for() ->
         for section in yaml.safe_load(table.read_text()).values():
             for name, row in (section.get("to") or {}).items() if isinstance(section, dict) else ():
                 imported.setdefault(name.rpartition(".")[2], set()).add(row[0])
-    # TRL's beta and epsilon are KL's weight and the clip range; other frameworks' files use the words for other things.
-    both = {name: key for name, key in MEANINGS.items() if name in imported and name not in ("beta", "epsilon")}
+    # TRL's beta and epsilon are KL's weight and the clip range, and verl's clip_ratio is too; other frameworks' files
+    # use the words for other things.
+    others = ("beta", "epsilon", "clip_ratio")
+    both = {name: key for name, key in MEANINGS.items() if name in imported and name not in others}
     assert len(both) >= 15
     assert {name: imported[name] for name, key in both.items() if key not in imported[name]} == {}

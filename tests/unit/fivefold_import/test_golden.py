@@ -16,6 +16,48 @@ DERIVED: dict[str, dict[str, Any]] = {
         "actor.rollout_correction.method": "custom",  # the decoupled objective, whose weights have a cap
         "saver.max_to_keep": None,  # AReaL keeps them all
     },
+    "nemo_rl_base.yaml": {
+        "actor.backend": "fsdp:d4t2",
+        "actor.mb_spec.max_tokens_per_mb": 4096 * 2,  # ${mul:...}
+        "actor.mb_spec.max_tokens_per_infer_mb": 4096 * 4,
+        "actor.ppo_n_minibatches": 32 * 8 // 128,
+        "actor.optimizer.warmup_steps_proportion": 10 / (400 * 2),
+        "valid_dataset.limit": 480 // 16,  # the set is read 16 times
+        "evaluator.n_samples": 16,
+        "recover.save_before": 3 * 3600 + 40 * 60,
+    },
+    "nemo_rl_moe.yaml": {
+        "actor.backend": "megatron:d2p3t2c2e4",  # 24 of 32 devices, in replicas of 12
+        "rollout.backend": "vllm:d2t4",  # the other 8
+        "actor.optimizer.min_lr_ratio": 0.1,
+        "actor.overlong_penalty_factor": 1 / 2,  # rewards are doubled after the penalty here, before it there
+        "actor.reward_bias": -0.5,
+    },
+    "nemo_rl_ppo.yaml": {"critic.backend": "fsdp:d8", "critic.ppo_n_minibatches": 64 // 16},
+    "nemo_rl_dpo.yaml": {"actor.mb_spec.max_tokens_per_mb": 2 * 2 * 2048},  # a pair is two sequences
+    "miles_lora.sh": {"actor.ppo_n_minibatches": 16 * 8 // 128},
+    "skyrl_megatron.sh": {
+        "actor.backend": "megatron:d2p2t4e8",
+        "actor.mb_spec.max_tokens_per_mb": 4 * (2048 + 8192),
+        "actor.ppo_n_minibatches": 512 // 32,
+    },
+    "skyrl_async_search.sh": {
+        "actor.backend": "fsdp:d2c2",
+        "rollout.backend": "vllm:d2t2",
+        "cluster.n_gpus_per_node": 4 + 4,
+        "environment.max_length": 6144 + 512,
+        "actor.mb_spec.max_tokens_per_mb": 2 * (6144 + 512),
+    },
+    "slime_moe.sh": {
+        "actor.backend": "megatron:d2p2t2c2e4",
+        "actor.mb_spec.max_tokens_per_mb": 8192 * 2,  # the budget of each of 2 context shards
+        "actor.optimizer.warmup_steps_proportion": 20 / (500 * 4),
+    },
+    "slime_async_ppo.sh": {
+        "cluster.n_gpus_per_node": 8,  # 4 that train and 4 that generate
+        "rollout.backend": "sglang:d2t2",
+        "actor.ppo_n_minibatches": 32 * 4 // 64,
+    },
     "roll_megatron.yaml": {
         "experiment_name": "roll_megatron",  # the file's name
         # 32 devices in stages of t2: 8 replicas of 2 stages, each in 8 chunks; whole experts, 4 ways

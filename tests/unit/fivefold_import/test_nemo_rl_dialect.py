@@ -221,3 +221,17 @@ def test_programs_are_told_by_their_sections() -> None:
     assert convert_words("nemo_rl", "rm.max_num_epochs=2", "policy.model_name=a/b").report.command == "fivefold rm"
     with pytest.raises(ValueError, match="evaluation or generation without training"):
         convert_words("nemo_rl", "eval.metric=pass@k", "generation.model_name=a/b")
+
+
+def test_a_run_without_checkpoints_writes_none() -> None:
+    conversion = convert_fixture("nemo_rl", BASE, ["checkpointing.enabled=false"])
+    assert conversion.recipe["recover.mode"] == "disabled"
+    assert "recover.freq_steps" not in conversion.recipe
+
+
+def test_training_ahead_is_by_one_step_unless_the_source_says_otherwise() -> None:
+    words = ["grpo.num_prompts_per_step=8", "grpo.async_grpo.enabled=true"]
+    assert convert_words("nemo_rl", *words).recipe["rollout.max_head_offpolicyness"] == 1
+    older = convert_words("nemo_rl", *words, "grpo.async_grpo.max_trajectory_age_steps=3").recipe
+    assert older["rollout.max_head_offpolicyness"] == 3
+    assert "rollout.max_head_offpolicyness" not in convert_words("nemo_rl", words[0]).recipe

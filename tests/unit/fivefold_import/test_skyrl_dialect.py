@@ -27,7 +27,7 @@ def test_a_program_with_its_own_code_is_a_problem(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("uv run -m examples.train.multiply.main_multiply trainer.seed=1\n", encoding="utf-8")
     (problem,) = convert_files("skyrl", [script], [], {}).report.problems
-    assert "main_multiply has code of its own" in problem
+    assert "main_multiply trains by its own code" in problem
 
 
 @pytest.mark.parametrize(
