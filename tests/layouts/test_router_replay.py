@@ -105,9 +105,9 @@ def expected(folder: Path, batch: Batch, scratch: Path) -> tuple[torch.Tensor, T
         for row, (gate, forward) in enumerate(zip(gates, forwards, strict=True)):
             given_TK = sequence.fields[ROUTES][:, row].long()
 
-            def replay(hidden: torch.Tensor, given_TK: torch.Tensor = given_TK, forward: Any = forward) -> Any:
+            def replay(*inputs: torch.Tensor, given_TK: torch.Tensor = given_TK, forward: Any = forward) -> Any:
                 with choosing(given_TK, shape.expert_groups):
-                    return forward(hidden)
+                    return forward(*inputs)
 
             gate.forward = replay
         logprobs_T, _ = hf_reference.predict(model, sequence.tokens_T, 1.0)
