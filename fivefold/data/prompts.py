@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fivefold.config.schema.data import DatasetConfig, PromptRowsConfig, RowsConfig
+from fivefold.config.schema.data import PROMPT, DatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import fingerprint, load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
@@ -130,7 +130,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        rendered = render(row[config.prompt_key], config, tokenizer, where, at_most)
+        rendered = render(_asked(row[config.prompt_key], config, where), config, tokenizer, where, at_most)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -151,6 +151,18 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
             "raise max_length"
         )
     return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
+
+
+def _asked(prompt: Any, config: PromptRowsConfig, where: str) -> Any:
+    """Return a prompt in the recipe's `prompt_template`, if there is one."""
+    if config.prompt_template is None:
+        return prompt
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: prompt_template is for texts, and {config.prompt_key!r} holds {prompt!r:.80}: drop it, or give "
+            "texts"
+        )
+    return config.prompt_template.replace(PROMPT, prompt)
 
 
 def _cut(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fivefold.config.schema.data import PROMPT
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold_import import reasons
 from fivefold_import.agents import leave_open, limit_length
 from fivefold_import.draft import Draft
+from fivefold_import.nemo_rl.files import FileText
 from fivefold_import.settings import ask_as_user
 from fivefold_import.values import positive, text, whole
 
@@ -19,7 +21,6 @@ PREPARE = (
     "train_dataset.path (docs/data.md)"
 )
 SPLIT = "no rows are held out by chance: write them to a separate file, and name it in valid_dataset.path"
-TEMPLATE = "a prompt is asked as the row has it: write this text into the prompts, or into train_dataset.reader"
 GYM, MATH = "nemo_gym", "math"
 GAMES = ("sliding_puzzle_game",)
 OWN_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
@@ -56,13 +57,34 @@ def convert_data(draft: Draft) -> None:
             draft.all_unsupported(f"{section}*", "files of one form are listed in train_dataset.path: prepare them")
         elif draft.keys(f"{section}*"):
             _convert_set(draft, section, to)
-    for key in [*draft.keys("data.*prompt_file"), *draft.keys("data.*system_prompt_file")]:
+    for key in draft.keys("data.*prompt_file"):
         if draft.get(key) is not None:
-            draft.unsupported(
-                key, TEMPLATE if "system" not in key else f"{TEMPLATE}; train_dataset.system_prompt has it"
-            )
+            _text_of_file(draft, key)
     if {"train_dataset.path", "train_dataset.prompt_key"} <= set(draft.recipe):
         ask_as_user(draft, "NeMo-RL")
+
+
+def _text_of_file(draft: Draft, key: str) -> None:
+    """Convert a file with the text around each prompt, or with the system's message."""
+    _, section, name = key.rsplit(".", 2)
+    to = "system_prompt" if name == "system_prompt_file" else "prompt_template"
+    found = draft.get(key)
+    if not isinstance(found, FileText):
+        draft.unsupported(key, f"this file was not found: write its text into train_dataset.{to}")
+        return
+    try:
+        text = found.content if to == "system_prompt" else found.content.format(PROMPT)
+    except (IndexError, KeyError, ValueError) as error:
+        draft.unsupported(key, f"its text is no text with one pair of braces ({error}): write train_dataset.{to}")
+        return
+    first, *others = [to_section for part, to_section in SECTIONS.items() if section in ("default", part.split(".")[1])]
+    for other in others:
+        if f"{other}path" in draft.recipe:
+            draft.recipe.setdefault(f"{other}{to}", text)
+    if f"{first}path" in draft.recipe:
+        draft.mapped(key, f"{first}{to}", text)
+    else:
+        draft.implied(key, "the data set is yours to name")
 
 
 def _convert_set(draft: Draft, section: str, to: str) -> None:

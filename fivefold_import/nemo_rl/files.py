@@ -15,6 +15,15 @@ from fivefold.config.paths import user_path
 from fivefold_import.dialect import merged
 from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
 
+
+class FileText(str):
+    """The name of a text file, with the text."""
+
+    content: str
+
+
+PROMPTS = ("prompt_file", "system_prompt_file")
+"""Keys that name files with texts."""
 DEEPEST = 20
 """The longest chain of `defaults`, so that a file that names itself ends in an error."""
 DEFAULTS, CONFIG, OVERRIDES = "defaults", "--config", "_override_"
@@ -34,7 +43,7 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
     if path.suffix in YAMLS and path.is_file():
         problems: list[str] = []
         tree = _with_parents(path, problems, DEEPEST)
-        return Document(path.name, dict(flatten(tree)), problems=problems)
+        return Document(path.name, _with_texts(path, dict(flatten(tree))), problems=problems)
     script = read_document(path, environment)
     named = script.values.get(CONFIG)
     if not named:
@@ -44,6 +53,15 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
         script.problems.append(f"{_unread(named)}: give the file before the script")
         return script
     return replace(merged([read(parent, environment), script]), name=script.name)
+
+
+def _with_texts(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the texts of the files that some of them name."""
+    for key, value in values.items():
+        if key.rpartition(".")[2] in PROMPTS and isinstance(value, str) and (file := _find(path, value)) is not None:
+            values[key] = text = FileText(value)
+            text.content = file.read_text(encoding="utf-8")
+    return values
 
 
 def merge(documents: Sequence[Document]) -> Document:

@@ -14,6 +14,10 @@ SAMPLERS = ("epochs", "easy_to_hard", "replay")
 """Values of `sampler`, besides users' own."""
 
 
+PROMPT = "{prompt}"
+"""What stands for a prompt in `prompt_template`."""
+
+
 class RowsConfig(Section):
     """Where prompts come from, and how they are read."""
 
@@ -45,9 +49,18 @@ class RowsConfig(Section):
 class PromptRowsConfig(RowsConfig):
     """Prompts to complete."""
 
+    prompt_template: Annotated[str | None, Field(min_length=1)] = None
+    """A text with `{prompt}`, in whose place each prompt of the data comes; null: prompts stay as they are. It is for
+    prompts that are texts."""
+
     truncation: Literal["drop", "left", "right", "error"] = "drop"
     """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
     reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
+
+    @rule
+    def _template(self) -> Iterator[str]:
+        if self.prompt_template is not None and PROMPT not in self.prompt_template:
+            yield f"prompt_template has no {PROMPT}, so every prompt would be the same: write it into the text"
 
 
 class BatchesConfig(Section):

@@ -121,3 +121,17 @@ def test_examples_and_pairs_have_the_system_prompt_too(write_jsonl: Write, token
     pairs = write_jsonl([{"chosen": talk, "rejected": [talk[0], {**talk[1], "content": "c"}]}], "pairs.jsonl")
     [pair] = load_pairs(PreferenceRowsConfig(path=pairs, system_prompt=SYSTEM), tokenizer).examples
     assert pair.chosen.prompt_ids == pair.rejected.prompt_ids == expected
+
+
+def test_prompts_that_are_texts_come_into_a_text(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(rows_of("a {prompt}", "b"))
+    template = "{x} Solve {prompt}, {prompt}!"
+    prompts = load_prompts(plain(path, prompt_template=template), tokenizer).prompts
+    assert [prompt.text for prompt in prompts] == ["{x} Solve a {prompt}, a {prompt}!", "{x} Solve b, b!"]
+    [chat, _] = load_prompts(plain(path, prompt_template=template, apply_chat_template=True), tokenizer).prompts
+    assert chat.messages == ({"role": "user", "content": prompts[0].text},)
+    chats = write_jsonl([{"question": [{"role": "user", "content": "a"}], "answer": ""}], "chats.jsonl")
+    with pytest.raises(ValueError, match=r"row 1 .*: prompt_template is for texts, and 'question' holds \["):
+        load_prompts(plain(chats, prompt_template=template), tokenizer)
+    with pytest.raises(ValueError, match=r"prompt_template has no {prompt}, so every prompt would be the same"):
+        plain(path, prompt_template="Solve it.")

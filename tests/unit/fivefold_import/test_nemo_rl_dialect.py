@@ -235,3 +235,22 @@ def test_training_ahead_is_by_one_step_unless_the_source_says_otherwise() -> Non
     older = convert_words("nemo_rl", *words, "grpo.async_grpo.max_trajectory_age_steps=3").recipe
     assert older["rollout.max_head_offpolicyness"] == 3
     assert "rollout.max_head_offpolicyness" not in convert_words("nemo_rl", words[0]).recipe
+
+
+def test_texts_around_prompts_come_from_the_files_that_hold_them(tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "cot.txt").write_text("Solve {} in {{}}.")
+    (tmp_path / "prompts" / "system.txt").write_text("Be brief.")
+    (tmp_path / "prompts" / "two.txt").write_text("{} and {}")
+    data = (
+        "policy: {model_name: a/b}\ndata: {train: {dataset_name: gsm8k}, validation: {dataset_name: gsm8k, split: test}, "
+        "default: {prompt_file: prompts/%s, system_prompt_file: prompts/%s}}\n"
+    )
+    files = write(tmp_path, run=data % ("cot.txt", "system.txt"), odd=data % ("two.txt", "gone.txt"))
+    conversion = convert_files("nemo_rl", [files["run"]], [], {})
+    for section in ("train_dataset", "valid_dataset"):
+        assert conversion.recipe[f"{section}.prompt_template"] == "Solve {prompt} in {}."
+        assert conversion.recipe[f"{section}.system_prompt"] == "Be brief."
+    odd = convert_files("nemo_rl", [files["odd"]], [], {})
+    assert {"data.default.prompt_file", "data.default.system_prompt_file"} <= odd.unsupported()
+    assert "was not found" in odd["data.default.system_prompt_file"].note
