@@ -179,5 +179,5 @@ def test_built_in_losses_get_the_keys_of_the_recipe() -> None:
 def test_a_name_that_is_no_loss_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="loss=gpso is none of ppo, reinforce, gspo"):
         actor(loss="gpso")
-    with pytest.raises(ValueError, match="advantage=rlo is none of grpo, gdpo, rloo"):
+    with pytest.raises(ValueError, match="advantage=rlo is none of grpo, grpo_leave_one_out, gdpo, rloo"):
         actor(advantage="rlo")
