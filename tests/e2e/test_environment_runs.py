@@ -13,6 +13,7 @@ from tests.e2e.conftest import ROOT, Fivefold, is_timed
 TRAIN = (
     "train", str(ROOT / "recipes" / "guess-digit.yaml"), "gconfig.n_samples=4", "evaluator.n_samples=4",
     "evaluator.freq_steps=2", "recover.freq_steps=1", "stats.n_logged_samples=4",
+    "actor.optimizer.lr_scheduler_type=constant",
 )  # fmt: skip
 URL = ("environment.game=null", "environment.agent=fivefold.environments.guess_digit:play")
 
@@ -123,7 +124,7 @@ def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: 
         (
             "algorithm=ppo", "critic.path=package:tiny-moe", "critic.dtype=float32", "critic.backend=megatron:d2",
             "actor.backend=megatron:d2", "actor.credit=turn", "actor.turn_discount=0.9", "actor.gae_lambda=0.9",
-            "actor.kl_in=reward",
+            "actor.kl_ctl=0.05", "actor.kl_in=reward",
         ),
     ],
     ids=["states, asynchronous", "critic"],

@@ -173,7 +173,7 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
     )
     assert planned.estimate is not None
     roles = [placed.role for placed in planned.estimate.placement.roles]
-    alone = ("tiny-moe-sft", "quickstart-dpo", "quickstart-rm")
+    alone = ("tiny-moe-sft", "tiny-moe-tools-sft", "quickstart-dpo", "quickstart-rm")
     third = {"quickstart-ppo": ["critic"], "quickstart-distill": ["teacher"]}.get(recipe.stem, [])
     assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *third])
 
