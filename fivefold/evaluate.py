@@ -106,15 +106,31 @@ class Evaluator:
         self._seed = recipe.seed
 
     @classmethod
-    def of(cls, recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase, rewards: RewardSet) -> Evaluator | None:
+    def of(
+        cls,
+        recipe: TrainRecipe,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardSet,
+        held_out: PromptDataset | None = None,
+    ) -> Evaluator | None:
         """Return the evaluator of a recipe, None if it has no held-out prompts.
+
+        Args:
+            recipe: the recipe.
+            tokenizer: the model's tokenizer.
+            rewards: the recipe's rewards.
+            held_out: the prompts that `train_dataset.hold_out` names, if they are loaded already.
 
         Raises:
             ValueError: held-out prompts that cannot be read, or that the reward cannot judge.
         """
-        if not recipe.held_out:
+        if not recipe.has_held_out:
             return None
         sets = {key: load_prompts(rows, tokenizer) for key, rows in recipe.held_out.items()}
+        if share := recipe.train_dataset.hold_out:
+            if held_out is None:
+                _, held_out = load_prompts(recipe.train_dataset, tokenizer).held_apart(share, recipe.seed)
+            sets["train_dataset.hold_out"] = held_out
         evaluator = cls(recipe, sets)
         rewards.check_prompts(evaluator.data.prompts)
         return evaluator

@@ -146,7 +146,10 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     data = load_prompts(recipe.train_dataset, ground.tokenizer)
     rewards.check_prompts(data.prompts)
-    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards)
+    held_apart = None
+    if share := recipe.train_dataset.hold_out:
+        data, held_apart = data.held_apart(share, recipe.seed)
+    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards, held_apart)
     sampling = SamplingParams.for_training(recipe)
     held_out = evaluator.data.prompts if evaluator else ()
     rewards.check_sources([*data.prompts, *held_out])

@@ -67,6 +67,7 @@ def build_policy_loss(config: ActorConfig, sampling: GenerationConfig) -> Policy
         distillation=Distillation(distill.coeff, distill.over, distill.direction) if distill.coeff > 0 else None,
         opsm_delta=config.opsm_delta,
         kl_unbiased=config.kl_unbiased,
+        kl_clip=config.kl_clip,
         old_is_interpolated=config.prox_logp_method == "loglinear",
     )
 

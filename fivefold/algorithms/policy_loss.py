@@ -73,6 +73,8 @@ class PolicyLoss:
     """Largest mean of log p_old - log p, in nats a token, of a sequence with a negative advantage; None: any."""
     kl_unbiased: bool = False
     """Whether KL is weighted by p / p_old."""
+    kl_clip: float | None = None
+    """Largest estimate of a token's KL in the loss, in nats; None: any."""
     version: int | None = None
     """Version of the weights before the step, from which the ages of tokens count; None: all tokens are of it."""
     max_age: int = 0
@@ -177,7 +179,13 @@ class PolicyLoss:
             cost_T = cost_T - self.entropy_coeff * entropy_T
         if "ref_logprobs" in fields or self.kl_coeff:
             cost_T, sums = terms.with_kl(
-                cost_T, tokens, fields, self.kl_coeff, self.kl_estimator, unbiased=self.kl_unbiased
+                cost_T,
+                tokens,
+                fields,
+                self.kl_coeff,
+                self.kl_estimator,
+                unbiased=self.kl_unbiased,
+                clip=self.kl_clip,
             )
         if self.distillation is not None and self.divergence is not None:
             divergence_T = zero_unless(tokens.trained_T, predictions["divergence"])

@@ -39,6 +39,7 @@ def with_kl(
     estimator: KLEstimator,
     *,
     unbiased: bool,
+    clip: float | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """Return the costs plus coeff * KL(p, p_ref).
 
@@ -50,6 +51,7 @@ def with_kl(
         estimator: estimator of the divergence.
         unbiased: whether KL is multiplied by p / p_old, with gradient (DeepSeek-AI 2025, arXiv 2512.02556, section
             3.1): it then has the gradient of the divergence, whatever sampled the tokens.
+        clip: largest size of a token's estimate, in nats; None: any. What is measured is not clipped.
 
     Raises:
         ValueError: the batch has no log-probs of the reference.
@@ -60,5 +62,6 @@ def with_kl(
             f"(it has {sorted(fields)}): compute the reference's log-probs, or set actor.kl_ctl=0"
         )
     kl_T = kl_estimate(tokens.logprobs_T, fields["ref_logprobs"], estimator)
-    weighted_T = kl_T * tokens.ratio_T if unbiased else kl_T
+    clipped_T = kl_T if clip is None else kl_T.clamp(-clip, clip)
+    weighted_T = clipped_T * tokens.ratio_T if unbiased else clipped_T
     return (cost_T + coeff * weighted_T if coeff else cost_T), {"kl_ref": kl_T.detach().sum()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,6 +55,23 @@ class PromptDataset:
         prompts = (prompt for each in sets for prompt in each.prompts)
         numbered = tuple(replace(prompt, index=index) for index, prompt in enumerate(prompts))
         return cls(numbered, sum(each.n_rows for each in sets), sum(each.n_too_long for each in sets))
+
+    def held_apart(self, share: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
+        """Return the prompts without a share of them, and this share, drawn by `seed`: at least one prompt each.
+
+        Raises:
+            ValueError: there is one prompt alone.
+        """
+        if len(self) < 2:
+            raise ValueError("train_dataset.hold_out holds out some of the prompts, and there is one: drop it")
+        n = min(len(self) - 1, max(1, round(share * len(self))))
+        chosen = set(random.Random(f"{seed} held out").sample(range(len(self)), n))
+        kept, held = (
+            [prompt for index, prompt in enumerate(self.prompts) if (index in chosen) is is_held]
+            for is_held in (False, True)
+        )
+        of_kept = PromptDataset(tuple(kept), self.n_rows - n, self.n_too_long)
+        return PromptDataset.joined([of_kept]), PromptDataset.joined([PromptDataset(tuple(held), n, 0)])
 
     @property
     def usage(self) -> str:

@@ -22,8 +22,8 @@ def learning_rate(
 ) -> float:
     """Return the rate of step `step` (from 0) of `total_steps`: linear warm-up, then what the schedule says.
 
-    No step has rate 0: the first of a warm-up of n steps has rate lr / n, and a decay reaches its end one step after
-    the last, as the schedules of torch and transformers do.
+    No step has rate 0: the first of a warm-up of n steps has rate lr / n, or the recipe's. A decay reaches its end one
+    step after the last, as the schedules of torch and transformers do.
 
     Args:
         step: number of the step.
@@ -36,7 +36,8 @@ def learning_rate(
     end = config.lr * config.min_lr_ratio if end is None else end
     warmup = _n_steps(config.warmup_steps, config.warmup_steps_proportion, total_steps)
     if step < warmup:
-        return peak * (step + 1) / warmup
+        start = config.warmup_start_ratio
+        return peak * (start + (1.0 - start) * step / warmup) if start else peak * (step + 1) / warmup
     shape: str = config.lr_scheduler_type
     n_decay = total_steps - warmup
     if shape == "wsd":

@@ -179,7 +179,8 @@ def convert_kl(draft: Draft, section: str) -> None:
             f"{LOSS}use_on_policy_kl_approximation", "the KL term is weighted by p / p_old, not by p over the rollout's"
         )
     draft.implied(f"{LOSS}use_on_policy_kl_approximation", "it is switched off")
-    draft.unsupported(f"{LOSS}kl_output_clamp_value", "the KL estimate of a token is not clipped")
+    if draft.get(f"{LOSS}kl_output_clamp_value") is not None:
+        draft.sets(f"{LOSS}kl_output_clamp_value", "actor.kl_clip", draft.read(f"{LOSS}kl_output_clamp_value", number))
 
 
 def convert_rewards(draft: Draft, section: str) -> None:

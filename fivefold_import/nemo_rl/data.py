@@ -14,13 +14,13 @@ from fivefold_import.agents import leave_open, limit_length
 from fivefold_import.draft import Draft
 from fivefold_import.nemo_rl.files import FileText
 from fivefold_import.settings import ask_as_user
-from fivefold_import.values import positive, text, whole
+from fivefold_import.values import number, positive, text, whole
 
 PREPARE = (
     "NeMo-RL's code makes its rows: write them to a file, or read them with train_dataset.reader, and name it in "
     "train_dataset.path (docs/data.md)"
 )
-SPLIT = "no rows are held out by chance: write them to a separate file, and name it in valid_dataset.path"
+SPLIT = "rows are held out by chance only where no file has them: write them to a file for valid_dataset.path"
 GYM, MATH = "nemo_gym", "math"
 GAMES = ("sliding_puzzle_game",)
 OWN_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
@@ -91,8 +91,11 @@ def _convert_set(draft: Draft, section: str, to: str) -> None:
     name_key, path_key = f"{section}dataset_name", f"{section}data_path"
     name = draft.get(name_key, draft.get("data.default.dataset_name"))
     split = f"{section}split_validation_size"
-    if draft.get(split):
-        draft.unsupported(split, SPLIT)
+    if share := draft.get(split):
+        if to == "train_dataset." and draft.schema is TrainRecipe and not draft.keys("data.validation.*"):
+            draft.mapped(split, "train_dataset.hold_out", number(share))
+        else:
+            draft.unsupported(split, SPLIT)
     if draft.get(path_key) is not None:
         _own_file(draft, section, to, str(name))
     elif name in HUB and draft.schema is TrainRecipe:

@@ -18,7 +18,7 @@ from fivefold_import.values import DTYPE, LR_SCHEDULE, Unfit, number, whole
 MANY = 100_000
 """As many steps or epochs as nobody means to train: a limit that another one ends before."""
 SECTIONS = ("grpo.", "ppo.", "distillation.", "sft.", "dpo.", "rm.")
-WARMS_FROM_0 = "the warm-up begins at the rate / its steps"
+WARMS_FROM_0 = "no step has rate 0: the first of the warm-up has the rate / its steps"
 SCHEDULES = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR": "linear"}
 """torch's schedules, by the last part of their names."""
 
@@ -79,13 +79,13 @@ def _warmup_init(draft: Draft, source: str) -> None:
 
 
 def _first_rate(draft: Draft, source: str, steps: int, share: float) -> None:
-    """Report the rate at which a warm-up begins: here, it is the share 1 / steps of the peak."""
+    """Convert the rate at which a warm-up begins, as a share of the peak."""
     if steps == 0:
         draft.implied(source, "nothing is warmed up")
-    elif share * steps <= 1 + 1e-9:
+    elif share == 0:
         draft.implied(source, WARMS_FROM_0)
     else:
-        draft.unsupported(source, f"{WARMS_FROM_0}, {1 / steps:.3g} of the peak, and not at {share:.3g} of it")
+        draft.mapped(source, "actor.optimizer.warmup_start_ratio", round(share, 12))
 
 
 def _decay_iters(draft: Draft, source: str) -> None:

@@ -90,6 +90,18 @@ def test_the_warm_up_may_be_a_number_of_updates() -> None:
         OptimizerConfig(warmup_steps=4, warmup_steps_proportion=0.1)
 
 
+def test_a_warm_up_may_begin_above_0_as_torchs_does() -> None:
+    config = OptimizerConfig(lr=2.0, warmup_steps=5, warmup_start_ratio=0.25)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=5)
+    for step in range(8):
+        assert learning_rate(step, config, 100) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    with pytest.raises(ValueError, match=r"warmup_start_ratio=0\.25 has no effect without a warm-up"):
+        OptimizerConfig(warmup_start_ratio=0.25)
+
+
 def test_the_constant_schedule_has_no_warm_up_by_default() -> None:
     assert {learning_rate(step, OptimizerConfig(lr=2.0), total_steps=5) for step in range(9)} == {2.0}
 

@@ -75,6 +75,9 @@ class BatchesConfig(Section):
 class DatasetConfig(PromptRowsConfig, BatchesConfig):
     """Prompts to train on."""
 
+    hold_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the prompts that are not trained on, drawn by the recipe's `seed`: they are evaluated in place of
+    `valid_dataset`."""
     source_weights: Annotated[dict[str, NonNegativeFloat], reads_if(equals("sampler", "epochs"))] = {}
     """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
     near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:

@@ -66,6 +66,8 @@ class OptimizerConfig(Section):
     """Share of all optimizer steps spent on a linear warm-up from 0."""
     warmup_steps: NonNegative | None = None
     """Optimizer updates of the warm-up, in place of `warmup_steps_proportion`; null: as that says."""
+    warmup_start_ratio: Fraction = 0.0
+    """Learning rate of the first step of the warm-up as a share of `lr`; 0: the first of n steps has `lr` / n."""
     min_lr_ratio: Annotated[
         Fraction, reads_if(equals("lr_scheduler_type", "linear", "cosine", "wsd"), "is the end of a decay")
     ] = 0.0
@@ -73,6 +75,14 @@ class OptimizerConfig(Section):
     last one."""
     gradient_clipping: NonNegativeFloat = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 switches clipping off."""
+
+    @rule
+    def _warmup(self) -> Iterator[str]:
+        if self.warmup_start_ratio > 0 and not (self.warmup_steps or self.warmup_steps_proportion):
+            yield (
+                f"warmup_start_ratio={self.warmup_start_ratio:g} has no effect without a warm-up: set warmup_steps or "
+                "warmup_steps_proportion, or drop warmup_start_ratio"
+            )
 
 
 class MicroBatchConfig(Section):

@@ -203,6 +203,8 @@ class ActorConfig(TrainedModelConfig):
     kl_unbiased: Annotated[bool, reads_if(above_0("kl_ctl")), reads_if(equals("kl_in", "loss"))] = False
     """Multiply the KL term in the loss by p / p_old, with its gradient, so that its gradient is the gradient of the
     divergence (DeepSeek-V3.2)."""
+    kl_clip: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl")), reads_if(equals("kl_in", "loss"))] = None
+    """Each token's estimate in the loss is clipped to ± this value, in nats; null: it is not clipped."""
     kl_in: Annotated[Literal["loss", "reward"], reads_if(above_0("kl_ctl"), warns=True)] = "loss"
     """Add the KL term to the loss, or subtract it from each token's reward."""
     kl_target: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl"), "adapts the weight of the KL term")] = None

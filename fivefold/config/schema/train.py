@@ -81,10 +81,15 @@ class TrainRecipe(RunConfig):
 
     @property
     def held_out(self) -> dict[str, PromptRowsConfig]:
-        """The sets of held-out prompts, by the dotted keys of their sections; there may be none."""
+        """The files of held-out prompts, by the dotted keys of their sections; there may be none."""
         if self.valid_dataset is not None:
             return {"valid_dataset": self.valid_dataset}
         return {f"valid_datasets.{name}": rows for name, rows in self.valid_datasets.items()}
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out prompts."""
+        return bool(self.held_out) or self.train_dataset.hold_out > 0
 
     def most_tokens(self, rows: RowsConfig) -> int:
         """Return the most tokens of an episode of a prompt in `rows`."""
@@ -166,7 +171,12 @@ class TrainRecipe(RunConfig):
                 f"valid_dataset and valid_datasets={sorted(self.valid_datasets)} exclude each other: make the first "
                 "one of the others"
             )
-        if not self.held_out and self.evaluator != EvaluatorConfig():
+        if self.held_out and self.train_dataset.hold_out > 0:
+            yield (
+                f"train_dataset.hold_out={self.train_dataset.hold_out:g} and {', '.join(self.held_out)} exclude each "
+                "other: drop one of them"
+            )
+        if not self.has_held_out and self.evaluator != EvaluatorConfig():
             yield (
                 "the section evaluator has no effect without valid_dataset: set valid_dataset.path, or drop evaluator"
             )
@@ -175,7 +185,7 @@ class TrainRecipe(RunConfig):
                 f"evaluator.max_new_tokens={most} is below gconfig.min_new_tokens={self.gconfig.min_new_tokens}: "
                 "raise the first or lower the second"
             )
-        if not self.held_out and best is not None and best.startswith("eval/"):
+        if not self.has_held_out and best is not None and best.startswith("eval/"):
             yield (
                 f"recover.keep_best={best} is measured on held-out prompts: set valid_dataset.path, or name a metric "
                 "of the training steps, such as reward/mean"

@@ -6,6 +6,7 @@ papers have minima and clips. Its gradients are those of autograd through these 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -274,6 +275,7 @@ def random_loss(rng: random.Random, surrogate: Surrogate) -> PolicyLoss:
         old_is_rollout=rng.random() < 0.2 and (correction is None or correction.before is None),
         opsm_delta=rng.choice([None, None, 0.0, 0.1]),
         kl_unbiased=rng.random() < 0.3,
+        kl_clip=rng.choice([None, None, 0.05, 0.5]),
     )
 
 
@@ -350,7 +352,10 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
                 continue
             d = t.logprob - t.ref
             kls = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d if d > 0 else -d}
-            kl = kls[loss.kl_estimator] * (t.ratio if loss.kl_unbiased else 1.0)
+            kl = kls[loss.kl_estimator]
+            if loss.kl_clip is not None and abs(kl.item()) > loss.kl_clip:
+                kl = number(math.copysign(loss.kl_clip, kl.item()))
+            kl = kl * (t.ratio if loss.kl_unbiased else 1.0)
             if loss.opsm_delta is not None and advantage < 0 and drift > loss.opsm_delta:
                 weight = 0.0
             total = total + weight * t.sample_weight * cost - loss.entropy_coeff * t.entropy + loss.kl_coeff * kl

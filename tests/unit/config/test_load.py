@@ -350,6 +350,10 @@ def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: lis
         (["environment={game: a:B, keep_thinking: true}"], "environment.keep_thinking=true has no effect on a game"),
         (["environment={game: a:B, parser: glm-4.5}"], "environment.parser=glm-4.5 has no effect on a game"),
         (
+            ["train_dataset.hold_out=0.1", "valid_dataset.path=v"],
+            "train_dataset.hold_out=0.1 and valid_dataset exclude each other",
+        ),
+        (
             ["actor.group_mean_above=0.8", "actor.group_mean_below=0.8"],
             "group_mean_above=0.8 is not below group_mean_below=0.8",
         ),

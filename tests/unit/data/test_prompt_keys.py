@@ -135,3 +135,19 @@ def test_prompts_that_are_texts_come_into_a_text(write_jsonl: Write, tokenizer: 
         load_prompts(plain(chats, prompt_template=template), tokenizer)
     with pytest.raises(ValueError, match=r"prompt_template has no {prompt}, so every prompt would be the same"):
         plain(path, prompt_template="Solve it.")
+
+
+def test_a_share_of_the_prompts_is_held_out(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(rows_of(*(f"{index}" for index in range(40)), "x" * 20))
+    data = load_prompts(DatasetConfig(path=path, prompt_key="question", answer_key="answer", max_length=10), tokenizer)
+    kept, held = data.held_apart(0.25, seed=3)
+    assert (len(kept), len(held)) == (30, 10)
+    assert (kept.n_rows, kept.n_too_long, held.n_rows, held.n_too_long) == (31, 1, 10, 0)
+    texts = [prompt.text for part in (kept, held) for prompt in part.prompts]
+    assert sorted(texts, key=int) == list(map(str, range(40)))
+    for part in (kept, held):
+        assert [prompt.index for prompt in part.prompts] == list(range(len(part)))
+    again, other = (data.held_apart(0.25, seed)[1].prompts for seed in (3, 4))
+    assert again == held.prompts
+    assert other != held.prompts
+    assert [len(part) for part in data.held_apart(0.001, 3)] == [39, 1]

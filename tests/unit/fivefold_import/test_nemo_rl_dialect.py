@@ -172,11 +172,12 @@ def test_updates_follow_from_samples(samples: int, expected: int | None) -> None
     assert ("policy.train_global_batch_size" in conversion.unsupported()) == (expected is None)
 
 
-def test_a_warm_up_begins_at_the_rate_over_its_steps_or_is_reported() -> None:
+def test_a_warm_up_begins_at_its_share_of_the_rate() -> None:
     start = "policy.scheduler.0.kwargs.start_factor"
-    assert convert_fixture("nemo_rl", BASE)[start].outcome == "implied"
-    longer = ["policy.scheduler.0.kwargs.total_iters=50", "policy.scheduler.2.milestones=[50]"]
-    assert start in convert_fixture("nemo_rl", BASE, longer).unsupported()
+    assert convert_fixture("nemo_rl", BASE).recipe["actor.optimizer.warmup_start_ratio"] == 0.1
+    assert convert_fixture("nemo_rl", BASE, [f"{start}=0"])[start].outcome == "implied"
+    none = ["policy.scheduler.0.kwargs.total_iters=0", "policy.scheduler.2.milestones=[0]"]
+    assert convert_fixture("nemo_rl", BASE, none)[start].outcome == "implied"
 
 
 def test_the_rollout_has_its_own_devices_if_it_is_not_colocated() -> None:
@@ -254,3 +255,11 @@ def test_texts_around_prompts_come_from_the_files_that_hold_them(tmp_path: Path)
     odd = convert_files("nemo_rl", [files["odd"]], [], {})
     assert {"data.default.prompt_file", "data.default.system_prompt_file"} <= odd.unsupported()
     assert "was not found" in odd["data.default.system_prompt_file"].note
+
+
+def test_rows_are_held_out_by_chance_where_no_file_has_them(tmp_path: Path) -> None:
+    train = "policy: {model_name: a/b}\ndata: {train: {dataset_name: gsm8k, split_validation_size: 0.05}%s}\n"
+    files = write(tmp_path, alone=train % "", both=train % ", validation: {dataset_name: gsm8k}")
+    assert convert_files("nemo_rl", [files["alone"]], [], {}).recipe["train_dataset.hold_out"] == 0.05
+    both = convert_files("nemo_rl", [files["both"]], [], {})
+    assert "data.train.split_validation_size" in both.unsupported()
