@@ -100,7 +100,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(name for name in listed_metrics() if name.startswith("staleness/")),
         *(name for name in listed_metrics() if name.startswith("episode/")),  # environments: test_environment_runs.py
         *(name for name in listed_metrics() if name.startswith("replay/")),  # test_router_replay_runs.py
-        *("kl", "margin", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
+        *("kl", "margin", "nll/chosen", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources
