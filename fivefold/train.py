@@ -19,6 +19,7 @@ from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.samples import (
     TokenTexts,
+    are_shown,
     as_record,
     extremes,
     idle_shares,
@@ -187,8 +188,7 @@ class Reinforcement:
 
     def _shown(self, samples: Sequence[Sample], step: int) -> list[tuple[float, str, str]]:
         """Return the samples that the screen shows."""
-        every = self._setup.recipe.stats.shown_samples_freq_steps
-        if every is None or (step > 1 and step % every > 0):
+        if not are_shown(step, self._setup.recipe.stats.shown_samples_freq_steps):
             return []
         return [(sample.reward, sample.prompt.text, sample.shown_text) for sample in extremes(samples)]
 

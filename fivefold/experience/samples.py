@@ -215,6 +215,11 @@ def extremes(samples: Sequence[Sample]) -> list[Sample]:
     return [best] if best.reward == worst.reward else [best, worst]
 
 
+def are_shown(step: int, every: int | None) -> bool:
+    """Return whether samples of step `step`, counted from 1, are shown: the first ones, then every `every` steps."""
+    return every is not None and (step == 1 or step % every == 0)
+
+
 def as_record(sample: Sample, **where: Any) -> dict[str, Any]:
     """Return a sample as one line of `samples.jsonl`; `where`, such as the step, comes first."""
     return {

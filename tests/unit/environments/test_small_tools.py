@@ -39,7 +39,7 @@ def test_a_model_that_calls_its_tool_is_right_and_mostly_it_guesses(name: str) -
     episodes = played(player)[0]
     texts = decoded(tokenizer, [episode.sampled_tokens for episode in episodes])
     reward = resolve_rewards(recipe.reward).rewards[0].reward
-    right = [reward.judge(prompt, text) == 1.0 for text, prompt in zip(texts, prompts, strict=True)]
+    right = [reward.judge(prompt, text) == [1.0] for text, prompt in zip(texts, prompts, strict=True)]
     calls = [episode.n_turns > 1 for episode in episodes]
     assert 0.05 * N < sum(calls) < 0.5 * N
     assert sum(r for r, called in zip(right, calls, strict=True) if called) >= 0.6 * sum(calls)

@@ -8,8 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from fivefold.config.schema.run import StatsConfig
-from fivefold.experience.samples import extremes
+from fivefold.experience.samples import are_shown, extremes
 from fivefold.observe.columns import PAIR_COLUMNS, SFT_COLUMNS, TRAIN_COLUMNS, Column
 from fivefold.observe.console import HEADER_EVERY, RunConsole
 from fivefold.observe.output import FILE_WIDTH
@@ -292,9 +291,8 @@ def test_the_best_and_the_worst_sample_are_shown_every_few_steps() -> None:
     samples = [sample(reward) for reward in (0.5, 1.0, -1.0, 1.0)]
     assert extremes(samples) == [samples[1], samples[2]]
     assert extremes(samples[:1] * 3) == samples[:1]
-    shown = StatsConfig(shown_samples_freq_steps=4)
-    assert [step for step in range(1, 10) if shown.shows_samples(step)] == [1, 4, 8]
-    assert not StatsConfig(shown_samples_freq_steps=None).shows_samples(1)
+    assert [step for step in range(1, 10) if are_shown(step, every=4)] == [1, 4, 8]
+    assert not are_shown(1, every=None)
 
 
 def test_piped_lines_are_as_wide_as_the_users_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
