@@ -134,6 +134,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
+        self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
         self._builder = MicroBatchBuilder(
             layout=layout,
@@ -190,7 +191,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         counts = self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
         reduced = reduce_metrics(kept, counts=counts)
         reduced["loss"] = Metric(reduced["loss"].sum / normalizer)
-        if self.shape.moe_layers:
+        if self._has_experts:
             load_LE = self._loads.total(self.groups.shard)
             reduced |= load_metrics(load_LE, self.shape.moe_layers)
             if self._replay is not None:

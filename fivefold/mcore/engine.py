@@ -132,6 +132,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """What is offloaded."""
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
+        self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
@@ -178,7 +179,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         metrics["loss"] = Metric(metrics["loss"].sum / loss.normalizer(totals))
         if timers is not None:
             metrics[BUBBLE] = Metric(timers.bubble(self.groups.pp))
-        if self.shape.moe_layers:
+        if self._has_experts:
             load_LE, losses_LK = expert_loads(self._routers, self.shape.n_layers, self.shape.n_experts)
             metrics |= load_metrics(load_LE, self.shape.moe_layers)
             metrics |= auxiliary_losses(LOSSES, losses_LK, load_LE, self.shape)

@@ -117,6 +117,23 @@ def test_dispatchers_keep_no_tensors_after_a_pass(workers: Workers, models: Path
     assert not any(workers(case.world_size).run(kept_by_dispatchers, case, models / "qwen3_moe", uneven_batch()))
 
 
+def counts_of_loads(case: AnyCase, folder: Path, batch: Batch) -> int:
+    """In a worker: return how often the engine gathers the loads of experts in a mini-batch."""
+    counted = "fivefold.mcore.engine.load_metrics" if isinstance(case, Case) else "fivefold.fsdp.engine.load_metrics"
+    with patch(counted, return_value={}) as gathered:
+        case.engine(folder, OptimizerConfig()).forward_backward_of(batch, SFTLoss())
+    return gathered.call_count
+
+
+@pytest.mark.parametrize("backend", ["megatron:d1", "fsdp:d1"])
+@pytest.mark.parametrize(("family", "expected"), [("qwen2", 0), ("qwen3_moe", 1)])
+def test_a_dense_model_gathers_no_loads_of_experts(
+    workers: Workers, models: Path, backend: str, family: str, expected: int
+) -> None:
+    case = case_of(backend)
+    assert workers(case.world_size).run(counts_of_loads, case, models / family, uneven_batch()) == [expected]
+
+
 def waits_of_dispatchers(case: Case, folder: Path, batch: Batch) -> tuple[int, int]:
     """In a worker: return how often dispatchers read a tensor on the host in a mini-batch, and how often they work."""
     engine, counts = case.engine(folder, OptimizerConfig()), Counter[str]()
