@@ -175,6 +175,8 @@ def _asked(prompt: Any, config: PromptRowsConfig, where: str) -> Any:
     """Return a prompt in the recipe's `prompt_template`, if there is one."""
     if config.prompt_template is None:
         return prompt
+    if config.apply_chat_template is not False:
+        prompt = read_messages(prompt)
     if not isinstance(prompt, str):
         raise ValueError(
             f"{where}: prompt_template is for texts, and {config.prompt_key!r} holds {prompt!r:.80}: drop it, or give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,11 @@ def test_prompts_that_are_texts_come_into_a_text(write_jsonl: Write, tokenizer: 
     assert [prompt.text for prompt in prompts] == ["{x} Solve a {prompt}, a {prompt}!", "{x} Solve b, b!"]
     [chat, _] = load_prompts(plain(path, prompt_template=template, apply_chat_template=True), tokenizer).prompts
     assert chat.messages == ({"role": "user", "content": prompts[0].text},)
-    chats = write_jsonl([{"question": [{"role": "user", "content": "a"}], "answer": ""}], "chats.jsonl")
-    with pytest.raises(ValueError, match=r"row 1 .*: prompt_template is for texts, and 'question' holds \["):
-        load_prompts(plain(chats, prompt_template=template), tokenizer)
+    chat_messages = [{"role": "user", "content": "a"}]
+    for written in (chat_messages, json.dumps(chat_messages)):
+        chats = write_jsonl([{"question": written, "answer": ""}], "chats.jsonl")
+        with pytest.raises(ValueError, match=r"row 1 .*: prompt_template is for texts, and 'question' holds \["):
+            load_prompts(plain(chats, prompt_template=template), tokenizer)
     with pytest.raises(ValueError, match=r"prompt_template has no {prompt}, so every prompt would be the same"):
         plain(path, prompt_template="Solve it.")
 
