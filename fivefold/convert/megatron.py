@@ -24,7 +24,7 @@ from fivefold.bridge.bridge import check_tied_output
 from fivefold.bridge.decoder import expected_tensors, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, kept_specs, save_hf, tensor_specs
+from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -144,12 +144,10 @@ def convert_from_torch_dist(
             if dtype is None
             else tensor_specs(shape, dtype)
         )
-        family = find_family(shape.family)
-        keeps_further = any(family.is_further(name, shape.n_layers) for name in kept_specs(described))
         save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
-    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers and not keeps_further)
+    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
     return Converted(shape, n_tensors, omitted)
 
 

@@ -42,11 +42,6 @@ class HTTPReward(Service):
         return "url", self.url
 
     @property
-    def endpoint(self) -> str:
-        """The URL that is asked."""
-        return self.url
-
-    @property
     def title(self) -> str:
         """What messages call the service."""
         return "the service"

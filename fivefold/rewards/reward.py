@@ -184,17 +184,18 @@ class NamedReward:
 
     def _finite(self, value: object, prompt: Prompt, judged: Judged) -> list[float]:
         if isinstance(judged, str):
-            numbers, wanted = [_as_number(value)], "a finite number"
+            values, n, wanted = [value], 1, "a finite number"
         else:
-            each = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else ()
-            numbers, wanted = list(map(_as_number, each)), f"a finite number for each of the {len(judged)} responses"
-        found = [number for number in numbers if number is not None and math.isfinite(number)]
-        if not len(found) == len(numbers) == (1 if isinstance(judged, str) else len(judged)):
+            n, wanted = len(judged), f"a finite number for each of the {len(judged)} responses"
+            is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+            values = list(cast(Iterable[object], value)) if is_several else []
+        numbers = [number for number in map(_as_number, values) if number is not None and math.isfinite(number)]
+        if len(values) != n or len(numbers) != n:
             raise ValueError(
                 f"the reward function {self.name!r} returned {value!r:.200} on {describe(prompt, judged)}: "
                 f"it must return {wanted}"
             )
-        return found
+        return numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,12 +122,10 @@ class RewardSet:
             if each.is_of_model or each.is_of_environment:
                 continue
             own = [index for index, prompt in enumerate(prompts) if each.is_for(prompt)]
-            counts = _kept(sizes, set(own)) if sizes is not None else None
-            values = (
-                compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own], counts)
-                if own
-                else ()
-            )
+            if not own:
+                continue
+            counts = _kept(sizes, set(own)) if each.reward.judges_groups and sizes is not None else None
+            values = compute_rewards(each.reward, [prompts[i] for i in own], [responses[i] for i in own], counts)
             for index, value in zip(own, values, strict=True):
                 results[index][each.reward.name] = value
         return results

@@ -68,9 +68,9 @@ class Service(ABC):
         """The key of the service's address, and its value."""
 
     @property
-    @abstractmethod
     def endpoint(self) -> str:
         """The URL that is asked."""
+        return self.address[1]
 
     @property
     @abstractmethod

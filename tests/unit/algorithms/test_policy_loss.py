@@ -234,8 +234,9 @@ def test_from_config_reads_every_option() -> None:
         entropy_coeff=0.2,
         kl_ctl=0.3,
         kl_estimator="k2",
+        kl_clip=10.0,
     )
-    wanted = PolicyLoss(0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, 0.3, "k2")
+    wanted = PolicyLoss(0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, 0.3, "k2", kl_clip=10.0)
     assert build_policy_loss(config, sampling) == wanted
     assert build_policy_loss(config, GenerationConfig(top_k=5)).rollout_is_truncated
     in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28, "loss_length": 7})
