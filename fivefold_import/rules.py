@@ -104,6 +104,11 @@ def if_on(key: str, off: str) -> Rule:
     return MappedSwitch(key, flag, off=off)
 
 
+def value_if_on(key: str, value: Any, off: str) -> Rule:
+    """Map a switch that is on to a value of the recipe's `key`; one that is off is implied, because `off`."""
+    return MappedSwitch(key, lambda written: value if written is True else None, off=off)
+
+
 def implied(reason: str) -> Rule:
     """Say that the key has no effect or holds in Fivefold anyway, whatever its value."""
     return lambda draft, source: draft.implied(source, reason)

@@ -204,12 +204,6 @@ def _bias_rate(draft: Draft, source: str) -> None:
     draft.implied(source, "the routers have no offsets, or they stay as they are")
 
 
-def _deepep(draft: Draft, source: str) -> None:
-    if draft.get(source) is True:
-        draft.mapped(source, "actor.megatron.token_dispatcher", "flex")
-    draft.implied(source, "it is switched off")
-
-
 def _predicted_tokens(draft: Draft, source: str) -> None:
     """Report layers that predict further tokens: without a weight in the loss, they change nothing."""
     weight = draft.get(source.replace("mtp_num_layers", "mtp_loss_scaling_factor"), 0)
@@ -247,12 +241,6 @@ def _template(draft: Draft, source: str) -> None:
         raise Unfit(f"{template!r} is neither a template nor a file")
     else:
         draft.mapped(source, "chat_template", template)
-
-
-def _replayed_routes(draft: Draft, source: str) -> None:
-    if draft.get(source) is True:
-        draft.mapped(source, "actor.router_replay", "rollout")
-    draft.implied(source, "it is switched off")
 
 
 def _own_router_loss(draft: Draft, source: str) -> None:

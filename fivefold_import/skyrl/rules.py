@@ -65,12 +65,6 @@ def _frozen(draft: Draft, source: str) -> None:
     draft.implied(source, "routers are trained, as by default")
 
 
-def _replay(draft: Draft, source: str) -> None:
-    if draft.get(source) is True:
-        draft.mapped(source, "actor.router_replay", "rollout")
-    draft.implied(source, "it is switched off")
-
-
 # Algorithm
 
 
