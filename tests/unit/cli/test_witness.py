@@ -37,7 +37,9 @@ while True:
 """
 
 SETTLED_S = 0.6
-"""Seconds after which no signal is on its way any more."""
+"""Seconds after which no signal is on its way any more, once one has been printed."""
+LONGEST_S = 60.0
+"""Most seconds that a busy machine takes to print one."""
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,15 @@ def counting(folder: Path, code: str = COUNTS) -> Iterator[tuple[subprocess.Pope
         process.wait()
 
 
+def settled(printed: Callable[[], list[str]], count: int) -> list[str]:
+    """Return what has been printed, once that is `count` signals and no further one is on its way."""
+    deadline = time.monotonic() + LONGEST_S
+    while len(printed()) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(SETTLED_S)
+    return printed()
+
+
 def to_the_parent(process: subprocess.Popen[bytes], number: int) -> None:
     process.send_signal(number)
 
@@ -113,8 +124,7 @@ def test_a_signal_reaches_the_command_once_and_the_next_one_too(
     with counting(tmp_path) as (process, printed):
         for count in (1, 2):
             sends(process, number)
-            time.sleep(SETTLED_S)
-            assert printed() == [number.name] * count
+            assert settled(printed, count) == [number.name] * count
 
 
 def test_signals_of_a_forked_process_are_not_taken_for_the_commands(tmp_path: Path) -> None:
@@ -123,13 +133,13 @@ def test_signals_of_a_forked_process_are_not_taken_for_the_commands(tmp_path: Pa
         [command] = psutil.Process(process.pid).children()
         while not (forked := command.children()):
             time.sleep(0.01)
-        for _ in range(2):
+        for count in (1, 2):
             forked[0].terminate()
-            time.sleep(SETTLED_S)
+            settled(printed, count)
         process.terminate()
-        time.sleep(SETTLED_S)
+        found = settled(printed, 3)
         forked[0].kill()
-        assert printed() == ["SIGTERM"] * 3
+        assert found == ["SIGTERM"] * 3
 
 
 def test_a_key_of_the_terminal_reaches_the_command_once() -> None:

@@ -150,6 +150,13 @@ def results(episode: Episode) -> list[str]:
     return [part.removeprefix("<|im_start|>tool\n") for part in parts if part.startswith("<|im_start|>tool\n")]
 
 
+def runs(process: psutil.Process, file: str) -> bool:
+    try:
+        return file in process.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended, as a zombie has
+        return False
+
+
 def has_ended(process: int, within_s: float = 10.0) -> bool:
     deadline = time.monotonic() + within_s
     while psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
@@ -231,7 +238,7 @@ def test_a_server_runs_in_its_folder(command: Callable[..., str], tmp_path: Path
 def test_a_server_ends_with_its_tools(command: Callable[..., str], tmp_path: Path) -> None:
     functions: Any = load_tools([{"mcp": command()}])
     # Servers of other tests may still end.
-    [child] = [each.pid for each in psutil.Process().children() if f"{tmp_path}/my_server.py" in each.cmdline()]
+    [child] = [each.pid for each in psutil.Process().children() if runs(each, f"{tmp_path}/my_server.py")]
     del functions
     gc.collect()
     assert has_ended(child)
