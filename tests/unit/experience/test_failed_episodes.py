@@ -129,7 +129,8 @@ def test_an_episode_that_fails_is_played_again_on_another_replica(age: int, retr
 
     whole, _ = taken(lambda task: False, *options)
     some, news = taken(sound, *options, also_on={0: broken})
-    failed = [episode for episode in played[0] if episode[1] % 2 == 0]
+    # The stream may end while an episode of the second step waits to be played again.
+    failed = [(prompt, seed) for prompt, seed in played[0] if seed % 2 == 0 and prompt in whole.groups]
     assert failed
     assert len(failed) == len(set(failed)), "none is played twice on the replica where it failed"
     if retries == 0:
