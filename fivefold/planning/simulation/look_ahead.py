@@ -13,8 +13,9 @@ from math import gcd
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
+from fivefold.planning.context_groups import ContextGroups, context_groups
 from fivefold.planning.estimate import estimate
-from fivefold.planning.estimates import Estimate, RolloutEstimate
+from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate
 from fivefold.planning.inputs import Inputs
 from fivefold.planning.model_estimate import estimate_model
 from fivefold.planning.sending import overlapping_transport
@@ -74,6 +75,8 @@ class LookAhead:
     """Number of fitting splits that were compared."""
     choices: tuple[Choice, ...]
     """The fastest split for each age; empty if no split fits."""
+    context: ContextGroups | None
+    """What context-parallel groups by length would save of the recipe's update; None: it has no such parallelism."""
 
 
 def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequence[int] = AGES) -> LookAhead:
@@ -102,7 +105,10 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
         )
     lengths = lengths.at_most(_most_sampled(recipe, lengths))
     splits = list(_splits(recipe, inputs, lengths))
-    return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, ages)))
+    given = recipe.train_dataset.max_length + lengths.given
+    actor = _typical(estimate(inputs), given + lengths.mean)
+    context = context_groups(inputs, actor, lengths, given)
+    return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, ages)), context)
 
 
 def _most_sampled(recipe: TrainRecipe, lengths: Lengths) -> int:
@@ -234,18 +240,23 @@ def _slots(inputs: Inputs, rollout: RolloutEstimate, context: float) -> int:
 def _train_seconds(recipe: TrainRecipe, found: Estimate, length: float) -> float:
     """Return the seconds of a training step on sequences of the mean length: forward passes and optimizer steps."""
     inputs, config = found.inputs, recipe.actor
-    actor = inputs.actor
-    typical = replace(actor, work=replace(actor.work, sequence_length=round(length)))
-    models = {**inputs.models, "actor": typical}
-    time = estimate_model(replace(inputs, models=models), found.placement["actor"]).time
+    time = _typical(found, length).time
     assert time is not None, "an actor is trained"
     computes_again = config.has_several_updates if config.recompute_logprob is None else config.recompute_logprob
     computes_again = computes_again or config.advantage == "optimal_token_baseline"
     n_forward = computes_again + (inputs.hosted_reference is not None)
     # A third of the computation of a step is its forward pass.
     forward = (time.layers + time.head + time.exposed + time.bubble) / 3
-    n_steps = inputs.rollout.generated / actor.work.sequences
+    n_steps = inputs.rollout.generated / inputs.actor.work.sequences
     return n_steps * (time.total * config.ppo_epochs + forward * n_forward)
+
+
+def _typical(found: Estimate, length: float) -> ModelEstimate:
+    """Return the actor's estimate for sequences of `length` tokens."""
+    inputs, actor = found.inputs, found.inputs.actor
+    typical = replace(actor, work=replace(actor.work, sequence_length=round(length)))
+    models = {**inputs.models, "actor": typical}
+    return estimate_model(replace(inputs, models=models), found.placement["actor"])
 
 
 def _overlapped_weights(recipe: TrainRecipe, found: Estimate) -> OverlappedWeights | None:

@@ -32,6 +32,7 @@ def look_ahead_as_json(result: LookAhead) -> dict[str, Any]:
         "read_mean": result.lengths.read,
         "splits": result.n_splits,
         "choices": [_choice(choice) for choice in result.choices],
+        "context_groups": None if result.context is None else asdict(result.context) | {"gain": result.context.gain},
     }
 
 

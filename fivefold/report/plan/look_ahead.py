@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.planning.context_groups import ContextGroups
 from fivefold.planning.simulation.look_ahead import Choice, LookAhead
 
 COLUMNS = ("η", "GPUs that train", "that generate", "s a step", "gain", "trainer idle", "rollout idle", "age", "oldest")
@@ -21,6 +22,8 @@ def print_look_ahead(console: Console, result: LookAhead) -> None:
     console.print(f"responses of {lengths.mean:,.0f} tokens on average, {lengths.longest:,} at most")
     if lengths.turns > 1:
         console.print(f"in {lengths.turns:.3g} turns on average, with {lengths.read:,.0f} tokens to read between two")
+    if result.context is not None:
+        console.print(_context_groups(result.context), soft_wrap=True)
     if not result.choices:
         console.print(Text("No division of the GPUs between actor and rollout fits.", style="bold red"))
         return
@@ -38,6 +41,15 @@ def print_look_ahead(console: Console, result: LookAhead) -> None:
             "and new weights are estimates, so compare with a run before you rely on small gains (docs/async.md).",
             style="dim",
         )
+    )
+
+
+def _context_groups(context: ContextGroups) -> str:
+    ranks = ", ".join(f"{share:.0%} on {size}" for size, share in context.shares.items())
+    return (
+        f"Sequences on as few ranks of cp as hold them ({ranks} of the tokens) would lower the exchange of keys from "
+        f"{context.exchanging:.2f} to {context.left:.2f} s of an update's {context.step:.1f} s, at most "
+        f"{context.gain:.2f} times as fast. Fivefold splits every sequence over all ranks of cp."
     )
 
 

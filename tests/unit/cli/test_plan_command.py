@@ -245,6 +245,32 @@ def test_a_look_ahead_of_episodes_counts_their_turns_and_what_they_read(recipe: 
     assert "turns=8, and the recipe environment.max_turns=4" in refused.stderr
 
 
+def test_what_context_groups_by_length_would_save_is_the_exchange_between_fewer_ranks(recipe: str) -> None:
+    arguments = (recipe, "actor.megatron.recompute=full", "--gpu", "h200", "gconfig.max_new_tokens=30000")
+    arguments += ("train_dataset.max_length=1000",)
+
+    def groups(backend: str, lengths: str) -> dict[str, Any]:
+        values: dict[str, Any] = printed_json(
+            *arguments, f"actor.backend={backend}", "rollout.backend=sglang:d8", "--lengths", lengths
+        )["look_ahead"]["context_groups"]
+        return values
+
+    assert groups("megatron:d4t2", "mean=300,max=1024") is None
+    # Sequences up to a plan's longest share a micro-batch of as many tokens: 31,000 tokens on 4 ranks.
+    short = groups("megatron:d2c4", "p50=5000,max=6000")
+    assert short["shares"] == {"1": 1.0}
+    assert short["left"] == 0.0
+    assert short["gain"] == pytest.approx(short["step"] / (short["step"] - short["exchanging"]))
+    mixed = groups("megatron:d2c4", "p1=6749,p50=6750,p51=29999,max=30000")
+    lengths = [7750] * 500 + [31000] * 490
+    assert list(mixed["shares"]) == ["1", "2", "4"]
+    assert mixed["shares"]["4"] == pytest.approx(sum(lengths[500:]) / sum(lengths), abs=0.02)
+    # Two of four ranks exchange a third of what four do.
+    assert mixed["left"] == pytest.approx(mixed["exchanging"] * (mixed["shares"]["2"] / 3 + mixed["shares"]["4"]))
+    text = " ".join(run(*arguments, "actor.backend=megatron:d2c4", "--lengths", "p50=5000,max=6000").stdout.split())
+    assert f"at most {short['gain']:.2f} times as fast" in text
+
+
 @pytest.mark.parametrize(
     "options",
     [
