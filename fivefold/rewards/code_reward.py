@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import textwrap
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.rewards.code_tests import read_tests
+from fivefold.rewards.code_tests import Runs, read_tests
+from fivefold.rewards.sandbox.remote import AT_ONCE, RemoteSandbox
 from fivefold.rewards.sandbox.runner import Sandbox, missing, run
+from fivefold.rewards.service import check_reachable, check_url
 
 FENCE = re.compile(r"`{3,}")
 IN_PYTHON = re.compile(r"\s*(python|py)3?\b", re.IGNORECASE)
@@ -33,12 +35,14 @@ class CodeReward:
     memory_mb: int = 512
     """Address space of each program, in MiB."""
     concurrency: int | None = None
-    """Responses that are judged at the same time; None: one for each core."""
+    """Responses that are judged at the same time; None: one for each core, or `AT_ONCE` in a service."""
     partial: bool = False
     """Whether the reward is the share of the tests that pass."""
     language: Literal["python"] = "python"
     allow_unsandboxed: bool = False
     """Whether programs run with what the machine has, if it lacks Landlock or seccomp."""
+    sandbox_url: str | None = None
+    """A service that runs the programs, as SandboxFusion's `/run_code`; None: the sandbox of this machine."""
 
     def __post_init__(self) -> None:
         """Check the arguments.
@@ -55,24 +59,31 @@ class CodeReward:
         for name, (least, most) in bounds.items():
             if (value := getattr(self, name)) is not None and not least <= value <= most:
                 raise ValueError(f"reward.kwargs.{name}={value} must be from {least:g} to {most:,}")
+        if self.sandbox_url is not None:
+            check_url("sandbox_url", self.sandbox_url)
+            if self.allow_unsandboxed:
+                raise ValueError(
+                    "reward.kwargs.allow_unsandboxed=true is for the sandbox of this machine, and sandbox_url names a "
+                    "service: drop one of them"
+                )
 
     @property
     def n_at_once(self) -> int:
         """Number of responses that can be judged at the same time, each from a separate thread."""
-        return self.concurrency or os.cpu_count() or 1
+        return self.concurrency or (os.cpu_count() or 1 if self.sandbox_url is None else AT_ONCE)
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
         """Return 1.0 if the program passes all tests, else 0.0, or with `partial` the share of tests that it passes.
 
         Raises:
             ValueError: the ground truth holds no tests.
-            RuntimeError: the sandbox could not be closed.
+            RuntimeError: the sandbox could not be closed, or its service has no answer.
         """
         tests, program = read_tests(ground_truth), program_of(response)
         deadline, n_passed = time.monotonic() + self.total_timeout_s, 0
         for test in tests:
             left = min(self.timeout_s, deadline - time.monotonic())
-            passes = left > 0 and test.passes(program, replace(self._sandbox, timeout_s=left))
+            passes = left > 0 and test.passes(program, self._within(left))
             if left <= 0 or not (passes or self.partial):
                 break
             n_passed += passes
@@ -90,27 +101,38 @@ class CodeReward:
         """Refuse a machine on which programs could reach what is outside the sandbox, or cannot run in it.
 
         Raises:
-            ValueError: a mechanism of the sandbox is missing, or an empty program fails.
+            ValueError: a mechanism of the sandbox is missing, its service is, or a program that prints fails.
         """
-        if (lacks := missing()) and not self.allow_unsandboxed:
+        if self.sandbox_url is not None:
+            check_reachable("sandbox_url", self.sandbox_url)
+        elif (lacks := missing()) and not self.allow_unsandboxed:
             raise ValueError(
                 "the reward 'code' runs programs that a model wrote in a sandbox, for which this machine lacks "
                 f"{' and '.join(lacks.values())}: start fivefold on another machine, or set "
                 "reward.kwargs.allow_unsandboxed: true to run the programs without"
             )
         try:
-            result = run("print(1)", {"asks": "output"}, Sandbox(60.0, self.memory_mb, frozenset(lacks)))
+            result = self._within(60.0)("print(1)", {"asks": "output"})
         except RuntimeError as error:
-            raise ValueError(f"the sandbox of the reward 'code' does not work on this machine: {error}") from error
+            raise ValueError(f"the sandbox of the reward 'code' does not work: {error}") from error
         if not result.is_complete or result.output != b"1\n":
             raise ValueError(
                 f"a program that prints 1 fails in the sandbox of the reward 'code' with {result.ended}: raise "
                 f"reward.kwargs.memory_mb={self.memory_mb}"
             )
 
-    @cached_property
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(self.timeout_s, self.memory_mb, frozenset(missing()) if self.allow_unsandboxed else frozenset())
+    def _within(self, seconds: float) -> Runs:
+        """Return what runs a program for at most so many seconds."""
+        if self._service is not None:
+            return functools.partial(self._service.run, timeout_s=seconds)
+        lacks = frozenset(missing()) if self.allow_unsandboxed else frozenset[str]()
+        return functools.partial(run, sandbox=Sandbox(seconds, self.memory_mb, lacks))
+
+    @functools.cached_property
+    def _service(self) -> RemoteSandbox | None:
+        if self.sandbox_url is None:
+            return None
+        return RemoteSandbox(self.sandbox_url, self.memory_mb, max(self.timeout_s, 60.0), self.n_at_once)
 
 
 def program_of(response: str) -> str:

@@ -17,13 +17,20 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Protocol
 
 from fivefold.json_text import parsed
-from fivefold.rewards.sandbox.runner import Sandbox, run
+from fivefold.rewards.sandbox.runner import Result
+
+
+class Runs(Protocol):
+    """Runs a program in a sandbox; see `fivefold.rewards.sandbox.runner.run`."""
+
+    def __call__(self, program: str, asks: Mapping[str, Any], stdin: str = "") -> Result:
+        """Return what became of it."""
 
 
 class CodeTest(Protocol):
     """One test of a task."""
 
-    def passes(self, program: str, sandbox: Sandbox) -> bool:
+    def passes(self, program: str, run: Runs) -> bool:
         """Return whether a program passes."""
 
 
@@ -37,9 +44,9 @@ class OutputTest:
     stdin: str
     expected: str
 
-    def passes(self, program: str, sandbox: Sandbox) -> bool:
+    def passes(self, program: str, run: Runs) -> bool:
         """Return whether a program passes."""
-        result = run(program, {"asks": "output"}, sandbox, self.stdin)
+        result = run(program, {"asks": "output"}, self.stdin)
         return result.is_complete and _same_text(result.output.decode(errors="replace"), self.expected)
 
 
@@ -51,10 +58,10 @@ class ValueTest:
     arguments: list[Any]
     expected: Any
 
-    def passes(self, program: str, sandbox: Sandbox) -> bool:
+    def passes(self, program: str, run: Runs) -> bool:
         """Return whether a program passes."""
         asks = {"asks": "value", "fn_name": self.fn_name, "argument": self.arguments}
-        result = run(program, asks, sandbox)
+        result = run(program, asks)
         if not result.is_complete:
             return False
         try:
@@ -75,10 +82,10 @@ class AssertTest:
 
     texts: list[str]
 
-    def passes(self, program: str, sandbox: Sandbox) -> bool:
+    def passes(self, program: str, run: Runs) -> bool:
         """Return whether a program passes."""
         token = secrets.token_hex(16)
-        result = run(program, {"asks": "asserts", "argument": self.texts, "token": token}, sandbox)
+        result = run(program, {"asks": "asserts", "argument": self.texts, "token": token})
         return result.is_complete and result.report.decode(errors="replace") == token
 
 

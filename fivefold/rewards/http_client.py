@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import random
 import socket
 import threading
@@ -11,9 +12,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import urllib3
+
+Answer = TypeVar("Answer")
 
 SHOWN = 300
 """Most characters of a reply that an error shows."""
@@ -133,12 +136,12 @@ class HTTPClient:
         pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
         return pool
 
-    def ask(self, body: Mapping[str, Any], read: Callable[[bytes], float]) -> float:
+    def ask(self, body: Mapping[str, Any], read: Callable[[bytes], Answer]) -> Answer:
         """Return what `read` makes of the reply to one request.
 
         Args:
             body: the request.
-            read: turns the reply into a number, or raises RequestFailed, which counts as a failed attempt.
+            read: turns the reply into an answer, or raises RequestFailed, which counts as a failed attempt.
 
         Raises:
             RequestFailed: no attempt had an answer; the message holds the URL, the attempts and the last reason.
@@ -161,11 +164,15 @@ class HTTPClient:
                 attempt += 1
 
     def _ask_once(self, body: Mapping[str, Any]) -> bytes:
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        # A text may have halves of surrogate pairs, which UTF-8 cannot hold, and which services refuse in JSON.
+        content = json.dumps(body, ensure_ascii=False).encode(errors="replace")
         deadline = time.monotonic() + self.timeout_s
         try:
             reply = self._pool.request(
-                "POST", self.url, json=body, headers=headers, redirect=False, preload_content=False
+                "POST", self.url, body=content, headers=headers, redirect=False, preload_content=False
             )
             data = _read(reply, deadline)
         except urllib3.exceptions.TimeoutError as error:

@@ -20,6 +20,30 @@ MOST_FAILED = 64
 _URL = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]@]+)(:\d{1,5})?(/[^\s?#]*)?")
 
 
+def check_url(key: str, url: str) -> None:
+    """Refuse a value of `reward.kwargs` that is no URL.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not _URL.fullmatch(url):
+        raise ValueError(f"reward.kwargs.{key}={url!r} must be a URL such as http://localhost:8000/v1")
+
+
+def check_reachable(key: str, url: str) -> None:
+    """Refuse a service that cannot be reached from this machine.
+
+    Raises:
+        ValueError: nothing listens at its address.
+    """
+    try:
+        check_address(url)
+    except ValueError as error:
+        raise ValueError(
+            f"reward.kwargs.{key}={url!r}: {error}. Start the service first, or correct the URL"
+        ) from error
+
+
 class Question(Protocol):
     """What a service sees of a prompt. A prompt itself needs torch, which a plan does without."""
 
@@ -91,9 +115,7 @@ class Service(ABC):
         Raises:
             ValueError: one that cannot work.
         """
-        key, url = self.address
-        if not _URL.fullmatch(url):
-            raise ValueError(f"reward.kwargs.{key}={url!r} must be a URL such as http://localhost:8000/v1")
+        check_url(*self.address)
         for name, (least, most) in self._bounds():
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"reward.kwargs.{name}={value} must be from {least:g} to {most:,g}")
@@ -124,13 +146,7 @@ class Service(ABC):
                 f"reward.kwargs.api_key_env={self.api_key_env}: this environment variable is not set: export it where "
                 "fivefold starts, or drop api_key_env if the service needs no key"
             )
-        key, url = self.address
-        try:
-            check_address(url)
-        except ValueError as error:
-            raise ValueError(
-                f"reward.kwargs.{key}={url!r}: {error}. Start the service first, or correct the URL"
-            ) from error
+        check_reachable(*self.address)
 
     def check_ground_truth(self, ground_truth: Any) -> None:  # noqa: B027 - there is nothing to refuse
         """Accept every ground truth: it is only shown to the service."""

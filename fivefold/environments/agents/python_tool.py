@@ -24,7 +24,7 @@ def python(code: str) -> str:
     Args:
         code: the program; print what you want to see
     """
-    result = run(_PROGRAM.format(code=code), {"asks": "output"}, Sandbox())
+    result = run(_PROGRAM.format(code=code), {"asks": "output"}, sandbox=Sandbox())
     text = result.output.decode(errors="replace")
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}\n... and {len(text) - MOST_CHARACTERS:,} characters more"

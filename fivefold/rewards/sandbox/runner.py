@@ -76,7 +76,7 @@ def missing() -> Mapping[str, str]:
     return lacks
 
 
-def run(program: str, asks: Mapping[str, Any], sandbox: Sandbox, stdin: str = "") -> Result:
+def run(program: str, asks: Mapping[str, Any], stdin: str = "", *, sandbox: Sandbox) -> Result:
     """Run a program in a separate process and folder.
 
     Args:

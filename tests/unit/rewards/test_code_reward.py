@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
-from fivefold.rewards import code_reward, code_tests
+from fivefold.rewards import code_reward
 from fivefold.rewards.code_reward import program_of
 from fivefold.rewards.code_tests import read_tests
 from fivefold.rewards.resolve import resolve_reward
@@ -107,15 +107,17 @@ def test_partial_earns_the_share_of_the_tests_that_pass() -> None:
 def test_all_tests_of_a_response_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now, limits = 0.0, []
 
-    def run(program: str, asks: Mapping[str, Any], sandbox: Sandbox, stdin: str) -> Result:
+    def run(program: str, asks: Mapping[str, Any], stdin: str = "", *, sandbox: Sandbox) -> Result:
         """Take as many seconds as the input says, by the test's own clock."""
         nonlocal now
+        if program == "print(1)":  # the trial before the run
+            return Result("exit 0", b"1\n", b"")
         limits.append(sandbox.timeout_s)
         ends = float(stdin) <= sandbox.timeout_s
         now += min(float(stdin), sandbox.timeout_s)
         return Result("exit 0" if ends else "time", stdin.encode(), b"")
 
-    monkeypatch.setattr(code_tests, "run", run)
+    monkeypatch.setattr(code_reward, "run", run)
     monkeypatch.setattr(code_reward, "time", SimpleNamespace(monotonic=lambda: now))
     truth = {"inputs": ["1\n", "9\n", "9\n", "0\n"], "outputs": ["1\n", "9\n", "9\n", "0\n"]}
     assert earned("", truth, partial=True, total_timeout_s=3.0) == 0.25

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,39 +10,7 @@ import pytest
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.resolve import resolve_reward
 from fivefold.rewards.static_check import reward_problems
-from tests.unit.rewards.conftest import LONGEST_S, judge
-
-Serve = Callable[[Callable[[dict[str, Any]], bytes]], tuple[str, list[dict[str, Any]]]]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers = []
-
-    def start(answer: Callable[[dict[str, Any]], bytes]) -> tuple[str, list[dict[str, Any]]]:
-        seen: list[dict[str, Any]] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                seen.append(body | {"key": self.headers.get("Authorization"), "path": self.path})
-                data = answer(body)
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_address[1]}/score", seen
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+from tests.unit.rewards.conftest import LONGEST_S, Serve, judge
 
 
 def config(url: str, **kwargs: Any) -> RewardConfig:

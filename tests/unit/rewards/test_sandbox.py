@@ -47,7 +47,7 @@ def attempt(name, function):
 def succeeded(attempts: str, **names: object) -> list[str]:
     """Return the attempts that succeeded, of a program that makes each and goes on."""
     values = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    result = run(ATTEMPTS + values + attempts + "\nprint(json.dumps(succeeded))", OUTPUT, GENEROUS)
+    result = run(ATTEMPTS + values + attempts + "\nprint(json.dumps(succeeded))", OUTPUT, sandbox=GENEROUS)
     assert result.is_complete, result
     names_of: list[str] = json.loads(result.output)
     return names_of
@@ -207,7 +207,7 @@ def programs() -> list[psutil.Process]:
 )  # fmt: skip
 def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     began = time.perf_counter()
-    assert run(program, OUTPUT, Sandbox(timeout_s=1.0)).ended == "time"
+    assert run(program, OUTPUT, sandbox=Sandbox(timeout_s=1.0)).ended == "time"
     assert time.perf_counter() - began < LONGEST_S
     assert programs() == []
 
@@ -227,7 +227,7 @@ def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     ],
 )
 def test_a_program_that_floods_is_ended(program: str, ended: str) -> None:
-    assert run(program, OUTPUT, GENEROUS).ended == ended
+    assert run(program, OUTPUT, sandbox=GENEROUS).ended == ended
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_program_that_floods_is_ended(program: str, ended: str) -> None:
     ],
 )  # fmt: skip
 def test_a_program_that_takes_more_than_there_is_fails(program: str, kept: str) -> None:
-    assert run(program, OUTPUT, GENEROUS).ended == kept
+    assert run(program, OUTPUT, sandbox=GENEROUS).ended == kept
 
 
 def test_programs_may_do_what_solutions_do() -> None:
@@ -267,7 +267,7 @@ print(tempfile.TemporaryFile().write(b"abc"), random.SystemRandom().random() < 1
 print(zoneinfo.ZoneInfo("Europe/Berlin") if os.path.exists("/usr/share/zoneinfo/Europe") else "Europe/Berlin")
 print(sys.stdin.read(), sys.argv, __name__)
 """
-    result = run(program, OUTPUT, GENEROUS, "äöü")
+    result = run(program, OUTPUT, "äöü", sandbox=GENEROUS)
     assert result.is_complete
     expected = "20000\nlater\nown ['b.txt']\n3 True\nEurope/Berlin\näöü ['program.py'] __main__\n"
     assert result.output.decode() == expected
@@ -280,7 +280,7 @@ import importlib.util, os, sys
 print([name for name in ("torch", "pydantic", "fivefold", "test_sandbox") if importlib.util.find_spec(name)])
 print(sorted(set(os.environ) - {"LD_LIBRARY_PATH"}))
 """
-    result = run(program, OUTPUT, GENEROUS)
+    result = run(program, OUTPUT, sandbox=GENEROUS)
     # A package that is imported already would be found in sys.modules: it is the sandbox itself.
     assert result.output.decode().splitlines()[1] == "['LANG', 'MALLOC_ARENA_MAX']"
     assert "torch" not in result.output.decode()
@@ -290,7 +290,7 @@ print(sorted(set(os.environ) - {"LD_LIBRARY_PATH"}))
 def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         "from fivefold.rewards.sandbox.runner import Sandbox, run\n"
-        "run('import time; time.sleep(1000)', {'asks': 'output'}, Sandbox(timeout_s=1000.0))"
+        "run('import time; time.sleep(1000)', {'asks': 'output'}, sandbox=Sandbox(timeout_s=1000.0))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     process = psutil.Process(parent.pid)
@@ -306,11 +306,13 @@ def test_a_child_that_cannot_close_the_sandbox_runs_nothing(monkeypatch: pytest.
     monkeypatch.setattr(landlock, "abi", lambda: -1)
     asks = {"asks": "output", "landlock": 7, "memory_mb": "much"}
     with pytest.raises(RuntimeError, match="failed before it, with status 1"):
-        run("print('ran')", asks, GENEROUS)
+        run("print('ran')", asks, sandbox=GENEROUS)
 
 
 def test_the_limits_of_a_program_do_not_touch_the_next_one() -> None:
-    first, second = (run(program, OUTPUT, GENEROUS) for program in ("open('a', 'w')", "import os; print(os.listdir())"))
+    first, second = (
+        run(program, OUTPUT, sandbox=GENEROUS) for program in ("open('a', 'w')", "import os; print(os.listdir())")
+    )
     assert first.is_complete
     assert second == Result("exit 0", b"[]\n", b"")
 
