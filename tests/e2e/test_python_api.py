@@ -33,7 +33,10 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     blocks[3] += "\nrewards_of = run.metrics()\nassert len(rewards) == 4\n"
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks) + CHECK)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    recipe = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    assert "  batch_size: 32 " in recipe
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").write_text(recipe.replace("  batch_size: 32 ", "  batch_size: 4 "))
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
