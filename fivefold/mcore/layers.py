@@ -155,9 +155,7 @@ class PackedCoreAttention(nn.Module):
         Returns:
             [T, heads, d].
         """
-        return packed_attention(
-            query, key, value, packed, self.cp_group, window=self.window, sinks=self.softmax_offset
-        )
+        return packed_attention(query, key, value, packed, self.cp_group, window=self.window, sinks=self.softmax_offset)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -129,9 +129,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
     """Keeps its inputs only: the backward pass computes the activation again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, limit: float, factor: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, limit: float, factor: float) -> torch.Tensor:
         ctx.save_for_backward(gate_up, probs)
         ctx.limit, ctx.factor = limit, factor
         n_rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -155,6 +155,7 @@ def _rectangle_attention(
     mask = None if is_plain and sinks is None else rectangle.mask(window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None and mask is not None:
+        sinks = sinks.unsqueeze(1)
         heads_BHQD, key_BHKD, value_BHKD, mask = with_sinks(heads_BHQD, key_BHKD, value_BHKD, mask, sinks, scale)
     output_BHQD = F.scaled_dot_product_attention(
         heads_BHQD,
@@ -185,15 +186,14 @@ def with_sinks(
         key: [B, kv_heads, K, d].
         value: [B, kv_heads, K, v].
         mask: which pairs attend, bool [B, 1, Q, K].
-        sinks: [heads], or any shape that broadcasts to [B, heads, Q] behind a further dimension.
+        sinks: [heads, Q], or [heads, 1] for all queries of a head.
         scale: what the products of queries and keys are multiplied by.
 
     Returns:
         Queries, keys, values and the mask: [B, heads, Q, d + 8], [B, kv_heads, K + 1, d + 8], [B, kv_heads, K + 1, v]
         and [B, 1, Q, K + 1].
     """
-    score = (sinks.float() / scale).to(query.dtype)
-    score = score.view(1, -1, 1, 1) if score.ndim == 1 else score
+    score = (sinks.float() / scale).to(query.dtype)[None, :, :, None]
     query = torch.cat((query, F.pad(score, (0, _SINK_CHANNELS - 1)).expand(*query.shape[:-1], -1)), dim=-1)
     is_sink = F.one_hot(torch.tensor(key.shape[-1], device=key.device), key.shape[-1] + _SINK_CHANNELS).to(key.dtype)
     key = torch.cat((F.pad(key, (0, _SINK_CHANNELS)), is_sink.expand(*key.shape[:2], 1, -1)), dim=2)
