@@ -42,7 +42,7 @@ _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pt
 """Patterns of weight files that are not read."""
 _FUSED = re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Matrices of all experts in one tensor, as Qwen3.5's folders have them."""
-_JOINT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bias)?)")
+_JOINT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?")
 """Tensors of all experts in one, as GPT-OSS's folders have them; each expert's is a part along the first dimension."""
 _OF_JOINT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -143,9 +143,9 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
 
 def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensor; in place of one that holds all experts' matrices, yield each matrix."""
-    if (joint := _JOINT.fullmatch(name)) is not None:
+    if _JOINT.fullmatch(name) is not None:
         for expert in range(tensor.shape[0]):
-            yield f"{joint[1]}.{expert}.{joint[2]}", replace(tensor, shape=tensor.shape[1:], within=(name, expert, 0))
+            yield part_of_joint(name, expert), replace(tensor, shape=tensor.shape[1:], within=(name, expert, 0))
         return
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:
@@ -163,6 +163,12 @@ def of_joint(name: str) -> tuple[str, int] | None:
     """Return the tensor of all experts in files that a joint expert's tensor is part of, and the expert; None: none."""
     match = _OF_JOINT.fullmatch(name)
     return None if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
+
+
+def part_of_joint(whole: str, expert: int) -> str:
+    """Return the name of an expert's part of the tensor `whole` of all experts."""
+    path, _, kind = whole.rpartition(".")
+    return f"{path}.{expert}.{kind}"
 
 
 def _no_weights(folder: Path) -> str:

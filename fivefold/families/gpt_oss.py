@@ -1,4 +1,4 @@
-"""GPT-OSS: attention with sinks, a sliding window in every second layer, and experts with biases and a clamped activation.
+"""GPT-OSS: attention with sinks, a sliding window in every second layer, and experts with biases and a clamp.
 
 Published files have experts in MXFP4, of which `fivefold convert` makes bfloat16.
 """

@@ -177,7 +177,7 @@ class ModelShape:
     delta_layers: tuple[bool, ...] = ()
     """Which layers are gated delta nets, one entry a layer; empty: none."""
     window: int | None = None
-    """Tokens that each token sees in layers with a sliding window, itself among them; None: there are no such layers."""
+    """Tokens that each token sees in layers with a sliding window, itself among them; None: no layer has one."""
     window_layers: tuple[bool, ...] = ()
     """Which layers have a sliding window, one entry a layer; empty: none."""
     sinks: bool = False
@@ -443,11 +443,9 @@ class ModelShape:
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of one layer's router, its biases or offsets, and the shared expert's gate, where there are such."""
-        return (
-            self.n_experts * (self.hidden + self.router_bias + self.router_shift)
-            + self.hidden * self.shared_expert_gate
-        )
+        """Parameters of one layer's router, its biases and offsets, and the shared expert's gate, if there are such."""
+        of_router = self.n_experts * (self.hidden + self.router_bias + self.router_shift)
+        return of_router + self.hidden * self.shared_expert_gate
 
     # Parameters of the whole model
 

@@ -44,7 +44,7 @@ def add_once(experts: nn.Module, name: str, *, adds: bool) -> None:
     experts.__class__ = type(type(experts).__name__, (type(experts),), views)
 
 
-def _biases(name: str, adds: bool, experts: Any) -> Tensor:  # noqa: FBT001 (called by position)
+def _biases(name: str, adds: bool, experts: Any) -> Tensor:
     biases: Tensor = getattr(experts, f"{name}{_ONCE}")
     return biases if adds else biases - biases.detach()
 

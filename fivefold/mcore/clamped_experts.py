@@ -52,7 +52,7 @@ class ClampedExperts(GroupedExperts):
         return _Groups(ends_E, {"weight1": own_NE, "weight2": own_NE * probs_N.unsqueeze(1).to(tokens.dtype)})
 
     def _product(self, rows: torch.Tensor, kind: str, groups: _Groups) -> torch.Tensor:
-        bias_EO = self.fc1.bias if kind == "weight1" else self.fc2.bias
+        bias_EO: torch.Tensor = self.fc1.bias if kind == "weight1" else self.fc2.bias
         if kind == "weight2" and self.etp_group.rank() > 0:
             # The products are parts of a sum, to which the first rank adds it; each rank computes its whole gradient.
             bias_EO = bias_EO - bias_EO.detach()

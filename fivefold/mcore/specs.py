@@ -33,10 +33,10 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
+from fivefold.mcore.clamped_experts import ClampedExperts
 from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.dispatcher import SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
-from fivefold.mcore.clamped_experts import ClampedExperts
 from fivefold.mcore.layers import (
     BiasedRowParallelLinear,
     GroupedExperts,

@@ -86,7 +86,7 @@ def flash_attention(
     """Attend from query [T, heads, d] to key [K, kv_heads, d] and value [K, kv_heads, v]; see `varlen_attention`."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if plan.kernels == "flash_attention_4":
-        assert window is None and sinks is None, "rules refuse FlashAttention 4 for such models"
+        assert (window, sinks) == (None, None), "rules refuse FlashAttention 4 for such models"
         return _attend_4(query, key, value, plan, scale)
     # Queries see so many keys to the left of their own, -1 for all, and none to the right.
     seen = (-1 if window is None else window - 1, 0)

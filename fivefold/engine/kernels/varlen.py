@@ -4,8 +4,7 @@ An entry is a run of queries that are the *last* tokens of its keys: query i of 
 sequence is an entry with as many keys as queries; a chunk of a context-parallel sequence has more keys. With a sliding
 window, queries see the last ones of these keys alone.
 
-A head's sink (Xiao et al. 2023, https://arxiv.org/abs/2309.17453, as GPT-OSS has it) is a score with which a key without
-value takes part in each of its softmaxes.
+A head's sink, in GPT-OSS, is a score with which a key without value takes part in each of its softmaxes.
 
 On CUDA in half precision one call of flash attention does it (`flash.py`). Elsewhere entries of similar length are
 padded to rectangles for `scaled_dot_product_attention`; a rectangle wastes at most half of its rows.
@@ -193,7 +192,7 @@ def with_sinks(
         Queries, keys, values and the mask: [B, heads, Q, d + 8], [B, kv_heads, K + 1, d + 8], [B, kv_heads, K + 1, v]
         and [B, 1, Q, K + 1].
     """
-    score = (sinks.float() / scale).to(query.dtype)[None, :, :, None]
+    score = (sinks / scale).to(query.dtype)[None, :, :, None]
     query = torch.cat((query, F.pad(score, (0, _SINK_CHANNELS - 1)).expand(*query.shape[:-1], -1)), dim=-1)
     is_sink = F.one_hot(torch.tensor(key.shape[-1], device=key.device), key.shape[-1] + _SINK_CHANNELS).to(key.dtype)
     key = torch.cat((F.pad(key, (0, _SINK_CHANNELS)), is_sink.expand(*key.shape[:2], 1, -1)), dim=2)
