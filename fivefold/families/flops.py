@@ -92,7 +92,7 @@ class ForwardFlops:
         return self._parts(tokens, tokens * length, n_sequences * self._in_windows(length), tokens)
 
     def _in_windows(self, length: int) -> int:
-        """Return twice the pairs of tokens of a sequence of which one sees the other in a window."""
+        """Return twice the pairs of tokens of a sequence where one sees the other in a window."""
         seen = min(length, self.window)
         return seen * (2 * length - seen)
 

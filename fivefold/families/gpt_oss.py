@@ -1,6 +1,6 @@
 """GPT-OSS: attention with sinks, a sliding window in every second layer, and experts with biases and a clamp.
 
-Published files have experts in MXFP4, of which `fivefold convert` makes bfloat16.
+Published files have experts in MXFP4; `fivefold convert` makes bfloat16 of them.
 """
 
 from __future__ import annotations

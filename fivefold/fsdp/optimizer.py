@@ -63,7 +63,7 @@ class Optimizer:
         self.state = OptimizerState(self._parts, state_format(fields, device))
 
     def _part(self, shard: Shard) -> StateShard:
-        # Norms and biases, those of an expert too, have one dimension, and are exempt from weight decay.
+        # Norms and biases, an expert's too, have one dimension, and are exempt from weight decay.
         options = self._options[len(shard.mapping.tensors[0].shape) > 1]
         return StateShard(shard.name, shard.tensor, shard.begin, shard.values_N, options)
 

@@ -20,8 +20,8 @@ class _Groups:
     ends_E: torch.Tensor
     """int32: the end of each expert's rows."""
     shares_NE: dict[str, torch.Tensor]
-    """The part of each expert's bias that is added to each row, by the weight: 1 or the row's probability of its own
-    expert's, and 0 of the others'. Products with it have one order of summation in the backward pass."""
+    """The part of each expert's bias that is added to each row, by the weight: 1 or the row's probability where the row
+    is the expert's, else 0. Products with it have one order of summation in the backward pass."""
 
 
 class ClampedExperts(GroupedExperts):

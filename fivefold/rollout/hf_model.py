@@ -49,8 +49,8 @@ def build_model(
         load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
     Raises:
-        ValueError: a checkpoint whose tensors are not the model's or are not finite, or a model with another kind of
-            attention than those of the families that are known.
+        ValueError: a checkpoint whose tensors are not the model's or are not finite, or a model with a kind of
+            attention that this engine does not have for its family.
     """
     register_attention()
     with _reading("config.json"):

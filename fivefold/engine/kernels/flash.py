@@ -88,7 +88,7 @@ def flash_attention(
     if plan.kernels == "flash_attention_4":
         assert (window, sinks) == (None, None), "rules refuse FlashAttention 4 for such models"
         return _attend_4(query, key, value, plan, scale)
-    # Queries see so many keys to the left of their own, -1 for all, and none to the right.
+    # Queries see so many keys before the last one, -1 for all, and none after it.
     seen = (-1 if window is None else window - 1, 0)
     if sinks is None:
         return _attend_2(query, key, value, plan, scale, seen)

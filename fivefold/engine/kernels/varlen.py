@@ -59,7 +59,7 @@ class PaddedPlan:
 
 AttentionPlan = FlashPlan | PaddedPlan
 _SINK_CHANNELS = 8
-"""Channels that sinks take, one of which is used: kernels want widths that are multiples of 8."""
+"""Channels that sinks take, though they use one: kernels want widths that are multiples of 8."""
 
 
 def plan_attention(
@@ -178,7 +178,7 @@ def with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return attention's inputs with the sinks as a key more, whose value is 0, for kernels that know of none.
 
-    Queries and keys get channels more, of which the first is a head's sink over `scale` and 1 for the new key alone.
+    Queries and keys get channels more. The first is a head's sink over `scale`, and 1 for the new key alone.
 
     Args:
         query: [B, heads, Q, d].
