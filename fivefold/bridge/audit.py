@@ -14,7 +14,7 @@ from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from fivefold.bridge.decoder import VALUE_ALIASES, expected_tensors, is_ignored, is_optional
+from fivefold.bridge.decoder import VALUE_ALIASES, expected_tensors, file_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.reading import StoredTensors
@@ -130,15 +130,15 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
 
 
 def _quantized(shape: ModelShape, files: WeightFiles) -> list[str]:
-    expected = expected_tensors(shape)
+    expected = expected_tensors(shape).keys() | {f"{name}_blocks" for name in file_tensors(shape)}
     lines = [
         f"{name} in {tensor.file}: {tensor.dtype}, expected one of {', '.join(sorted(_FLOATING))}"
         for name, tensor in files.tensors.items()
         if name in expected and tensor.dtype not in _FLOATING
     ]
     fix = (
-        "  quantized weights are not read: `fivefold convert` makes bfloat16 of fp8 in blocks; take any other model in "
-        "a floating-point format"
+        "  quantized weights are not read: `fivefold convert` makes bfloat16 of fp8 in blocks and of mxfp4; take any "
+        "other model in a floating-point format"
     )
     return [*listed("Hugging Face tensors that are quantized", len(lines), lines), fix] if lines else []
 

@@ -59,6 +59,16 @@ def expected_tensors(shape: ModelShape) -> dict[str, Shape]:
     }
 
 
+def file_tensors(shape: ModelShape) -> dict[str, Shape]:
+    """Return the names and full shapes of the tensors as files hold them: some have all experts' in one.
+
+    Raises:
+        ValueError: as `mappings` does.
+    """
+    own = (mapping for mapping in mappings(shape) if not mapping.is_adapter)
+    return {name: full for mapping in own for name, full in mapping.file_shapes().items()}
+
+
 def float32_tensors(shape: ModelShape) -> frozenset[str]:
     """Return the names of the Hugging Face tensors that are float32 whatever the dtype of the model."""
     return frozenset(tensor.name for tensor in tensors(shape) if tensor.keeps_float32)
@@ -125,7 +135,10 @@ def _layer(shape: ModelShape, family: Family, kind: LayerKind, *, is_moe: bool) 
         yield from _delta_net(shape.delta)
     else:
         yield from _projections(shape)
-        yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)
+        if shape.sinks:
+            yield "self_attention.core_attention.softmax_offset", ("self_attn.sinks",)
+        for part in ("weight", "bias") if shape.output_bias else ("weight",):
+            yield f"self_attention.linear_proj.{part}", (f"self_attn.o_proj.{part}",)
     yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)
     if is_moe:
         yield from _moe(family)
@@ -163,10 +176,18 @@ def _moe(family: Family) -> _Rows:
     names = family.moe
     assert names is not None  # `tensors` has raised otherwise
     yield "mlp.router.weight", (names.router,)
+    if names.shift is not None:
+        yield "mlp.router.bias", (names.shift,)
     if names.bias is not None:
         yield "mlp.router.expert_bias", (names.bias,)
-    yield "mlp.experts.weight1", (names.expert.gate, names.expert.up)
-    yield "mlp.experts.weight2", (names.expert.down,)
+    if names.joint is not None:
+        yield "mlp.experts.weight1", (names.joint.gate_up,)
+        yield "mlp.experts.fc1.bias", (names.joint.gate_up_bias,)
+        yield "mlp.experts.weight2", (names.joint.down,)
+        yield "mlp.experts.fc2.bias", (names.joint.down_bias,)
+    else:
+        yield "mlp.experts.weight1", (names.expert.gate, names.expert.up)
+        yield "mlp.experts.weight2", (names.expert.down,)
     if names.shared is not None:
         yield from _mlp("mlp.shared_experts", names.shared)
     if names.shared_gate is not None:

@@ -57,8 +57,11 @@ class Item:
         return self.n_shards * prod(self.shape) * self.dtype.itemsize
 
     def slices(self, max_bytes: int) -> Iterator[Item]:
-        """Yield it in parts of at most `max_bytes`, of one expert of each rank at least; without experts, whole."""
-        if self.mapping.domain != "expert":
+        """Yield it in parts of at most `max_bytes`, of one expert of each rank at least.
+
+        It is whole without experts, and where files have all experts in one tensor.
+        """
+        if self.mapping.domain != "expert" or self.mapping.is_joint:
             yield self
             return
         count = self.shape[0]
@@ -68,7 +71,7 @@ class Item:
 
     def merged(self, shards: Tensor) -> Iterator[Stack]:
         """Yield the full Hugging Face tensors of its shards, [n_shards, *shape]."""
-        yield from self.mapping.merge(shards, self.first)
+        yield from self.mapping.merged(shards, self.first)
 
 
 class Export:

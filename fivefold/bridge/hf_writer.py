@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge import folder_swap
-from fivefold.bridge.decoder import expected_tensors, float32_tensors
+from fivefold.bridge.decoder import file_tensors, float32_tensors
 from fivefold.bridge.hf_reader import DTYPES, HFWeights, resolve_model_folder
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
@@ -53,7 +53,7 @@ def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]
     precise = float32_tensors(shape)
     return {
         name: TensorSpec(torch.float32 if name in precise else dtype, full)
-        for name, full in expected_tensors(shape).items()
+        for name, full in file_tensors(shape).items()
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.pieces import Piece
-from fivefold.families.tensors import Shape, WeightTensor
+from fivefold.families.tensors import Shape, WeightTensor, joint_name
 from fivefold.weights.stream import Stack, alone
 
 Domain = Literal["replicated", "tensor", "expert"]
@@ -40,7 +40,7 @@ def mapping_of(parameter: str, *tensors: WeightTensor, n_units: int | None = Non
                 return ExpertColumn(parameter, tensors)
             case "columns":
                 return ExpertRow(parameter, tensors)
-        return ExpertWhole(parameter, tensors)
+        return ExpertBias(parameter, tensors) if tensors[0].is_joint else ExpertWhole(parameter, tensors)
     match tensors[0].cut:
         case "whole":
             return Replicated(parameter, tensors)
@@ -73,6 +73,11 @@ class WeightMapping(ABC):
         return self.tensors[0].cut == "whole"
 
     @property
+    def is_joint(self) -> bool:
+        """Whether files hold the tensors of all experts in one."""
+        return self.tensors[0].is_joint
+
+    @property
     def keeps_float32(self) -> bool:
         """Whether the parameter is float32 whatever the dtype of the model."""
         return self.tensors[0].keeps_float32
@@ -82,6 +87,12 @@ class WeightMapping(ABC):
         by_expert = zip(*(tensor.names for tensor in self.tensors), strict=True)
         shapes = [tensor.shape for tensor in self.tensors]
         return {name: shape for names in by_expert for name, shape in zip(names, shapes, strict=True)}
+
+    def file_shapes(self) -> dict[str, Shape]:
+        """Return the name and full shape of each tensor in files, in the order in which `merged` yields them."""
+        if not self.is_joint:
+            return self.hf_shapes()
+        return {name: full for tensor in self.tensors for name, full in tensor.in_files.items()}
 
     def sources(self) -> Collection[str]:
         """Return the names of the Hugging Face tensors that are read to fill the parameter."""
@@ -111,6 +122,14 @@ class WeightMapping(ABC):
             shards: [n, *local_shape]; or of experts' parameters [n, some of a shard's experts, ...].
             first: number of the first of these experts in each shard.
         """
+
+    def merged(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        """Yield the tensors of shards as files hold them; of experts that are in one, `shards` must hold all."""
+        if not self.is_joint:
+            yield from self.merge(shards, first)
+            return
+        stacks = [stack.tensors for stack in self.merge(shards)]
+        yield alone(joint_name(self.tensors[0].name), torch.cat(stacks) if len(stacks) > 1 else stacks[0])
 
     def exists(self, groups: ShardGroups) -> bool:
         """Return whether a model of this layout has the parameter, on one stage or another."""
@@ -299,11 +318,11 @@ class _Experts(WeightMapping):
 
 
 class ExpertColumn(_Experts):
-    """Gate and up projections of all experts: [experts, gate; up, hidden]."""
+    """Tensors of all experts that are cut by rows: gate and up projections, [experts, gate; up, hidden], or biases."""
 
     def local_shape(self, groups: ShardGroups) -> Shape:
         rows = sum(self._share(tensor.shape[0], groups.etp_size, "expert ffn hidden") for tensor in self.tensors)
-        return (len(self._own(groups)), rows, self.tensors[0].shape[1])
+        return (len(self._own(groups)), rows, *self.tensors[0].shape[1:])
 
     def pieces(self, groups: ShardGroups) -> Iterator[Piece]:
         start = 0
@@ -318,12 +337,12 @@ class ExpertColumn(_Experts):
     def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
         etp_size = sum(tensor.shape[0] for tensor in self.tensors) // shards.shape[2]
         for names, fused in self._by_rank(shards, etp_size, first):
-            parts = fused.view(etp_size, len(names), -1, fused.shape[-1])
+            parts = fused.view(etp_size, len(names), -1, *fused.shape[3:])
             yield Stack(names, parts.movedim(0, 1).flatten(1, 2))
 
 
 class ExpertRow(_Experts):
-    """Down projections of all experts: [experts, hidden, expert ffn hidden]."""
+    """Matrices of all experts that are cut by columns: down projections, [experts, hidden, expert ffn hidden]."""
 
     def local_shape(self, groups: ShardGroups) -> Shape:
         rows, columns = self.tensors[0].shape
@@ -367,3 +386,15 @@ class ExpertWhole(_Experts):
 
     def n_shards(self, groups: ShardGroups) -> int:
         return groups.ep_size
+
+
+class ExpertBias(ExpertWhole):
+    """Biases of all experts, [experts, hidden], which every rank of expert-tensor parallelism has whole."""
+
+    def merge(self, shards: Tensor, first: int = 0) -> Iterator[Stack]:
+        etp_size = len(shards) * shards.shape[1] // (self.tensors[0].n_experts or 1)
+        for names, own in self._by_rank(shards, etp_size, first):
+            yield Stack(names, own[0])
+
+    def n_shards(self, groups: ShardGroups) -> int:
+        return groups.ep_size * groups.etp_size

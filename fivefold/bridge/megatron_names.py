@@ -84,9 +84,14 @@ def check_layers(shape: ModelShape) -> None:
     """Refuse a model whose layers Megatron-Core would compute otherwise than Hugging Face, from the same weights.
 
     Raises:
-        ValueError: it has latent attention that turns channels half of the positional part apart, gated delta nets, or
-            norms over all heads.
+        ValueError: it has latent attention that turns channels half of the positional part apart, gated delta nets,
+            norms over all heads, or experts with a clamped activation.
     """
+    if shape.expert_clamp is not None:
+        raise ValueError(
+            f"{shape.family}: experts with biases and a clamped activation are not supported in torch_dist, where "
+            "Megatron-Core orders their rows otherwise: use the Hugging Face folder"
+        )
     if shape.delta is not None:
         raise ValueError(
             f"{shape.family}: gated delta nets are not supported in torch_dist, where Megatron-Core orders their rows "

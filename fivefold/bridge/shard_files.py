@@ -67,7 +67,7 @@ class ShardFiles:
             ValueError: another dtype than planned, or a rectangle that leaves the tensor.
             OSError: the file system refuses it.
         """
-        place = self._plan.places[name]
+        place = self._plan.place(name)
         _check(name, data, row, column, place.spec.dtype, place.spec.shape)
         itemsize, width = data.element_size(), prod(place.spec.shape[1:])
         first = place.begin + (row * width + column) * itemsize

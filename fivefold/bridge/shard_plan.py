@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fivefold.bridge.weight_files import INDEX_FILE, LENGTH_BYTES, SINGLE_FILE
+from fivefold.bridge.weight_files import INDEX_FILE, LENGTH_BYTES, SINGLE_FILE, of_joint
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in a file, unless a single tensor is larger."""
@@ -93,6 +93,19 @@ class ShardPlan:
     files: tuple[PlannedFile, ...]
     places: Mapping[str, Place]
     """Place of every tensor, by name."""
+
+    def place(self, name: str) -> Place:
+        """Return the place of a tensor, or of an expert's in the tensor of all experts.
+
+        Raises:
+            KeyError: neither is in the plan.
+        """
+        part = None if name in self.places else of_joint(name)
+        if part is None:
+            return self.places[name]
+        whole, expert = self.places[part[0]], part[1]
+        own = TensorSpec(whole.spec.dtype, whole.spec.shape[1:])
+        return Place(whole.file, whole.begin + expert * own.n_bytes, own)
 
     @property
     def data_bytes(self) -> int:

@@ -42,6 +42,9 @@ _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pt
 """Patterns of weight files that are not read."""
 _FUSED = re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Matrices of all experts in one tensor, as Qwen3.5's folders have them."""
+_JOINT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?")
+"""Tensors of all experts in one, as GPT-OSS's folders have them; each expert's is a part along the first dimension."""
+_OF_JOINT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 _GIT_LFS_POINTER = b"version https://git-lfs"
 LENGTH_BYTES = 8
 """Bytes of the length of the header, a little-endian number at the start of the file."""
@@ -140,6 +143,10 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
 
 def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensor; in place of one that holds all experts' matrices, yield each matrix."""
+    if _JOINT.fullmatch(name) is not None:
+        for expert in range(tensor.shape[0]):
+            yield part_of_joint(name, expert), replace(tensor, shape=tensor.shape[1:], within=(name, expert, 0))
+        return
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:
         yield name, tensor
@@ -150,6 +157,18 @@ def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, Stor
     for expert, (index, kind) in product(range(n_experts), enumerate(kinds)):
         part = replace(tensor, shape=(share, columns), within=(name, expert, index * share))
         yield f"{match[1]}.{expert}.{kind}.weight", part
+
+
+def of_joint(name: str) -> tuple[str, int] | None:
+    """Return the tensor of all experts in files that a joint expert's tensor is part of, and the expert; None: none."""
+    match = _OF_JOINT.fullmatch(name)
+    return None if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
+
+
+def part_of_joint(whole: str, expert: int) -> str:
+    """Return the name of an expert's part of the tensor `whole` of all experts."""
+    path, _, kind = whole.rpartition(".")
+    return f"{path}.{expert}.{kind}"
 
 
 def _no_weights(folder: Path) -> str:

@@ -34,7 +34,7 @@ Config = Annotated[
 WeightType = Annotated[
     Literal["float32", "bfloat16"] | None,
     typer.Option(
-        help="Number format of the weights.  [default: as it is; bfloat16 from GGUF and fp8]", show_default=False
+        help="Number format of the weights.  [default: as it is; bfloat16 from GGUF, fp8 and mxfp4]", show_default=False
     ),
 ]
 LayerSpec = Annotated[
@@ -63,8 +63,8 @@ def convert(
 ) -> None:
     """Turn models into Hugging Face folders, or into torch_dist.
 
-    A GGUF model, a Hugging Face folder of fp8 weights or a Megatron-Core checkpoint becomes a Hugging Face folder, or
-    such a folder becomes a checkpoint.
+    A GGUF model, a Hugging Face folder of fp8 or mxfp4 weights or a Megatron-Core checkpoint becomes a Hugging Face
+    folder, or such a folder becomes a checkpoint.
 
     \b
     Examples:
@@ -85,7 +85,7 @@ def convert(
             return
         _refuse({"--config": config is not None}, "belongs to conversions from torch_dist, and SOURCE is none")
         if _is_quantized(source):
-            _convert_fp8(source, out, dtype or "bfloat16", overwrite)
+            _convert_quantized(source, out, dtype or "bfloat16", overwrite)
             return
         _convert_gguf(source, out, dtype or "bfloat16", overwrite)
 
@@ -103,13 +103,13 @@ def _is_quantized(source: str) -> bool:
     return is_quantized(user_path(source))
 
 
-def _convert_fp8(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:
+def _convert_quantized(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:
     import torch
 
-    from fivefold.convert.fp8_model import convert_fp8
+    from fivefold.convert.quantized_model import convert_quantized
 
     with progress_bar() as progress:
-        done = convert_fp8(source, out, dtype=getattr(torch, dtype), overwrite=overwrite, progress=progress)
+        done = convert_quantized(source, out, dtype=getattr(torch, dtype), overwrite=overwrite, progress=progress)
     typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, {dtype}")
     _tell_left_out(done)
 

@@ -12,49 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.bridge.bridge import checked_source
-from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.hf_writer import save_hf, tensor_specs
-from fivefold.convert.megatron import Converted, has_further_layers, left_out
-from fivefold.convert.target import Progress, free_target, streamed
-from fivefold.families.read import load_shape
+from fivefold.bridge.hf_reader import HFWeights
 from fivefold.json_text import parsed
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE = "_scale_inv"
 """Suffix of a weight's name in the name of its scales."""
-
-
-def convert_fp8(
-    source: str | Path,
-    out: str | Path,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Converted:
-    """Write a model of float8 weights in floating point.
-
-    Args:
-        source: the model's folder.
-        out: the folder to write. It appears when it is complete.
-        dtype: dtype of the weights, apart from routers' offsets, which are float32.
-        overwrite: whether an earlier model folder at `out` may be replaced.
-        progress: receives how far the conversion is.
-
-    Raises:
-        ValueError: no such model, one that is quantized in another way or whose weights are not whole, or something at
-            `out`.
-        OSError: the disk is full, or the file system refuses to write.
-    """
-    target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
-    shape = load_shape(folder)
-    with HFWeights(folder) as stored:
-        weights = _Dequantized(stored, _block_size(folder))
-        checked_source(shape, weights)
-        tensors = tensor_specs(shape, dtype)
-        save_hf(target, streamed(weights, tensors, progress), folder, tensors=tensors)
-        return Converted(shape, len(tensors), left_out(further_layers=has_further_layers(stored, shape)))
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
@@ -65,16 +28,20 @@ def _block_size(folder: Path) -> tuple[int, int]:
     if config.get("quant_method") != "fp8" or not is_size:
         raise ValueError(
             f"{folder} is quantized with quant_method={config.get('quant_method')!r} and weight_block_size={block!r}; "
-            "only fp8 in blocks is converted: take the model in another format"
+            "only fp8 in blocks and mxfp4 are converted: take the model in another format"
         )
     return block[0], block[1]
 
 
-class _Dequantized:
-    """The tensors of a folder; float8 tensors are multiplied by the scales of their blocks."""
+class Float8InBlocks:
+    """The tensors of a folder; float8 tensors are multiplied by the scales of their blocks.
 
-    def __init__(self, stored: HFWeights, block: tuple[int, int]) -> None:
-        self._stored, self._block = stored, block
+    Raises:
+        ValueError: the folder is quantized in another way.
+    """
+
+    def __init__(self, stored: HFWeights) -> None:
+        self._stored, self._block = stored, _block_size(stored.folder)
         self.folder = stored.folder
         self.names = frozenset(name for name in stored.names if not self._is_scale(name))
 

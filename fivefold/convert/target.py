@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fivefold.bridge import folder_swap
 from fivefold.bridge.reading import TensorReader
 from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.weight_files import part_of_joint
 from fivefold.config.paths import user_path
 
 Progress = Callable[[str, int, int], None]
@@ -59,7 +61,11 @@ def streamed(
     """Yield each of `tensors` as `weights` has it, in its dtype, and report how many elements are written."""
     done, total = 0, sum(spec.n_elements for spec in tensors.values())
     for name, spec in tensors.items():
-        yield name, weights.read(name).to(spec.dtype)
+        if name in weights.names:
+            yield name, weights.read(name).to(spec.dtype)
+        else:
+            parts = (weights.read(part_of_joint(name, expert)) for expert in range(spec.shape[0]))
+            yield name, torch.stack([part.to(spec.dtype) for part in parts])
         done += spec.n_elements
         if progress is not None:
             progress("writing", done, total)

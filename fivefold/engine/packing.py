@@ -130,12 +130,17 @@ class BatchPlanner:
 
 
 def attention_equals_rest_at(shape: ModelShape) -> float:
-    """Return the sequence length at which causal attention costs as many FLOPs per token as the layers' matmuls."""
+    """Return the sequence length at which causal attention costs as many FLOPs per token as all else in the layers.
+
+    Attention in sliding windows, taken to be full ones, costs the same at any length; infinity if there is no other.
+    """
     mlp = shape.top_k * shape.expert_parameters if shape.is_moe else 3 * shape.hidden * shape.ffn_hidden
     matmul_flops = sum(2 * (shape.mixer_parameters(kind) + mlp) for kind in shape.layer_kinds)
     # Two for each product of scores and of weighted values, halved by causality.
-    attention_flops_per_key = shape.n_attention_layers * (shape.query_width + shape.output_width)
-    return matmul_flops / attention_flops_per_key
+    attention_flops_per_key = shape.query_width + shape.output_width
+    window_flops = 2 * (shape.window or 0) * shape.n_window_layers * attention_flops_per_key
+    n_quadratic = shape.n_attention_layers - shape.n_window_layers
+    return (matmul_flops + window_flops) / (n_quadratic * attention_flops_per_key) if n_quadratic else math.inf
 
 
 def padded_tokens(lengths: Iterable[int], *, cp_size: int, tp_size: int) -> int:

@@ -163,10 +163,14 @@ def packed_attention(
     packed: PackedAttention,
     cp_group: dist.ProcessGroup,
     scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from query [T, heads, d] with key [T, kv_heads, d] and value [T, kv_heads, v], all of this rank's tokens.
 
-    The queries see the keys of the whole context-parallel group. `scale` multiplies the scores; None: 1 / sqrt(d).
+    The queries see the keys of the whole context-parallel group; `scale`, `window` and `sinks` are as in
+    `varlen_attention`.
 
     Returns:
         [T, heads, v].
@@ -174,4 +178,4 @@ def packed_attention(
     if cp_group.size() > 1:
         widths = (key.shape[-1], value.shape[-1])
         key, value = gathered_keys(torch.cat((key, value), dim=-1), packed, cp_group).split(widths, dim=-1)
-    return varlen_attention(query, key, value, packed.plan, scale)
+    return varlen_attention(query, key, value, packed.plan, scale, window=window, sinks=sinks)

@@ -20,6 +20,7 @@ def read_dense(
     config: HFConfig,
     *,
     has_window: bool = False,
+    window_layers: Sequence[bool] = (),
     knows_attention_bias: bool = True,
     qkv_bias: bool = False,
     qk_norm: bool = False,
@@ -31,7 +32,9 @@ def read_dense(
 
     Args:
         config: the model's config.json.
-        has_window: whether the family's own keys give a layer a sliding window; `layer_types` is checked in any case.
+        has_window: whether the family's own keys give a layer a sliding window, which is not implemented for the
+            family; `layer_types` is checked in any case.
+        window_layers: which layers have a sliding window of `sliding_window` tokens, in other families.
         knows_attention_bias: whether `attention_bias` is a key of the family; else it is ignored.
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
@@ -42,7 +45,8 @@ def read_dense(
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
     """
-    _refuse_unsupported(config, has_window, knows_attention_bias, {"linear_attention"} if has_delta_nets else set())
+    _refuse_unsupported(config, knows_attention_bias=knows_attention_bias)
+    _check_kinds(config, window_layers, {"linear_attention"} if has_delta_nets else set(), has_window=has_window)
     n_layers, hidden, n_heads = (
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -73,6 +77,8 @@ def read_dense(
         rope_scaling=scaling,
         rotary_dim=rotary_part(config, head_dim) if is_rotated_in_part else None,
         latent=latent,
+        window=config.integer("sliding_window") if any(window_layers) else None,
+        window_layers=tuple(window_layers) if any(window_layers) else (),
     )
 
 
@@ -182,9 +188,24 @@ def check_groups(config: HFConfig, shape: ModelShape) -> None:
         )
 
 
-def _refuse_unsupported(
-    config: HFConfig, has_window: bool, knows_attention_bias: bool, other_kinds: Collection[str]
-) -> None:
+def window_in_all(config: HFConfig) -> tuple[bool, ...]:
+    """Return which layers have a sliding window: all, unless `sliding_window` is null."""
+    return (config.get("sliding_window") is not None,) * config.integer("num_hidden_layers")
+
+
+def listed_windows(config: HFConfig, otherwise: Sequence[bool]) -> tuple[bool, ...]:
+    """Return which layers have a sliding window as `layer_types` lists them; `otherwise` where it is left out.
+
+    Raises:
+        ValueError: not one kind a layer.
+    """
+    kinds = config.items("layer_types", str)
+    if kinds and len(kinds) != len(otherwise):
+        raise config.error(f"layer_types has {len(kinds)} entries for num_hidden_layers={len(otherwise)}")
+    return tuple(kind == "sliding_attention" for kind in kinds) or tuple(otherwise)
+
+
+def _refuse_unsupported(config: HFConfig, *, knows_attention_bias: bool) -> None:
     if (activation := config.get("hidden_act")) != "silu":
         raise config.error(f"hidden_act={activation!r} is not supported; the MLPs are SwiGLU (silu)")
     if knows_attention_bias and config.flag("attention_bias"):
@@ -195,7 +216,16 @@ def _refuse_unsupported(
         raise config.error(
             f"attention_dropout={dropout:g} is not supported, for attention drops nothing in training: set it to 0"
         )
-    kinds = set(config.items("layer_types", str)).difference({"full_attention"}, other_kinds)
+
+
+def _check_kinds(
+    config: HFConfig, window_layers: Sequence[bool], other_kinds: Collection[str], *, has_window: bool
+) -> None:
+    """Refuse kinds of layers that the family does not have."""
+    listed = config.items("layer_types", str)
+    kinds = set(listed).difference({"full_attention"}, other_kinds)
+    if any(window_layers):
+        kinds.discard("sliding_attention")
     if has_window or "sliding_attention" in kinds:
         raise config.error(
             f"attention over sliding_window={config.get('sliding_window')} tokens is in use; it is not supported: "
@@ -203,6 +233,11 @@ def _refuse_unsupported(
         )
     if kinds:
         raise config.error(f"layer_types has {', '.join(sorted(kinds))}, and only full_attention is supported")
+    if any(window_layers) and listed and [kind == "sliding_attention" for kind in listed] != list(window_layers):
+        raise config.error(
+            f"layer_types differs from sliding_window={config.get('sliding_window')}, which holds for every layer in "
+            "transformers: make them agree, or drop layer_types"
+        )
 
 
 def _kv_heads(config: HFConfig, n_heads: int) -> int:

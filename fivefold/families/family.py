@@ -31,15 +31,34 @@ class MLPNames:
 
 
 @dataclass(frozen=True)
+class JointNames:
+    """Names of experts' tensors that files hold once for all experts, with the expert as a further first dimension.
+
+    Weights are [in, out], and gate and up alternate among the channels of one projection.
+    """
+
+    gate_up: str = "mlp.experts.{expert}.gate_up_proj"
+    gate_up_bias: str = "mlp.experts.{expert}.gate_up_proj_bias"
+    down: str = "mlp.experts.{expert}.down_proj"
+    down_bias: str = "mlp.experts.{expert}.down_proj_bias"
+
+
+@dataclass(frozen=True)
 class MoENames:
     """Names of a mixture-of-experts layer's weights, relative to the layer; the experts' have an `{expert}` field."""
 
     router: str = "mlp.gate.weight"
+    router_in_memory: str = "mlp.gate"
+    """What transformers calls the router itself."""
     expert: MLPNames = MLPNames(
         gate="mlp.experts.{expert}.gate_proj.weight",
         up="mlp.experts.{expert}.up_proj.weight",
         down="mlp.experts.{expert}.down_proj.weight",
     )
+    joint: JointNames | None = None
+    """Names of the experts' tensors in the place of `expert`; None: each expert has its own tensors in files."""
+    shift: str | None = None
+    """Bias of the router's logits."""
     bias: str | None = None
     """Offsets of the experts' scores."""
     bias_in_memory: str = "mlp.gate.e_score_correction_bias"

@@ -1,8 +1,8 @@
 """Floating-point operations of a model by part (multiply and add are two).
 
 Counted are the weights that multiply a token (attention projections, router, the experts it visits, dense MLPs, LM
-head; never the embedding look-up), causal attention, in which a token sees half of its sequence on average, and the
-recurrence of gated delta nets, token by token.
+head; never the embedding look-up), causal attention, in which a token sees half of its sequence on average, or the
+window before it, and the recurrence of gated delta nets, token by token.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class ForwardFlops:
     """For each token, as are MLPs, experts and router."""
     attention: int
     """For each token and its sequence's length, because attention is quadratic."""
+    window_attention: int
+    """The same of layers with a sliding window, whose tokens see as many tokens as it has at most."""
+    window: int
+    """Tokens of the window; 0: no layer has one."""
     recurrence: int
     """For each token: what gated delta nets do in the place of attention."""
     dense_mlps: int
@@ -67,7 +71,9 @@ class ForwardFlops:
         mlps = n_dense * shape.dense_mlp_parameters + shape.n_moe_layers * shape.shared_expert_parameters
         return ForwardFlops(
             projections=2 * shape.all_projection_weights,
-            attention=shape.n_attention_layers * (shape.query_width + shape.output_width),
+            attention=(shape.n_attention_layers - shape.n_window_layers) * (shape.query_width + shape.output_width),
+            window_attention=shape.n_window_layers * (shape.query_width + shape.output_width),
+            window=shape.window or 0,
             recurrence=shape.n_delta_layers * shape.delta.flops if shape.delta is not None else 0,
             dense_mlps=2 * mlps,
             experts=2 * shape.n_moe_layers * shape.top_k * shape.expert_parameters,
@@ -77,17 +83,23 @@ class ForwardFlops:
 
     def on(self, lengths: Sequence[int], n_predicted: int) -> PartFlops:
         """Return the FLOPs over sequences of `lengths` tokens. `n_predicted` of all tokens get logits."""
-        return self._parts(sum(lengths), sum(length * length for length in lengths), n_predicted)
+        seen = sum(self._in_windows(length) for length in lengths)
+        return self._parts(sum(lengths), sum(length * length for length in lengths), seen, n_predicted)
 
     def on_equal(self, n_sequences: float, length: int) -> PartFlops:
         """Return the FLOPs over sequences of one length, with logits for every token."""
         tokens = n_sequences * length
-        return self._parts(tokens, tokens * length, tokens)
+        return self._parts(tokens, tokens * length, n_sequences * self._in_windows(length), tokens)
 
-    def _parts(self, tokens: float, squares: float, n_predicted: float) -> PartFlops:
+    def _in_windows(self, length: int) -> int:
+        """Return twice the pairs of tokens of a sequence where one sees the other in a window."""
+        seen = min(length, self.window)
+        return seen * (2 * length - seen)
+
+    def _parts(self, tokens: float, squares: float, in_windows: float, n_predicted: float) -> PartFlops:
         return PartFlops(
             projections=float(tokens * self.projections),
-            attention=float(squares * self.attention + tokens * self.recurrence),
+            attention=float(squares * self.attention + in_windows * self.window_attention + tokens * self.recurrence),
             dense_mlps=float(tokens * self.dense_mlps),
             experts=float(tokens * self.experts),
             router=float(tokens * self.router),

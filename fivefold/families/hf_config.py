@@ -162,12 +162,12 @@ class HFConfig:
         return items
 
     def fields(self, key: str) -> Mapping[str, Any]:
-        """Return an object; a key that is absent or null means an empty one.
+        """Return an object; a key that is absent or null means the family's default, and without one an empty object.
 
         Raises:
             ValueError: the value is neither an object nor null.
         """
-        value = self._raw.get(key)
+        value = self._raw.get(key) or self._defaults.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(f"config.json has {key}={value!r}; it must be an object or null")
         return value or {}

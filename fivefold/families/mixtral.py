@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fivefold.families.decoder import add_experts, read_dense
+from fivefold.families.decoder import add_experts, read_dense, window_in_all
 from fivefold.families.family import Family, MLPNames, MoENames
 from fivefold.families.hf_config import HFConfig
 from fivefold.families.shape import ModelShape
 
 
 def _read(config: HFConfig) -> ModelShape:
-    dense = read_dense(config, has_window=config.get("sliding_window") is not None)
+    dense = read_dense(config, window_layers=window_in_all(config))
     refuse_noise(config)
     return add_experts(
         dense,

@@ -10,6 +10,7 @@ from fivefold.families.deepseek_v3 import DEEPSEEK_V3
 from fivefold.families.family import Family
 from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
+from fivefold.families.gpt_oss import GPT_OSS
 from fivefold.families.llama import LLAMA
 from fivefold.families.minimax_m2 import MINIMAX_M2
 from fivefold.families.mistral import MISTRAL
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, Family] = {
         MISTRAL,
         MIXTRAL,
         MINIMAX_M2,
+        GPT_OSS,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V2,

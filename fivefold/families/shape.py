@@ -22,9 +22,9 @@ from fivefold.families.adapters import AdapterShape
 from fivefold.families.delta_net import DeltaNet
 from fivefold.types import MOST_IN_A_BYTE
 
-LayerKind = Literal["full", "latent", "delta"]
-"""How a layer mixes tokens: attention with keys and values of every token, the same made of latents (MLA), or a state
-of fixed size (a gated delta net)."""
+LayerKind = Literal["full", "window", "latent", "delta"]
+"""How a layer mixes tokens: attention with keys and values of every token, the same of the last tokens alone (a sliding
+window), of every token and made of latents (MLA), or a state of fixed size (a gated delta net)."""
 
 
 class LayerSort(NamedTuple):
@@ -176,6 +176,19 @@ class ModelShape:
     """Sizes of the layers that are gated delta nets; None: there are none."""
     delta_layers: tuple[bool, ...] = ()
     """Which layers are gated delta nets, one entry a layer; empty: none."""
+    window: int | None = None
+    """Tokens that each token sees in layers with a sliding window, itself among them; None: no layer has one."""
+    window_layers: tuple[bool, ...] = ()
+    """Which layers have a sliding window, one entry a layer; empty: none."""
+    sinks: bool = False
+    """Whether each query head has a score, trained, to which attention may give weight in the place of any token."""
+    output_bias: bool = False
+    """Whether attention's output projection has a bias."""
+    expert_clamp: float | None = None
+    """Limit of GPT-OSS's clamped activation, whose experts have biases, and alternating channels of gate and up; None:
+    experts are SwiGLU without biases."""
+    router_shift: bool = False
+    """Whether the router's logits have a bias, which is trained."""
     output_gate: bool = False
     """Whether sigmoid gates, which the projection of the queries makes, scale the channels of attention's output."""
     zero_centered_norms: bool = False
@@ -205,6 +218,8 @@ class ModelShape:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """How each layer mixes tokens."""
         own: LayerKind = "full" if self.latent is None else "latent"
+        if self.window_layers:
+            return tuple("window" if has_window else own for has_window in self.window_layers)
         return tuple("delta" if is_delta else own for is_delta in self.delta_layers) or (own,) * self.n_layers
 
     @cached_property
@@ -220,8 +235,13 @@ class ModelShape:
 
     @property
     def n_attention_layers(self) -> int:
-        """Layers that attend to keys and values of every token."""
+        """Layers that attend to keys and values of tokens."""
         return self.n_layers - self.n_delta_layers
+
+    @property
+    def n_window_layers(self) -> int:
+        """Those among them that have a sliding window."""
+        return sum(self.window_layers)
 
     @property
     def route_bytes(self) -> int:
@@ -329,12 +349,15 @@ class ModelShape:
         """Channels of a head that rotary positions turn."""
         return self.latent.rope_dim if self.latent is not None else self.rotary_dim or self.head_dim
 
-    @property
-    def kv_cache_elements(self) -> int:
-        """Elements that generation keeps for a token, in all layers. MLA keeps its latent, which the heads share."""
-        if self.latent is None:
-            return self.n_attention_layers * (self.key_width + self.value_width)
-        return self.n_attention_layers * self.latent.shared_dim
+    def kv_cache_elements(self, n_tokens: int) -> int:
+        """Return the elements that generation keeps for a sequence, in all layers. MLA keeps its latent, which the
+        heads share; a layer with a sliding window keeps the tokens in it.
+        """
+        if self.latent is not None:
+            return n_tokens * self.n_attention_layers * self.latent.shared_dim
+        kept = n_tokens * (self.n_attention_layers - self.n_window_layers)
+        kept += min(n_tokens, self.window or 0) * self.n_window_layers
+        return kept * (self.key_width + self.value_width)
 
     @property
     def state_elements(self) -> int:
@@ -354,8 +377,9 @@ class ModelShape:
         output = self.output_width * self.hidden
         if self.latent is not None:
             return self.latent.up_parameters(self.hidden, self.n_heads) + output
-        norms = self.query_width + self.key_width if self.wide_qk_norm else 0
-        return (self.hidden + self.qkv_bias) * (self.query_rows + self.key_width + self.value_width) + output + norms
+        heads = self.query_width + self.key_width if self.wide_qk_norm else 0
+        heads += self.n_heads * self.sinks
+        return (self.hidden + self.qkv_bias) * (self.query_rows + self.key_width + self.value_width) + output + heads
 
     def whole_mixer_parameters(self, kind: LayerKind) -> int:
         """Return those that every tensor parallel rank has: norms, and MLA's projections down."""
@@ -363,7 +387,8 @@ class ModelShape:
             return self._delta.value_dim
         if self.latent is not None:
             return self.latent.down_parameters(self.hidden) + self.latent.latent_dim
-        return 2 * self.head_dim if self.qk_norm and not self.wide_qk_norm else 0
+        norms = 2 * self.head_dim if self.qk_norm and not self.wide_qk_norm else 0
+        return norms + self.hidden * self.output_bias
 
     def projection_weights(self, kind: LayerKind) -> int:
         """Return the weights of one layer that mix tokens and are matrices: neither norms, biases nor convolutions."""
@@ -407,8 +432,9 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one routed expert: gate, up and down projections."""
-        return 3 * self.hidden * self.expert_ffn_hidden
+        """Parameters of one routed expert: gate, up and down projections, and their biases where there are such."""
+        biases = 0 if self.expert_clamp is None else 2 * self.expert_ffn_hidden + self.hidden
+        return 3 * self.hidden * self.expert_ffn_hidden + biases
 
     @property
     def shared_expert_parameters(self) -> int:
@@ -417,8 +443,9 @@ class ModelShape:
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of one layer's router, its offsets and the shared expert's gate, where there are such."""
-        return self.n_experts * (self.hidden + self.router_bias) + self.hidden * self.shared_expert_gate
+        """Parameters of one layer's router, its biases and offsets, and the shared expert's gate, if there are such."""
+        of_router = self.n_experts * (self.hidden + self.router_bias + self.router_shift)
+        return of_router + self.hidden * self.shared_expert_gate
 
     # Parameters of the whole model
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fivefold.families.adapters import MATRICES, AdapterShape, Matrix, adapter_name, shared_name
 from fivefold.families.delta_net import DeltaNet
-from fivefold.families.family import Family, MLPNames
+from fivefold.families.family import Family, JointNames, MLPNames
 from fivefold.families.registry import find_family
 from fivefold.families.shape import LatentAttention, ModelShape
 
@@ -45,6 +45,8 @@ class WeightTensor:
     """Experts that have such a tensor; None for a tensor that belongs to no expert."""
     runs: tuple[int, ...] = ()
     """Rows of each part of a tensor whose parts are cut each by itself, such as keys and values; empty: one part."""
+    is_joint: bool = False
+    """Whether files hold all experts' tensors in one, along a further first dimension."""
     keeps_float32: bool = False
     """Whether it is float32 whatever the dtype of the model: offsets of routers, which no gradient changes."""
     adapts: str | None = None
@@ -60,6 +62,13 @@ class WeightTensor:
         return tuple(self.name.format(expert=expert) for expert in range(self.n_experts))
 
     @property
+    def in_files(self) -> dict[str, Shape]:
+        """Return the names and full shapes of what files hold: of this tensor, or of all experts' tensors."""
+        if self.is_joint and self.n_experts is not None:
+            return {joint_name(self.name): (self.n_experts, *self.shape)}
+        return dict.fromkeys(self.names, self.shape)
+
+    @property
     def names_in_peft(self) -> tuple[str, ...]:
         """Return the names of a matrix of an adapter in a folder of PEFT, which has a copy of it for each expert."""
         if self.shared_by is None:
@@ -73,6 +82,11 @@ class WeightTensor:
         if self.cut == "vocabulary":
             return -(-rows // ranks) * width
         return rows * width // (1 if self.cut == "whole" else ranks)
+
+
+def joint_name(pattern: str) -> str:
+    """Return the name of the tensor of all experts in files, of the pattern of each expert's name."""
+    return pattern.replace("{expert}.", "")
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,11 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[WeightTensor]:
                 yield WeightTensor(f"{attention}.{letter}_norm.weight", (width,), "rows", layer)
         elif shape.qk_norm:
             yield from (_norm(f"{attention}.{letter}_norm.weight", shape.head_dim, layer) for letter in "qk")
+    if shape.sinks:
+        yield WeightTensor(f"{attention}.sinks", (shape.n_heads,), "rows", layer)
     yield WeightTensor(f"{attention}.o_proj.weight", (shape.hidden, shape.output_width), "columns", layer)
+    if shape.output_bias:
+        yield _norm(f"{attention}.o_proj.bias", shape.hidden, layer)
 
 
 def _latents(shape: ModelShape, latent: LatentAttention, attention: str, layer: int) -> Iterator[WeightTensor]:
@@ -240,10 +258,29 @@ def _moe(shape: ModelShape, family: Family, layer: int) -> Iterator[WeightTensor
     if names is None:
         raise ValueError(f"{prefix} has experts, but the model family {family.model_type!r} names none")
     yield WeightTensor(f"{prefix}.{names.router}", (shape.n_experts, hidden), layer=layer)
+    if names.shift is not None:
+        yield WeightTensor(f"{prefix}.{names.shift}", (shape.n_experts,), layer=layer)
     if names.bias is not None:
         yield WeightTensor(f"{prefix}.{names.bias}", (shape.n_experts,), layer=layer, keeps_float32=True)
-    yield from _mlp(names.expert, hidden, shape.expert_ffn_hidden, layer, shape.n_experts)
+    if names.joint is not None:
+        yield from _joint_experts(names.joint, shape, layer)
+    else:
+        yield from _mlp(names.expert, hidden, shape.expert_ffn_hidden, layer, shape.n_experts)
     if names.shared is not None:
         yield from _mlp(names.shared, hidden, shape.shared_expert_ffn_hidden, layer)
     if names.shared_gate is not None:
         yield WeightTensor(f"{prefix}.{names.shared_gate}", (1, hidden), layer=layer)
+
+
+def _joint_experts(names: JointNames, shape: ModelShape, layer: int) -> Iterator[WeightTensor]:
+    """Yield the tensors of experts with biases, whose weights are [in, out]. Tensor parallelism divides the channels
+    between the two projections."""
+    hidden, ffn = shape.hidden, shape.expert_ffn_hidden
+    forms: dict[str, tuple[Shape, Cut]] = {
+        names.gate_up: ((hidden, 2 * ffn), "columns"),
+        names.gate_up_bias: ((2 * ffn,), "rows"),
+        names.down: ((ffn, hidden), "rows"),
+        names.down_bias: ((hidden,), "whole"),
+    }
+    for name, (full, cut) in forms.items():
+        yield WeightTensor(f"model.layers.{layer}.{name}", full, cut, layer, shape.n_experts, is_joint=True)

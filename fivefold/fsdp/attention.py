@@ -34,6 +34,8 @@ def attend(
     packed: PackedAttention,
     cp_group: dist.ProcessGroup,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the causal attention of packed sequences.
@@ -47,6 +49,8 @@ def attend(
         packed: which queries see which keys.
         cp_group: the ranks that share the sequences.
         scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: tokens that each token sees; None: all before it.
+        s_aux: scores of the heads' sinks [H]; None: they have none.
         kwargs: what transformers passes besides; the families have no dropout.
 
     Returns:
@@ -56,7 +60,9 @@ def attend(
     if isinstance(vars(module).get("expand_kv"), _GatheredLatents):
         output_THV = varlen_attention(query_THD, key_TKD, value_TKV, packed.plan, scaling)
     else:
-        output_THV = packed_attention(query_THD, key_TKD, value_TKV, packed, cp_group, scaling)
+        output_THV = packed_attention(
+            query_THD, key_TKD, value_TKV, packed, cp_group, scaling, window=sliding_window, sinks=s_aux
+        )
     return output_THV.unsqueeze(0), None
 
 

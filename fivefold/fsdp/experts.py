@@ -9,6 +9,7 @@ padded to as many experts as ranks when it is gathered.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from fivefold.families.tensors import Shape
 
 _SUFFIX = "_rows"
+_ONCE = "_once"
+"""What the name of biases ends in that one rank adds to a sum over tensor-parallel ranks."""
 
 
 def shard_by_rows(experts: nn.Module) -> None:
@@ -32,9 +35,23 @@ def shard_by_rows(experts: nn.Module) -> None:
         experts.__class__ = type(type(experts).__name__, (type(experts),), views)
 
 
+def add_once(experts: nn.Module, name: str, *, adds: bool) -> None:
+    """Let a module see the biases [E, hidden] that `name` is, or zeros with their gradient on a rank that adds none."""
+    biases = getattr(experts, name)
+    delattr(experts, name)
+    experts.register_parameter(f"{name}{_ONCE}", biases)
+    views = {name: property(partial(_biases, name, adds))}
+    experts.__class__ = type(type(experts).__name__, (type(experts),), views)
+
+
+def _biases(name: str, adds: bool, experts: Any) -> Tensor:
+    biases: Tensor = getattr(experts, f"{name}{_ONCE}")
+    return biases if adds else biases - biases.detach()
+
+
 def name_in_transformers(name: str) -> str:
     """Return the name that a parameter has in transformers."""
-    return name.removesuffix(_SUFFIX)
+    return name.removesuffix(_SUFFIX).removesuffix(_ONCE)
 
 
 def shape_in_transformers(name: str, shape: Shape, n_experts: int) -> Shape:

@@ -20,7 +20,7 @@ from fivefold.bridge.mapping import WeightMapping, mapping_of
 from fivefold.families.adapters import MATRICES, Matrix, find_adapter, layer_of
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import WeightTensor, tensors
+from fivefold.families.tensors import WeightTensor, joint_name, tensors
 
 
 def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
@@ -35,7 +35,7 @@ def mappings(shape: ModelShape) -> dict[str, WeightMapping]:
 def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
     family = find_family(shape.family)
     moe = family.moe
-    routers = {} if moe is None else {moe.router: "mlp.gate.weight", moe.bias: moe.bias_in_memory}
+    routers = {} if moe is None else {moe.router: f"{moe.router_in_memory}.weight", moe.bias: moe.bias_in_memory}
     by_name = {tensor.name: tensor for tensor in tensors(shape)}
     for tensor in by_name.values():
         layer = f"model.layers.{tensor.layer}."
@@ -47,6 +47,8 @@ def _mappings(shape: ModelShape) -> Iterator[WeightMapping]:
                 yield mapping_of(layer + routers[own] if own in routers else family.in_memory(tensor.name), tensor)
             if (bias := by_name.get(tensor.name.removesuffix(".weight") + ".bias")) is not None:
                 yield mapping_of(family.in_memory(bias.name), bias)
+        elif tensor.is_joint:
+            yield mapping_of(joint_name(tensor.name), tensor)
         elif moe is not None and tensor.name == in_file + moe.expert.gate:
             yield mapping_of(f"{layer}mlp.experts.gate_up_proj", tensor, by_name[in_file + moe.expert.up])
         elif moe is not None and tensor.name == in_file + moe.expert.down:

@@ -63,8 +63,8 @@ class Optimizer:
         self.state = OptimizerState(self._parts, state_format(fields, device))
 
     def _part(self, shard: Shard) -> StateShard:
-        # Norms and biases are the parameters of one dimension, and exempt from weight decay.
-        options = self._options[len(shard.shape) > 1]
+        # Norms and biases, an expert's too, have one dimension, and are exempt from weight decay.
+        options = self._options[len(shard.mapping.tensors[0].shape) > 1]
         return StateShard(shard.name, shard.tensor, shard.begin, shard.values_N, options)
 
     def step(self) -> StepResult:

@@ -17,6 +17,7 @@ from torch import nn
 from fivefold.algorithms.metrics import Metrics
 from fivefold.engine.metrics import replay_metrics
 from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, recorded_routes, replayed
+from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.routes import route_dtype
 
@@ -33,9 +34,11 @@ class Replay:
         self._micro_batch: MicroBatchRoutes | None = None
         self._noted: list[MicroBatchRoutes] = []
         self._counts_L3 = torch.zeros(shape.n_layers, 3, dtype=torch.float64, device=device)
+        moe = find_family(shape.family).moe
+        assert moe is not None, "routes are of models with experts"
         for row, layer in enumerate(self._layers):
             decoder_layer: Any = layers[layer]
-            decoder_layer.mlp.gate.register_forward_hook(partial(self._choose, row))
+            decoder_layer.get_submodule(moe.router_in_memory).register_forward_hook(partial(self._choose, row))
 
     def start(self) -> None:
         """Forget what was counted and recorded."""

@@ -197,10 +197,10 @@ class Shards:
         for bucket in self._buckets(dtype):
             for shard, whole in zip(bucket, self._gather(bucket, dtype), strict=True):
                 if reads:
-                    for stack in shard.mapping.merge(whole):
+                    for stack in shard.mapping.merged(whole):
                         yield Stack(stack.names, stack.tensors.contiguous())
                 else:
-                    for name, shape in shard.mapping.hf_shapes().items():
+                    for name, shape in shard.mapping.file_shapes().items():
                         yield alone(name, torch.empty(shape, dtype=dtype, device="meta"))
         for offsets in self._offsets:
             for stack in offsets.mapping.merge(offsets.values_N.unsqueeze(0)):

@@ -20,6 +20,7 @@ from torch import nn
 from fivefold.bridge.mapping import WeightMapping, padded_vocab
 from fivefold.engine.context_parallel import SumOverGroup, copy_to_group
 from fivefold.engine.wide_norms import norms_over_heads
+from fivefold.fsdp.experts import add_once
 
 _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 
@@ -63,7 +64,10 @@ def split_layer(layer: Any, group: dist.ProcessGroup, *, wide_norms: bool) -> No
     has_delta_net = hasattr(layer, "linear_attn")
     mixer = layer.linear_attn if has_delta_net else layer.self_attn
     mixer.register_forward_pre_hook(copy, with_kwargs=True)
-    (mixer.out_proj if has_delta_net else mixer.o_proj).register_forward_hook(total)
+    output = mixer.out_proj if has_delta_net else mixer.o_proj
+    output.register_forward_hook(total)
+    if output.bias is not None and group.rank() > 0:
+        output.forward = partial(_without_bias, output)
     if wide_norms:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.forward = partial(_wide_norm, norm, group=group)
@@ -71,6 +75,13 @@ def split_layer(layer: Any, group: dist.ProcessGroup, *, wide_norms: bool) -> No
         block.register_forward_pre_hook(copy, with_kwargs=True)
         # Fused experts have no module for their down projection.
         (block.down_proj if isinstance(block.down_proj, nn.Module) else block).register_forward_hook(total)
+        if hasattr(block, "down_proj_bias"):
+            add_once(block, "down_proj_bias", adds=group.rank() == 0)
+
+
+def _without_bias(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute a linear layer whose bias the first rank adds to the sum; all ranks know its whole gradient."""
+    return F.linear(x, linear.weight, linear.bias - linear.bias.detach())
 
 
 def _wide_norm(norm: Any, heads: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:

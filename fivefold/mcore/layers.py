@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -118,11 +118,34 @@ class PackedSelfAttention(SelfAttention):
 
 
 class PackedCoreAttention(nn.Module):
-    """Softmax attention of the local queries over the keys of the whole context-parallel group."""
+    """Softmax attention of the local queries over the keys of the whole context-parallel group.
 
-    def __init__(self, *, pg_collection: Any, **_unused: Any) -> None:
+    Args:
+        config: Megatron-Core's configuration of the model.
+        pg_collection: the groups of this rank.
+        window: tokens that each token sees; None: all before it.
+        has_sinks: whether each query head has a sink.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: Any,
+        window: int | None = None,
+        has_sinks: bool = False,
+        **_unused: Any,
+    ) -> None:
         super().__init__()
         self.cp_group: dist.ProcessGroup = pg_collection.cp
+        self.window = window
+        self.softmax_offset: nn.Parameter | None = None
+        if has_sinks:
+            heads = divide(config.num_attention_heads, pg_collection.tp.size())
+            device = torch.cuda.current_device()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            # Every rank has other heads, so each counts in the gradient norm.
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedAttention
@@ -132,7 +155,14 @@ class PackedCoreAttention(nn.Module):
         Returns:
             [T, heads, d].
         """
-        return packed_attention(query, key, value, packed, self.cp_group)
+        return packed_attention(query, key, value, packed, self.cp_group, window=self.window, sinks=self.softmax_offset)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron-Core's linear layer over inputs that are cut, with a bias where its configuration has none."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
 
 
 class GroupedExperts(MegatronModule):
@@ -145,14 +175,17 @@ class GroupedExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_unused: Any) -> None:
         super().__init__(config=config)
         self.etp_group: dist.ProcessGroup = pg_collection.expt_tp
-        width = divide(config.moe_ffn_hidden_size, self.etp_group.size())
-        self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, partition_dim=1)
         self.recomputes_activation = (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         )
-        self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, partition_dim=2)
+        self._make_parameters(num_local_experts, divide(config.moe_ffn_hidden_size, self.etp_group.size()))
         self.additions: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]] = {}
         """What adds to the products with a weight, by its name: (product, rows, groups) -> their sum (adapters.py)."""
+
+    def _make_parameters(self, n_experts: int, width: int) -> None:
+        """Make the weights of this rank's experts, or of its `width` columns of each."""
+        self.weight1 = self._parameter(n_experts, 2 * width, self.config.hidden_size, partition_dim=1)
+        self.weight2 = self._parameter(n_experts, self.config.hidden_size, width, partition_dim=2)
 
     def _parameter(self, *shape: int, partition_dim: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=torch.cuda.current_device()))
@@ -172,19 +205,23 @@ class GroupedExperts(MegatronModule):
             permuted_probs: [N], the router's probabilities.
 
         Returns:
-            [N, hidden], a partial sum if etp > 1; and None, because there is no bias.
+            [N, hidden], a partial sum if etp > 1; and None, because no bias is left to be added.
         """
         tokens = permuted_local_hidden_states
-        groups = self._groups(tokens, tokens_per_expert)
+        groups = self._groups(tokens, tokens_per_expert, permuted_probs)
         gate_up = self._product(tokens, "weight1", groups)
         if not (self.recomputes_activation and torch.is_grad_enabled()):
-            return self._product(swiglu(gate_up, permuted_probs), "weight2", groups), None
+            return self._product(self.activation(gate_up, permuted_probs), "weight2", groups), None
         activation = CheckpointWithoutOutput()
-        output = self._product(activation.checkpoint(swiglu, gate_up, permuted_probs), "weight2", groups)
+        output = self._product(activation.checkpoint(self.activation, gate_up, permuted_probs), "weight2", groups)
         activation.discard_output_and_register_recompute(output)
         return output, None
 
-    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> Any:
+    def activation(self, gate_up: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
+        """Return what the down projection sees, [N, ffn / etp], of gate and up [N, 2 * ffn / etp] and probabilities."""
+        return swiglu(gate_up, probs_N)
+
+    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs_N: torch.Tensor) -> Any:
         """Return where each expert's rows are, as `multiply` takes it."""
         return tokens_per_expert.to(tokens.device, torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
 

@@ -43,6 +43,12 @@ class Router(TopKRouter):
         self.losses_K = torch.zeros(len(LOSSES), device=device)
         """Sums of each auxiliary loss over this rank's tokens of the mini-batch, without its weight."""
 
+    def add_bias(self) -> None:
+        """Add a bias to the logits, which Megatron-Core has for models alone that have biases everywhere."""
+        device = torch.cuda.current_device()
+        self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.config.params_dtype, device=device))
+        vars(self.bias)["sequence_parallel"] = self.config.sequence_parallel
+
     def start_mini_batch(self) -> None:
         """Forget the loads of the mini-batch before."""
         self.load_E.zero_()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,7 +56,7 @@ def _leave(weight: torch.Tensor) -> None:
     """Initialise nothing."""
 
 
-_FUNCTIONS = {"silu": F.silu, "none": _leave}
+_FUNCTIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "none": _leave}
 
 
 def _objects(values: Mapping[str, Any]) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,18 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
+from fivefold.mcore.clamped_experts import ClampedExperts
 from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.dispatcher import SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
-from fivefold.mcore.layers import GroupedExperts, PackedCoreAttention, PackedSelfAttention, RMSNorm, add_residual
+from fivefold.mcore.layers import (
+    BiasedRowParallelLinear,
+    GroupedExperts,
+    PackedCoreAttention,
+    PackedSelfAttention,
+    RMSNorm,
+    add_residual,
+)
 from fivefold.mcore.model import Decoder, ValueLayer
 from fivefold.mcore.router import Router, routers_of
 from fivefold.mcore.wide_norms import WideNormAttention
@@ -94,7 +103,7 @@ def block_spec(
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     mixers = {kind: _mixer_spec(kind, config, shape, provider) for kind in set(shape.layer_kinds)}
     layers = [
-        _layer_spec(config, mixers[shape.layer_kinds[index]], provider, is_moe=shape.moe_layers[index])
+        _layer_spec(config, mixers[shape.layer_kinds[index]], shape, provider, is_moe=shape.moe_layers[index])
         for index in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True))
@@ -105,15 +114,17 @@ def _mixer_spec(
 ) -> ModuleSpec:
     """Return the spec of what mixes tokens; only PyTorch's kernels compute latent attention and gated delta nets."""
     match kind:
-        case "full":
-            return _attention_spec(config, shape, provider)
+        case "full" | "window":
+            return _attention_spec(config, shape, provider, window=shape.window if kind == "window" else None)
         case "latent":
             return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent, "norm": RMSNorm})
         case "delta":
             return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta})
 
 
-def _attention_spec(config: TransformerConfig, shape: ModelShape, provider: BackendSpecProvider) -> ModuleSpec:
+def _attention_spec(
+    config: TransformerConfig, shape: ModelShape, provider: BackendSpecProvider, window: int | None
+) -> ModuleSpec:
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
     return ModuleSpec(
@@ -121,8 +132,12 @@ def _attention_spec(config: TransformerConfig, shape: ModelShape, provider: Back
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or provider.column_parallel_linear(),
-            core_attention=provider.core_attention(),
-            linear_proj=provider.row_parallel_linear(),
+            core_attention=(
+                partial(PackedCoreAttention, window=window, has_sinks=shape.sinks)
+                if window is not None or shape.sinks
+                else provider.core_attention()
+            ),
+            linear_proj=BiasedRowParallelLinear if shape.output_bias else provider.row_parallel_linear(),
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -130,13 +145,15 @@ def _attention_spec(config: TransformerConfig, shape: ModelShape, provider: Back
 
 
 def _layer_spec(
-    config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, *, is_moe: bool
+    config: TransformerConfig, attention: ModuleSpec, shape: ModelShape, provider: BackendSpecProvider, *, is_moe: bool
 ) -> ModuleSpec:
     mlp = get_mlp_module_spec_for_backend(
         backend=provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=True
     )
     if is_moe:
         releases.submodules(mlp).router = BalancedRouter if has_auxiliary_losses(config) else Router
+        if shape.expert_clamp is not None:
+            releases.submodules(mlp).experts = ClampedExperts
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
         module=TransformerLayer,
@@ -183,6 +200,9 @@ def build_chunks(
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
         chunk.routers = routers_of([chunk])
+        if shape.router_shift:
+            for router in chunk.routers:
+                router.add_bias()
         _install_dispatchers(chunk, config, groups)
         chunks.append(chunk.to(torch.cuda.current_device()))
     _install_choices(routers_of(chunks), config, shape, replays=replays)

@@ -58,7 +58,7 @@ class TECoreAttention(TEDotProductAttention):
 class TEExperts(GroupedExperts):
     """Experts whose matrix products are TransformerEngine's, which waits for the numbers of rows."""
 
-    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> list[int]:
+    def _groups(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs_N: torch.Tensor) -> list[int]:
         return tokens_per_expert.tolist()
 
     def multiply(self, rows: torch.Tensor, weight: torch.Tensor, groups: list[int]) -> torch.Tensor:

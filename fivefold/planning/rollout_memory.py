@@ -76,7 +76,7 @@ def rollout_memory(
     weights = (shape.n_parameters * element_bytes - saved) // ranks
     # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
-    per_sequence = shape.kv_cache_elements * element_bytes * sequence_length * copies // ranks
+    per_sequence = shape.kv_cache_elements(sequence_length) * element_bytes * copies // ranks
     per_sequence += shape.state_elements * _FLOAT // ranks
     context = _context(layout)
     if not layout.is_server:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fivefold.rollout.forward import AfterPrompts, Tokens, forward_token, prefill
+from fivefold.rollout.forward import AfterPrompts, Tokens, forward_token, prefill, windows_of
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.routes import RouteRecorder, WaveRoutes
@@ -275,7 +275,7 @@ class Decoder:
         """Compute what the rows of a wave have so far; return its keys and values."""
         sequences = wave.sequences()
         longest = max(map(len, sequences))
-        cache = RowCache(len(sequences), longest)
+        cache = RowCache(len(sequences), longest, windows_of(self._model.config))
         wave.logits_BV = prefill(self._model, cache, sequences, self._recording(wave))
         wave.position_B = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
         wave.padding_B = longest - wave.position_B if len(sequences[-1]) < longest else None

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fivefold.engine.kernels.varlen import with_sinks
 from fivefold.rollout.kv_cache import RowCache
 
 _PREFILL_TOKENS = 16384
@@ -68,6 +69,14 @@ def forward_token(
 def has_states(config: PreTrainedConfig) -> bool:
     """Return whether some layers are gated delta nets, whose states padding at the left would change."""
     return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def windows_of(config: PreTrainedConfig) -> dict[int, int]:
+    """Return the tokens that each token sees in layers with a sliding window, by the layer's index."""
+    window = getattr(config, "sliding_window", None)
+    # Families that list the kind of each layer use the window in those layers alone.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return {layer: window for layer, kind in enumerate(kinds) if window and kind == "sliding_attention"}
 
 
 def _batches(sequences: Sequence[Tokens], *, are_ragged: bool) -> Iterator[tuple[int, int, list[Tokens], list[int]]]:
@@ -167,6 +176,8 @@ def rollout_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of whole prompts (causal if there is no mask) or of one new token in each row.
@@ -182,20 +193,56 @@ def rollout_attention(
         attention_mask: bool [B, 1, Q, K], True where a query may look; None: causal.
         dropout: ignored, because generation has no dropout.
         scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: tokens that each token sees; None: all before it. Of one new token's, the cache gives no others.
+        s_aux: scores of the heads' sinks [H]; None: they have none.
         kwargs: ignored.
 
     Returns:
         The output [B, Q, H, V], and None for the attention weights.
     """
     batch, n_heads, n_queries, head_dim = query.shape
-    n_shared = n_heads // key.shape[1]
+    n_groups, n_keys = key.shape[1:3]
+    n_shared = n_heads // n_groups
+    scale = head_dim**-0.5 if scaling is None else scaling
     if n_queries == 1:
-        grouped = query.reshape(batch, key.shape[1], n_shared, head_dim)
-        output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        query = query.reshape(batch, n_groups, n_shared, head_dim)
+        sinks = None if s_aux is None else s_aux.view(n_groups, n_shared)
+        mask = None if attention_mask is None else attention_mask[..., -n_keys:]
+        output = _attention(query, key, value, mask, sinks, scale, is_causal=False)
         return output.reshape(batch, 1, n_heads, value.shape[-1]), None
     if n_shared > 1:
         key, value = key.repeat_interleave(n_shared, dim=1), value.repeat_interleave(n_shared, dim=1)
-    output = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling
-    )
+    if sliding_window is not None and sliding_window < n_keys:
+        attention_mask = _within(sliding_window, n_keys, attention_mask, query.device)
+    sinks = None if s_aux is None else s_aux.unsqueeze(1)
+    output = _attention(query, key, value, attention_mask, sinks, scale, is_causal=attention_mask is None)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _within(window: int, n_keys: int, mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return which pairs of a prompt's tokens attend, of those in a mask (None: causal), bool [B, 1, Q, K]."""
+    columns_K = torch.arange(n_keys, device=device)
+    distance_KK = columns_K[:, None] - columns_K
+    seen_KK = (distance_KK >= 0) & (distance_KK < window)
+    return seen_KK[None, None] if mask is None else mask & seen_KK
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Compute attention, with sinks [heads, queries or 1] if there are any."""
+    if sinks is not None:
+        if mask is None:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            mask = (mask.tril() if is_causal else mask)[None, None]
+        query, key, value, mask = with_sinks(query, key, value, mask, sinks, scale)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale
+    )

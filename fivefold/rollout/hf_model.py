@@ -27,7 +27,7 @@ from fivefold.bridge.finite import not_finite_error
 from fivefold.bridge.weight_files import survey
 from fivefold.families.registry import family_in_memory
 from fivefold.rollout.delta_rule import use_torch_delta_rule
-from fivefold.rollout.forward import ATTENTION_NAME, register_attention
+from fivefold.rollout.forward import ATTENTION_NAME, register_attention, windows_of
 from fivefold.rollout.hf_names import not_finite
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
@@ -49,14 +49,14 @@ def build_model(
         load_weights: False: only the config is read, and parameters stay uninitialised until the actor sends them.
 
     Raises:
-        ValueError: a checkpoint whose tensors are not the model's or are not finite, or a model with
-            sliding-window attention.
+        ValueError: a checkpoint whose tensors are not the model's or are not finite, or a model with a kind of
+            attention that this engine does not have for its family.
     """
     register_attention()
     with _reading("config.json"):
         # The language model of a model that sees images has its own config, inside the other one.
         config = AutoConfig.from_pretrained(path).get_text_config()
-        _check_full_attention(config)
+        _check_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
     # refuses.
@@ -164,17 +164,16 @@ def _files(path: str) -> dict[str, str]:
     return files
 
 
-def _check_full_attention(config: PreTrainedConfig) -> None:
-    layer_types = getattr(config, "layer_types", None) or []
-    # Gated delta nets of families that are known keep their states in the cache.
-    states = {"linear_attention"} if family_in_memory(config.model_type) is not None else set()
-    others = sorted(set(layer_types).difference({"full_attention"}, states))
-    window = getattr(config, "sliding_window", None)
-    # Families that list the kind of each layer use the window in those layers alone.
-    if others or (window and not layer_types):
+def _check_attention(config: PreTrainedConfig) -> None:
+    is_known = family_in_memory(config.model_type) is not None
+    # The cache keeps the states and the windows of families that are known.
+    known = {"full_attention"} | ({"linear_attention", "sliding_attention"} if is_known else set())
+    others = sorted(set(getattr(config, "layer_types", None) or []) - known)
+    if others or (windows_of(config) and not is_known):
         raise ValueError(
-            "the transformers rollout engine has full causal attention alone; this model's config asks for "
-            f"{', '.join(others) or f'sliding_window={window}'}: use a model without it, or remove it from config.json"
+            f"the transformers rollout engine has full causal attention alone for {config.model_type}; this model's "
+            f"config asks for {', '.join(others) or f'sliding_window={config.sliding_window}'}: use a model without "
+            "it, or remove it from config.json"
         )
 
 

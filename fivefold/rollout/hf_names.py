@@ -22,8 +22,6 @@ from fivefold.rollout.hf_weights import FileTensor
 
 _EXPERTS = ".mlp.experts."
 """What stands between a layer and the name of its fused experts, in memory."""
-_ROUTER = ".mlp.gate.weight"
-"""How the name of a router's weight ends, in memory."""
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -49,12 +47,12 @@ def file_tensors(model: PreTrainedModel) -> dict[str, FileTensor]:
             raise ValueError(
                 f"model_type {model_type!r} has experts whose names in files are not known; known are {known}"
             )
-        if moe is None:
+        if moe is None or moe.joint is not None:
             tensors[name] = FileTensor(parameter)
         elif is_expert:
             tensors.update(_split_experts(parameter, layer, matrix, moe.expert))
-        elif name.endswith(_ROUTER):
-            tensors[f"{name.removesuffix(_ROUTER)}.{moe.router}"] = FileTensor(parameter)
+        elif name.endswith(router := f".{moe.router_in_memory}.weight"):
+            tensors[f"{name.removesuffix(router)}.{moe.router}"] = FileTensor(parameter)
         elif is_router_offset(name):
             tensors[f"{name.removesuffix(moe.bias_in_memory)}{moe.bias}"] = FileTensor(parameter)
         else:

@@ -9,12 +9,13 @@ are dropped.
     row 0    . p p p | r r r r _ _
     row 1    p p p p | r r r r _ _          .  padding, masked      _  free
 
-A gated delta net keeps a state for each row whatever its length, in `RowStates`.
+A layer with a sliding window keeps the columns that new tokens may see, and some before them. A gated delta net keeps a
+state for each row whatever its length, in `RowStates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +35,13 @@ class RowCache(Cache):
     Call `begin_prompts` or `begin_token` before each forward, which tells the cache what the forward computes.
     """
 
-    def __init__(self, n_rows: int, prompt_length: int) -> None:
+    def __init__(self, n_rows: int, prompt_length: int, windows: Mapping[int, int]) -> None:
         """Create an empty cache; buffers are allocated with the first forward.
 
         Args:
             n_rows: number of rows to decode.
             prompt_length: tokens of the longest prompt.
+            windows: tokens that each token sees in layers with a sliding window, by the layer's index.
         """
         super().__init__(layers=_StatesOfLayers(self))
         self.length = prompt_length
@@ -47,6 +49,9 @@ class RowCache(Cache):
         self._n_rows = n_rows
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._windows = windows
+        self._first: dict[int, int] = {}
+        """The column at which each layer's buffers begin: 0, unless the layer has a window."""
         self._convolved, self._recurrent = RowStates(n_rows), RowStates(n_rows)
         """The last inputs of the convolutions [rows, channels, kernel], and states [rows, heads, D, E], by layer."""
         self._target: tuple[slice, Tensor] | None = None
@@ -58,31 +63,33 @@ class RowCache(Cache):
     def begin_token(self) -> None:
         """Let the next forward append one token to every row."""
         self._target = None
-        if self.length == next(iter(self._keys.values())).shape[2]:
-            self._replace_buffers(_grown)
+        layer = next(iter(self._keys))
+        if self.length == self._first[layer] + self._keys[layer].shape[2]:
+            self._move(self.length, self.length)
         self.length += 1
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except those at the indices `rows` (int64)."""
-        self._replace_buffers(lambda buffer: buffer.index_select(0, rows))
+        self._replace_buffers(lambda buffer, _: buffer.index_select(0, rows))
         for states in (self._convolved, self._recurrent):
             states.keep(rows)
 
     def join(self, other: RowCache) -> None:
         """Append the rows of `other`. Rows stay aligned at their last column: shorter ones get columns at the left."""
         length = max(self.length, other.length)
+        for cache in (self, other):
+            cache._move(cache.length, length)
         for own, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer in own:
-                own[layer] = torch.cat(
-                    [_aligned(own[layer], self.length, length), _aligned(theirs[layer], other.length, length)]
-                )
+                own[layer] = torch.cat([own[layer], theirs[layer]])
         self._convolved.join(other._convolved)
         self._recurrent.join(other._recurrent)
         self.length = length
 
     def cut_left(self, columns: int) -> None:
         """Drop the first `columns` columns of all rows, which are padding."""
-        self._replace_buffers(lambda buffer: buffer[:, :, columns:].clone())
+        self._replace_buffers(lambda buffer, first: buffer[:, :, max(0, columns - first) :].clone())
+        self._first = {layer: max(0, first - columns) for layer, first in self._first.items()}
         self.length -= columns
 
     def update(
@@ -98,21 +105,24 @@ class RowCache(Cache):
             kwargs: ignored.
 
         Returns:
-            Keys and values of the new prompts alone, or of all columns of every row.
+            Keys and values of the new prompts alone, or of all columns of every row that a token may see.
         """
         if layer_idx not in self._keys:
-            self._keys[layer_idx] = self._allocate(key_states)
-            self._values[layer_idx] = self._allocate(value_states)
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+            self._first[layer_idx] = self._first_kept(layer_idx, self.length)
+            self._keys[layer_idx] = self._allocate(layer_idx, key_states)
+            self._values[layer_idx] = self._allocate(layer_idx, value_states)
+        keys, values, first = self._keys[layer_idx], self._values[layer_idx], self._first[layer_idx]
+        end = self.length - first
         if self._target is not None:
             rows, source = self._target
-            columns = slice(self.length - key_states.shape[2], self.length)
-            keys[rows, :, columns] = key_states[source]
-            values[rows, :, columns] = value_states[source]
+            n_kept = min(key_states.shape[2], end)
+            keys[rows, :, end - n_kept : end] = key_states[source, :, -n_kept:]
+            values[rows, :, end - n_kept : end] = value_states[source, :, -n_kept:]
             return key_states, value_states
-        keys[:, :, self.length - 1] = key_states[:, :, 0]
-        values[:, :, self.length - 1] = value_states[:, :, 0]
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        keys[:, :, end - 1] = key_states[:, :, 0]
+        values[:, :, end - 1] = value_states[:, :, 0]
+        seen = slice(self._first_kept(layer_idx, self.length) - first, end)
+        return keys[:, :, seen], values[:, :, seen]
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return whether the next forward appends tokens to what the cache holds."""
@@ -148,15 +158,41 @@ class RowCache(Cache):
         self._recurrent.store(layer_idx, recurrent_states, self._target)
         return recurrent_states
 
-    def _replace_buffers(self, successor: Callable[[Tensor], Tensor]) -> None:
+    def _first_kept(self, layer: int, length: int) -> int:
+        """Return the first of `length` columns that the last one's token sees in a layer."""
+        return max(0, length - self._windows.get(layer, length))
+
+    def _move(self, length: int, target: int) -> None:
+        """Put the first `length` columns so that they end at column `target`, with free columns behind them.
+
+        Columns that no window holds any more are dropped.
+        """
+
+        def moved(buffer: Tensor, layer: int) -> Tensor:
+            kept = self._first_kept(layer, target)
+            # The columns that are there, where they will be.
+            begin = max(self._first[layer] + target - length, kept)
+            successor = buffer.new_zeros(*buffer.shape[:2], target - kept + _GROWTH, buffer.shape[3])
+            last = length - self._first[layer]
+            successor[:, :, begin - kept : target - kept] = buffer[:, :, last - (target - begin) : last]
+            return successor
+
+        for buffers in (self._keys, self._values):
+            for layer in buffers:
+                buffers[layer] = moved(buffers[layer], layer)
+        self._first = {layer: self._first_kept(layer, target) for layer in self._first}
+
+    def _replace_buffers(self, successor: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace each layer's buffers by what follows from them and the column at which they begin."""
         # One layer at a time, because the whole old and the whole new cache may not fit side by side.
         for buffers in (self._keys, self._values):
             for layer in buffers:
-                buffers[layer] = successor(buffers[layer])
+                buffers[layer] = successor(buffers[layer], self._first[layer])
 
-    def _allocate(self, states: Tensor) -> Tensor:
+    def _allocate(self, layer: int, states: Tensor) -> Tensor:
         # Padding is masked, but a weight of 0 times an uninitialised NaN would still be NaN: fill with zeros.
-        return states.new_zeros(self._n_rows, states.shape[1], self.length + _GROWTH, states.shape[3])
+        width = self.length - self._first[layer] + _GROWTH
+        return states.new_zeros(self._n_rows, states.shape[1], width, states.shape[3])
 
 
 class _StatesOfLayers(list[Any]):
@@ -200,14 +236,3 @@ class RowStates:
         """Append the rows of `other`."""
         for layer, buffer in self._buffers.items():
             self._buffers[layer] = torch.cat([buffer, other[layer]])
-
-
-def _grown(buffer: Tensor) -> Tensor:
-    return torch.cat([buffer, buffer.new_zeros(*buffer.shape[:2], _GROWTH, buffer.shape[3])], dim=2)
-
-
-def _aligned(buffer: Tensor, used: int, length: int) -> Tensor:
-    """Return a copy whose `used` columns end at column `length`, with free columns behind them."""
-    aligned = buffer.new_zeros(*buffer.shape[:2], length + _GROWTH, buffer.shape[3])
-    aligned[:, :, length - used : length] = buffer[:, :, :used]
-    return aligned

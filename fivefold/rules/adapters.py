@@ -37,6 +37,11 @@ def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelSh
     if backend == "megatron":
         yield from _megatron_problems(key, config)
     assert config.lora is not None
+    if shape.expert_clamp is not None and config.lora.experts != "none":
+        yield (
+            f"{key}.lora.experts={config.lora.experts} does not work with the experts of {shape.family}, which have "
+            "one tensor for all: set it to none, for adapters on attention alone"
+        )
     if (path := config.lora.path) is not None and not (user_path(path) / CONFIG).is_file():
         yield f"{key}.lora.path={path!r} is no folder of adapters: it has no {CONFIG}"
     known = sorted({layer for tensor in tensors(shape) if (layer := layer_of(tensor.name)) is not None})

@@ -90,7 +90,12 @@ def _changed(section: BaseModel) -> Iterator[tuple[str, object]]:
 
 def attention_problems(role: str, config: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line if the model of a role cannot have the kernels of attention that its section asks for."""
-    if config.attn_impl == "flash_attention_4" and shape.head_widths not in _FLASH_ATTENTION_4_HEADS:
+    if config.attn_impl == "flash_attention_4" and (shape.window is not None or shape.sinks):
+        yield (
+            f"{role}.attn_impl=flash_attention_4 has not been tried with the sliding windows and attention sinks of "
+            f"{shape.family}: set it to flash_attention_2"
+        )
+    elif config.attn_impl == "flash_attention_4" and shape.head_widths not in _FLASH_ATTENTION_4_HEADS:
         query, value = shape.head_widths
         proven = ", ".join(f"{query}/{value}" for query, value in _FLASH_ATTENTION_4_HEADS)
         yield (
@@ -134,11 +139,13 @@ def _bridge_problems(role: str, config: EngineConfig, shape: ModelShape, tp: int
 
 def _missing_layers(key: str, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each kind of layer of the model that only Fivefold's own layers are."""
-    names = {"latent": "latent attention", "delta": "gated delta nets"}
+    names = {"latent": "latent attention", "delta": "gated delta nets", "window": "sliding windows"}
     for kind in sorted(set(shape.layer_kinds) & names.keys()):
         yield f"{key} has no {names[kind]}, which {shape.family} needs: set it to fivefold"
     if shape.wide_qk_norm:
         yield f"{key} has no norms over all heads, which {shape.family} needs: set it to fivefold"
+    if shape.sinks:
+        yield f"{key} has no attention sinks, which {shape.family} needs: set it to fivefold"
 
 
 def _kernel_problems(role: str, config: EngineConfig, shape: ModelShape, cp: int) -> Iterator[str]:

@@ -48,14 +48,39 @@ def test_heads_of_other_widths_attend_with_flash_attention_2(name: str) -> None:
     compare("flash_attention_2", name, 2, 1, 80, 80)
 
 
-def compare(kernels: FlashAttention, name: str, heads: int, key_heads: int, width: int, value_width: int) -> None:
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_windows_and_sinks_are_those_of_a_masked_softmax(name: str, has_sinks: bool, window: int | None) -> None:
+    compare("flash_attention_2", name, 8, 2, 64, 64, window=window, has_sinks=has_sinks)
+
+
+def compare(
+    kernels: FlashAttention,
+    name: str,
+    heads: int,
+    key_heads: int,
+    width: int,
+    value_width: int,
+    *,
+    window: int | None = None,
+    has_sinks: bool = False,
+) -> None:
     """Compare outputs and gradients with those of a masked softmax in double precision."""
     entries = ENTRIES[name]
     qkv = inputs(entries, heads, key_heads, width, value_width)
+    if has_sinks:
+        qkv.append(torch.linspace(-2, 4, heads, device="cuda", dtype=torch.bfloat16).requires_grad_())
     device = torch.device("cuda")
-    output = varlen_attention(*qkv, plan_attention(entries, flash=kernels, device=device))
+
+    def attend(tensors: list[torch.Tensor], flash: FlashAttention | None) -> torch.Tensor:
+        query, key, value, *sinks = tensors
+        plan = plan_attention(entries, flash=flash, device=device)
+        return varlen_attention(query, key, value, plan, window=window, sinks=sinks[0] if sinks else None)
+
+    output = attend(qkv, kernels)
     exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
-    wanted = varlen_attention(*exact, plan_attention(entries, flash=None, device=device))
+    wanted = attend(exact, None)
     upstream = torch.randn_like(output)
     grads = torch.autograd.grad(output, qkv, upstream)
     wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())

@@ -52,6 +52,24 @@ def test_swiglu_equals_the_plain_function(n_rows: int, width: int, dtype: torch.
     assert_close([probs.grad], [probs_reference.grad], prob_dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prob_dtype", DTYPES)
+@pytest.mark.parametrize(("n_rows", "width"), [(0, 16), (1, 1), (37, 24), (5, 768), (2, 4099)])
+def test_the_clamped_activation_equals_the_plain_function(
+    n_rows: int, width: int, dtype: torch.dtype, prob_dtype: torch.dtype
+) -> None:
+    gate_up = (3 * random(n_rows, 2 * width, seed=0, dtype=dtype)).detach().requires_grad_()
+    probs = random(n_rows, seed=1).sigmoid().to(prob_dtype).requires_grad_()
+    grad = random(n_rows, width, seed=2, dtype=dtype) / 16
+    result = kernels.clamped_swiglu(gate_up, probs, 2.0)
+    result.backward(grad)
+    gate_up_reference, probs_reference = reference(gate_up), reference(probs)
+    expected = kernels.clamped_swiglu(gate_up_reference, probs_reference, 2.0)
+    expected.backward(reference(grad))
+    assert_close([result, gate_up.grad], [expected, gate_up_reference.grad], dtype)
+    assert_close([probs.grad], [probs_reference.grad], prob_dtype)
+
+
 def test_swiglu_takes_views() -> None:
     gate_up = random(16, 9, seed=0).t().requires_grad_()
     result = triton_experts.swiglu(gate_up, random(9, 2, seed=1)[:, 1])

@@ -101,11 +101,11 @@ def train(
     model = load_model(folder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in frozen))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for name, p in trained if not is_exempt(name, p)], "weight_decay": config.weight_decay},
+            {"params": [p for name, p in trained if is_exempt(name, p)], "weight_decay": 0.0},
         ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -115,10 +115,15 @@ def train(
     for _ in range(n_steps):
         optimizer.zero_grad()
         value = _accumulate(model, batch, loss)
-        norm = torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], config.gradient_clipping)
         optimizer.step()
         steps.append(Step(value, float(norm)))
     return steps, _as_in_files(model, scratch)
+
+
+def is_exempt(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a weight does not decay: norms and biases, those of all experts in one too."""
+    return parameter.ndim == 1 or name.endswith("bias")
 
 
 def gradients_as_in_files(model: Any, scratch: Path) -> Tensors:

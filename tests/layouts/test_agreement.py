@@ -122,7 +122,7 @@ def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tenso
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next", "gpt_oss"])
 def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     workers: Workers,
     models: Path,
@@ -148,7 +148,8 @@ def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     + [(layout, "qwen3_moe", loss) for layout in FOLDED for loss in LOSSES]
     + [(FOLDED[0], "qwen3_moe", loss) for loss in OF_SEQUENCES]
     + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS]
-    + [(layout, "qwen3_next", "token_mean") for layout in HYBRID_LAYOUTS],
+    + [(layout, "qwen3_next", "token_mean") for layout in HYBRID_LAYOUTS]
+    + [(FOLDED[0], "gpt_oss", "token_mean")],
 )
 def test_every_layout_trains_like_one_process(
     workers: Workers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ CASES = [
     ("qwen2", "megatron:p2", ("megatron:t2", "megatron:p2t2", "megatron:d3"), "float32"),
     ("qwen2_moe", "fsdp:d2t2", ("megatron:(attn:t2|ffn:d2)", "fsdp:d3"), "bfloat16"),
     ("qwen2", "megatron:t2", ("fsdp:d3", "fsdp:t2"), "float32"),
+    ("gpt_oss", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:p2", "fsdp:d3"), "float32"),
 ]
 """A model, the layout that saves, layouts that load, and the dtype.
 
@@ -131,9 +133,20 @@ def read_with_torch(folder: Path) -> dict[str, Tensors]:
     dcp_to_torch_save(folder, file)
     tensors = torch.load(file)
     return {
-        kind: {key.split("/", 1)[1]: tensor for key, tensor in tensors.items() if key.split("/", 1)[0] == kind}
+        kind: in_files({key.split("/", 1)[1]: each for key, each in tensors.items() if key.split("/", 1)[0] == kind})
         for kind in KINDS
     }
+
+
+def in_files(tensors: Tensors) -> Tensors:
+    """Return tensors as model files have them; those of GPT-OSS's experts are in one, where states have each alone."""
+    found, experts = dict[str, torch.Tensor](), dict[str, dict[int, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([own[expert] for expert in sorted(own)]) for name, own in experts.items()}
 
 
 def adams_moments(gradients: list[Tensors]) -> dict[str, Tensors]:

@@ -44,7 +44,7 @@ CASES = [
     *((layout, names, "float32") for layout, names in EIGHT_RANKS.items()),
     ("megatron:p2v2", DENSE, "bfloat16"),
     ("megatron:(attn:t2p2v2|ffn:e2)", ("qwen2_moe",), "bfloat16"),
-    ("fsdp:d2t2", ("mixtral", "deepseek_v3"), "bfloat16"),
+    ("fsdp:d2t2", ("mixtral", "deepseek_v3", "gpt_oss"), "bfloat16"),
 ]
 """Layout, models and dtype. The dtype of a tensor has no say in how it is split."""
 OPTIMIZER = OptimizerConfig()
@@ -101,7 +101,8 @@ def exported_to(case: AnyCase, folder: Path, readers: frozenset[int]) -> list[st
 )
 def test_only_readers_get_the_weights(workers: Workers, models: Path, layout: str) -> None:
     for readers in (frozenset({0}), frozenset({1, 3})):
-        assert workers(4).run(exported_to, case_of(layout), models / MOE[0], readers) == [[]] * 4
+        for name in (MOE[0], "gpt_oss"):
+            assert workers(4).run(exported_to, case_of(layout), models / name, readers) == [[]] * 4
 
 
 @pytest.mark.parametrize(("dtype", "files"), [("float32", "-bf16"), ("bfloat16", "")])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.bridge import hf_saver
-from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.decoder import file_tensors
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.schema.engine import OptimizerConfig
@@ -38,6 +38,7 @@ LAYOUTS = {
     ("qwen3_5_moe", "float32"): ("megatron:(attn:t2|ffn:e2)", "fsdp:d2t2"),
     ("mistral", "bfloat16"): ("megatron:p2t2", "fsdp:d2t2"),
     ("minimax_m2", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
+    ("gpt_oss", "bfloat16"): ("megatron:(attn:p2t2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
     ("mixtral", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
 }
 FILES = {"float32": "", "bfloat16": "-bf16"}
@@ -74,7 +75,7 @@ def digests(folder: Path) -> dict[str, str]:
 def streamed(model: Path, out: Path) -> dict[str, str]:
     """Write the model from the tensors that transformers has saved; return the digests of the files."""
     weights = load_file(model / "model.safetensors")
-    order = expected_tensors(load_shape(model))
+    order = file_tensors(load_shape(model))
     tensors = {name: TensorSpec.of(weights[name]) for name in order}
     save_hf(out, [(name, weights[name]) for name in order], model, tensors=tensors, max_shard_bytes=SHARD_BYTES)
     return digests(out)

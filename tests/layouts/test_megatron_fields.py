@@ -144,6 +144,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 RECOMPUTING_MODELS = {"megatron:p2": "qwen2_moe", "megatron:(attn:t2|ffn:e2)": "deepseek_v3"}
+RECOMPUTING_MODELS |= {"megatron:(attn:p2c2|ffn:p2e2)": "gpt_oss"}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ N_EXPERTS = 8
 EVERY = (
     "mixtral",
     "minimax_m2",
+    "gpt_oss",
     "qwen2_moe",
     "qwen3_moe_mixed",
     "deepseek_v2",
@@ -94,10 +95,16 @@ def choosing(given_TK: torch.Tensor, n_groups: int) -> Iterator[None]:
         yield
 
 
+def gates_of(model: Any) -> list[Any]:
+    """Return the routers of a model, under either name."""
+    layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    return [mlp.gate if hasattr(mlp, "gate") else mlp.router for mlp in layers]
+
+
 def expected(folder: Path, batch: Batch, scratch: Path) -> tuple[torch.Tensor, Tensors]:
     """In a worker: return log-probs and the gradient of Hugging Face's model, whose tokens go where they should."""
     model, shape = hf_reference.load_model(folder), load_shape(folder)
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    gates = gates_of(model)
     forwards = [gate.forward for gate in gates]
     total, rows = 0.0, []
     for index in range(len(batch)):
@@ -122,9 +129,8 @@ def own_routes(folder: Path, batch: Batch) -> torch.Tensor:
     """In a worker: return the experts that Hugging Face's routers choose, sorted, int64 [T, MoE layers, top_k]."""
     model = hf_reference.load_model(folder)
     seen: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _module, _args, output: seen.append(output[2]))
+    for gate in gates_of(model):
+        gate.register_forward_hook(lambda _module, _args, output: seen.append(output[2]))
     rows = []
     with torch.no_grad():
         for tokens in batch.split(batch.tokens_T):

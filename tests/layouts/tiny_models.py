@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _QWEN3_MOE),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**_QWEN3_MOE, "mlp_only_layers": [0, 2], "tie_word_embeddings": True}),
     "qwen3_moe_sparse_step": ("Qwen3MoeConfig", {**_QWEN3_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False}),
-    "mistral": ("MistralConfig", {**_BASE, "head_dim": 12, "sliding_window": None}),
+    "mistral": ("MistralConfig", {**_BASE, "head_dim": 12, "sliding_window": 7}),
     "mixtral": (
         "MixtralConfig",
         {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -84,6 +84,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2Config",
         {**_BASE, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        # A window shorter than the sequences, and gates and ups beyond their limit.
+        {
+            **_BASE,
+            "intermediate_size": 24,
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "swiglu_limit": 0.7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
     ),
     "qwen2_moe": (
         "Qwen2MoeConfig",

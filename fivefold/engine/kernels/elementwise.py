@@ -31,6 +31,23 @@ def swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up * probs_N.float().unsqueeze(-1)).to(gate_up_N2F.dtype)
 
 
+_GELU_FACTOR = 1.702
+"""Factor in sigmoid(x), with which x sigmoid(x) is close to GELU."""
+
+
+def clamped_swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor, limit: float) -> torch.Tensor:
+    """Compute (up + 1) * g * sigmoid(1.702 g) * probability in float32, rounded once. Returns [N, F].
+
+    Gate and up alternate. g is the gate, at most `limit`, and ups are clamped to -limit .. limit, as in GPT-OSS.
+    """
+    if _on_triton(gate_up_N2F):
+        return triton_experts.clamped_swiglu(gate_up_N2F, probs_N, limit, _GELU_FACTOR)
+    gate, up = (gate_up_N2F[:, start::2].float() for start in (0, 1))
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated = (up + 1) * gate * torch.sigmoid(_GELU_FACTOR * gate)
+    return (activated * probs_N.float().unsqueeze(-1)).to(gate_up_N2F.dtype)
+
+
 def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
     """Sum rows[index[t, k]] over k in float32. Returns [T, D]; on CUDA it has no gradient."""
     if _on_triton(rows_ND):

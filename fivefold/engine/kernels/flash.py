@@ -75,16 +75,34 @@ def _check_4(dtype: str, device: torch.device, has_flash: bool) -> None:
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: FlashPlan,
+    scale: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from query [T, heads, d] to key [K, kv_heads, d] and value [K, kv_heads, v]; see `varlen_attention`."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attend = _attend_4 if plan.kernels == "flash_attention_4" else _attend_2
-    return attend(query, key, value, plan, scale)
+    if plan.kernels == "flash_attention_4":
+        assert (window, sinks) == (None, None), "rules refuse FlashAttention 4 for such models"
+        return _attend_4(query, key, value, plan, scale)
+    # Queries see so many keys before the last one, -1 for all, and none after it.
+    seen = (-1 if window is None else window - 1, 0)
+    if sinks is None:
+        return _attend_2(query, key, value, plan, scale, seen)
+    output: torch.Tensor = _WithSinks.apply(query, key, value, sinks, plan, scale, seen)
+    return output
 
 
 def _attend_2(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: FlashPlan, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: FlashPlan,
+    scale: float,
+    seen: tuple[int, int],
 ) -> torch.Tensor:
     """Attend with FlashAttention 2, which wants heads of one width: appended zeros change no score."""
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
@@ -95,9 +113,75 @@ def _attend_2(
         plan.max_queries,
         plan.max_keys,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=seen,
     )
     return output[..., :value_width]
+
+
+class _WithSinks(torch.autograd.Function):
+    """FlashAttention 2 with a sink s in each head's softmaxes, of its output o without sinks and its log-sum-exp l.
+
+    With the sink they are o' = o sigmoid(l - s) and l' = log(exp l + exp s). The kernels' own backward pass makes the
+    gradients of queries, keys and values of these; the sink's is -sum over queries of (do . o') exp(s - l').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        plan: FlashPlan,
+        scale: float,
+        seen: tuple[int, int],
+    ) -> torch.Tensor:
+        output, lse_HT, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            *_lengths(plan),
+            0.0,
+            seen[0] < 0,
+            False,
+            scale=scale,
+            window_size_left=seen[0],
+            window_size_right=seen[1],
+        )
+        sinks_H1 = sinks.float().unsqueeze(1)
+        output = (output * torch.sigmoid(lse_HT - sinks_H1).t().unsqueeze(-1)).to(query.dtype)
+        lse_HT = torch.logaddexp(lse_HT, sinks_H1)
+        ctx.save_for_backward(query, key, value, sinks, output, lse_HT, rng_state)
+        ctx.plan, ctx.scale, ctx.seen = plan, scale, seen
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, output, lse_HT, rng_state = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = torch.ops.aten._flash_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            output,
+            lse_HT,
+            *_lengths(ctx.plan),
+            0.0,
+            ctx.seen[0] < 0,
+            rng_state,
+            torch.empty(0, device=query.device),
+            scale=ctx.scale,
+            window_size_left=ctx.seen[0],
+            window_size_right=ctx.seen[1],
+        )
+        products_HT = (grad.float() * output.float()).sum(-1).t()
+        grad_sinks = -(products_HT * torch.exp(sinks.float().unsqueeze(1) - lse_HT)).sum(1)
+        return *grads, grad_sinks.to(sinks.dtype), None, None, None
+
+
+def _lengths(plan: FlashPlan) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys
 
 
 def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,7 +1,10 @@
 """Causal attention over entries of uneven length.
 
 An entry is a run of queries that are the *last* tokens of its keys: query i of n sees keys 0 .. n_keys - n + i. A whole
-sequence is an entry with as many keys as queries; a chunk of a context-parallel sequence has more keys.
+sequence is an entry with as many keys as queries; a chunk of a context-parallel sequence has more keys. With a sliding
+window, queries see the last ones of these keys alone.
+
+A head's sink, in GPT-OSS, is a score with which a key without value takes part in each of its softmaxes.
 
 On CUDA in half precision one call of flash attention does it (`flash.py`). Elsewhere entries of similar length are
 padded to rectangles for `scaled_dot_product_attention`; a rectangle wastes at most half of its rows.
@@ -30,8 +33,19 @@ class Rectangle:
     """int64: the same for keys."""
     valid_BQ: torch.Tensor
     """bool: rows that are queries and not padding."""
-    mask_B1QK: torch.Tensor | None
-    """bool: pairs that attend. None: plain causal attention, because every entry has as many keys as queries."""
+    last_keys_BQ: torch.Tensor
+    """int64: the last key that each query sees, among the K of its row."""
+    is_plain: bool
+    """Whether it is plain causal attention, because every entry has as many keys as queries."""
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return which pairs attend, bool [B, 1, Q, K]."""
+        last_keys_BQ1 = self.last_keys_BQ.unsqueeze(-1)
+        key_K = torch.arange(self.key_rows_BK.shape[1], device=last_keys_BQ1.device)
+        mask_BQK = key_K <= last_keys_BQ1
+        if window is not None:
+            mask_BQK &= key_K > last_keys_BQ1 - window
+        return mask_BQK.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,8 @@ class PaddedPlan:
 
 
 AttentionPlan = FlashPlan | PaddedPlan
+_SINK_CHANNELS = 8
+"""Channels that sinks take, though they use one: kernels want widths that are multiples of 8."""
 
 
 def plan_attention(
@@ -85,41 +101,99 @@ def _rectangle(
     valid_BK = key_K < keys_B[:, None]
     query_rows = torch.where(valid_BQ, query_starts_B[:, None] + query_Q, query_starts_B[:, None])
     key_rows = torch.where(valid_BK, key_starts_B[:, None] + key_K, key_starts_B[:, None])
-    mask = None
-    if not torch.equal(queries_B, keys_B):
-        last_key_BQ = (keys_B - queries_B)[:, None] + query_Q
-        mask = (key_K <= last_key_BQ[:, :, None]).unsqueeze(1).to(device)
-    rectangle = Rectangle(query_rows.to(device), key_rows.to(device), valid_BQ.to(device), mask)
+    # Padding sees a key too, for a softmax over none is NaN.
+    last_keys_BQ = ((keys_B - queries_B)[:, None] + query_Q).clamp(max=len(key_K) - 1)
+    rectangle = Rectangle(
+        query_rows.to(device),
+        key_rows.to(device),
+        valid_BQ.to(device),
+        last_keys_BQ.to(device),
+        is_plain=torch.equal(queries_B, keys_B),
+    )
     return rectangle, query_rows[valid_BQ]
 
 
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from query [T, heads, d] to key [K, kv_heads, d] and value [K, kv_heads, v], causally within each entry.
 
-    The scores are multiplied by `scale`; None: 1 / sqrt(d).
+    The scores are multiplied by `scale`; None: 1 / sqrt(d). Each query sees its last `window` keys; None: all. `sinks`
+    [heads] are scores of the heads' sinks; None: they have none.
 
     Returns:
         [T, heads, v].
     """
     if isinstance(plan, FlashPlan):
-        return flash_attention(query, key, value, plan, scale)
-    outputs = [_rectangle_attention(query, key, value, rectangle, scale) for rectangle in plan.rectangles]
+        return flash_attention(query, key, value, plan, scale, window, sinks)
+    outputs = [_rectangle_attention(query, key, value, each, scale, window, sinks) for each in plan.rectangles]
     return torch.cat(outputs).index_select(0, plan.restore_T)
 
 
 def _rectangle_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rectangle: Rectangle, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rectangle: Rectangle,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the output of one rectangle's queries without padding, [queries, heads, v]."""
+    heads_BHQD = query[rectangle.query_rows_BQ].transpose(1, 2)
+    key_BHKD, value_BHKD = (each[rectangle.key_rows_BK].transpose(1, 2) for each in (key, value))
+    n_keys = key_BHKD.shape[2]
+    is_plain = rectangle.is_plain and (window is None or window >= n_keys)
+    mask = None if is_plain and sinks is None else rectangle.mask(window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if sinks is not None and mask is not None:
+        sinks = sinks.unsqueeze(1)
+        heads_BHQD, key_BHKD, value_BHKD, mask = with_sinks(heads_BHQD, key_BHKD, value_BHKD, mask, sinks, scale)
     output_BHQD = F.scaled_dot_product_attention(
-        query[rectangle.query_rows_BQ].transpose(1, 2),
-        key[rectangle.key_rows_BK].transpose(1, 2),
-        value[rectangle.key_rows_BK].transpose(1, 2),
-        attn_mask=rectangle.mask_B1QK,
-        is_causal=rectangle.mask_B1QK is None,
+        heads_BHQD,
+        key_BHKD,
+        value_BHKD,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output_BHQD.transpose(1, 2)[rectangle.valid_BQ]
+
+
+def with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return attention's inputs with the sinks as a key more, whose value is 0, for kernels that know of none.
+
+    Queries and keys get channels more. The first is a head's sink over `scale`, and 1 for the new key alone.
+
+    Args:
+        query: [B, heads, Q, d].
+        key: [B, kv_heads, K, d].
+        value: [B, kv_heads, K, v].
+        mask: which pairs attend, bool [B, 1, Q, K].
+        sinks: [heads, Q], or [heads, 1] for all queries of a head.
+        scale: what the products of queries and keys are multiplied by.
+
+    Returns:
+        Queries, keys, values and the mask: [B, heads, Q, d + 8], [B, kv_heads, K + 1, d + 8], [B, kv_heads, K + 1, v]
+        and [B, 1, Q, K + 1].
+    """
+    score = (sinks / scale).to(query.dtype)[None, :, :, None]
+    query = torch.cat((query, F.pad(score, (0, _SINK_CHANNELS - 1)).expand(*query.shape[:-1], -1)), dim=-1)
+    is_sink = F.one_hot(torch.tensor(key.shape[-1], device=key.device), key.shape[-1] + _SINK_CHANNELS).to(key.dtype)
+    key = torch.cat((F.pad(key, (0, _SINK_CHANNELS)), is_sink.expand(*key.shape[:2], 1, -1)), dim=2)
+    return query, key, F.pad(value, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True)

@@ -49,6 +49,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "minimax_m2": hf.MiniMaxM2Config(
             **base, num_local_experts=8, num_experts_per_tok=2, rope_parameters={"partial_rotary_factor": 0.5}
         ),
+        "gpt_oss": hf.GptOssConfig(**base, num_local_experts=8, num_experts_per_tok=2),
         "glm4_moe": hf.Glm4MoeConfig(
             **base,
             n_routed_experts=8,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import Bridge
-from fivefold.bridge.decoder import mappings
+from fivefold.bridge.decoder import file_tensors, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
@@ -36,7 +36,11 @@ def megatron_parameters(folder: Path) -> dict[str, torch.Tensor]:
 def test_names_and_shapes_are_those_that_transformers_writes(hf_models: dict[str, Path], family: str) -> None:
     with HFWeights(hf_models[family]) as saved:
         written = {name: saved.shape(name) for name in saved.names if not name.startswith("model.visual.")}
-    assert Bridge(load_shape(hf_models[family])).expected_names() == written
+    shape = load_shape(hf_models[family])
+    assert Bridge(shape).expected_names() == written
+    assert file_tensors(shape).keys() == load_file(hf_models[family] / "model.safetensors").keys() - {
+        name for name in load_file(hf_models[family] / "model.safetensors") if name.startswith("model.visual.")
+    }
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])

@@ -137,6 +137,11 @@ def test_norms_that_megatron_core_does_not_have_are_refused(tmp_path: Path) -> N
         MegatronWeights(tmp_path, find_shape("MiniMax-M2"))
 
 
+def test_experts_whose_rows_megatron_core_orders_otherwise_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gpt_oss: experts with biases and a clamped activation are not supported"):
+        MegatronWeights(tmp_path, find_shape("gpt-oss-20b"))
+
+
 def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(glm: TinyModel, tmp_path: Path) -> None:
     offsets = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights = glm.weights | {offsets: torch.rand(4) + 1 / 3}

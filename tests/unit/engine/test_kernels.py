@@ -25,6 +25,17 @@ def test_swiglu_is_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.double(), expected, rtol=0.51 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_clamped_activation_is_rounded_once(dtype: torch.dtype) -> None:
+    gate_up, probs = 2 * random(5, 14, seed=0, dtype=dtype), random(5, seed=1).sigmoid()
+    gate, up = (part.double() for part in gate_up.unflatten(1, (7, 2)).unbind(2))
+    gate, up = torch.where(gate > 1.5, 1.5, gate), torch.where(up.abs() > 1.5, 1.5 * up.sign(), up)
+    expected = (up + 1) * gate / (1 + (-1.702 * gate).exp()) * probs.double()[:, None]
+    result = kernels.clamped_swiglu(gate_up, probs, 1.5)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, rtol=0.51 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
+
+
 def test_sum_rows_accumulates_in_float32() -> None:
     # In bfloat16, 256 + 1 is 256: a sum in half precision would lose every 1.
     rows = torch.tensor([[256.0], [1.0], [1.0], [0.0]], dtype=torch.bfloat16)

@@ -66,11 +66,12 @@ KEYS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 2,
     },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
 }
-NORMALISING = {"mixtral", "minimax_m2", "qwen3_5_moe"}
+NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
 SEEING = {"qwen3_5", "qwen3_5_moe"}
 """Families whose files describe the language model inside a model that sees images."""
@@ -103,7 +104,7 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in names)
     assert shape.rotated_channels == 2 * len(model.model.rotary_emb.inv_freq)
-    routed = [any(name.startswith(f"model.layers.{i}.mlp.gate.") for name in names) for i in range(4)]
+    routed = [any(name.startswith(f"model.layers.{i}.mlp.experts.") for name in names) for i in range(4)]
     assert list(shape.moe_layers) == routed
     unused = shape.n_moe_layers * (shape.n_experts - shape.top_k) * shape.expert_parameters
     assert shape.n_active_parameters == shape.n_parameters - unused
@@ -158,7 +159,39 @@ def test_layers_with_experts_are_those_of_the_transformers_model(
 def test_generation_with_latent_attention_keeps_the_latents() -> None:
     shape = read_shape(raw("deepseek_v3"))
     # The latent and the positional key that all heads share, for each of four layers.
-    assert shape.kv_cache_elements == 4 * (12 + 8)
+    assert shape.kv_cache_elements(10) == 10 * 4 * (12 + 8)
+
+
+def test_generation_with_windows_keeps_the_tokens_in_them() -> None:
+    shape = read_shape(raw("gpt_oss"))
+    assert shape.layer_kinds == ("window", "full") * 2
+    # Keys and values of two heads of 16 channels; the window has 128 tokens.
+    assert shape.kv_cache_elements(100) == 4 * 100 * 2 * 2 * 16
+    assert shape.kv_cache_elements(1000) == 2 * (1000 + 128) * 2 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (raw("mistral", sliding_window=64), (64, (True,) * 4)),
+        ({key: value for key, value in raw("mistral").items() if key != "sliding_window"}, (4096, (True,) * 4)),
+        (raw("mistral"), (None, ())),
+        (raw("mixtral", sliding_window=64), (64, (True,) * 4)),
+        (raw("gpt_oss", sliding_window=9), (9, (True, False, True, False))),
+        (raw("gpt_oss", layer_types=["full_attention"] * 4), (None, ())),
+        (raw("gpt_oss", layer_types=["full_attention", "sliding_attention"] * 2), (128, (False, True) * 2)),
+    ],
+)
+def test_layers_with_a_window_are_those_of_the_transformers_model(
+    config: dict[str, Any], expected: tuple[int | None, tuple[bool, ...]]
+) -> None:
+    shape = read_shape(config)
+    assert (shape.window, shape.window_layers) == expected
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for layer, module in enumerate(model.model.layers):
+        own = getattr(module.self_attn, "sliding_window", model.config.sliding_window)
+        assert own == (shape.window if shape.layer_kinds[layer] == "window" else None)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -220,9 +253,11 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("deepseek_v3", model_type="kimi_k2"), "model_type is 'kimi_k2'.*write deepseek_v3"),
         ({}, "model_type is None"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
-        (raw("mixtral", sliding_window=64), "sliding_window=64"),
-        (raw("mistral", sliding_window=512), "sliding_window=512"),
-        ({key: value for key, value in raw("mistral").items() if key != "sliding_window"}, "sliding_window=4096"),
+        (raw("mistral", sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2), "differs from"),
+        (raw("mistral", sliding_window=None, layer_types=["sliding_attention"] * 4), "sliding_window=None tokens"),
+        (raw("gpt_oss", layer_types=["sliding_attention"] * 3), "layer_types has 3 entries"),
+        (raw("gpt_oss", layer_types=["chunked_attention"] * 4), "layer_types has chunked_attention"),
+        (raw("gpt_oss", swiglu_alpha=1.5), "swiglu_alpha=1.5 is not supported"),
         (raw("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=2), "sliding_window=64"),
         (raw("qwen2", sliding_window=64, layer_types=["full_attention", "sliding_attention"] * 2), "sliding_window=64"),
         (raw("qwen3_moe", sliding_window=64, use_sliding_window=True), "sliding_window=64"),

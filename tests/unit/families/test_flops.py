@@ -32,6 +32,18 @@ def test_attention_is_two_matmuls_over_half_of_all_pairs() -> None:
     assert training_parts(find_shape("Qwen3-8B"), 3, 1000).attention == 3 * 36 * 32 * 2 * (2 * 128) * pairs
 
 
+def test_attention_in_a_window_is_over_the_pairs_in_it() -> None:
+    """GPT-OSS has windows of 128 tokens in every second of its layers, of 64 query heads that are 64 wide."""
+    shape = find_shape("gpt-oss-20b")
+    for length in (100, 128, 300):
+        pairs = sum(min(query + 1, 128) for query in range(length)) - length / 2
+        of_windows = 12 * 64 * 2 * (2 * 64) * pairs
+        of_others = 12 * 64 * 2 * (2 * 64) * length * length / 2
+        both = ForwardFlops.of(shape).on([length], length).attention
+        assert both == pytest.approx(of_windows + of_others, rel=0.01)
+        assert both == ForwardFlops.of(shape).on_equal(1, length).attention
+
+
 def test_ragged_sequences_pay_for_their_own_pairs_and_for_the_logits_that_they_get() -> None:
     shape = find_shape("Qwen3-30B-A3B")
     alone = [training_parts(shape, 1, length) for length in (500, 20)]

@@ -37,6 +37,9 @@ PUBLISHED = {
     "Llama-3.1-70B": (70.6, 70.6),
     "Llama-3.1-405B": (405, 405),
     "MiniMax-M2": (230, 10),
+    # The model card counts 3.6 and 5.1 of a token, without the embedding.
+    "gpt-oss-20b": (20.9, 3.6 + 0.58),
+    "gpt-oss-120b": (116.8, 5.1 + 0.58),
     "Mistral-Nemo": (12.2, 12.2),
     "Mistral-Small-24B": (23.6, 23.6),
     "Mixtral-8x7B": (46.7, 12.9),

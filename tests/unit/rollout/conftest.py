@@ -18,6 +18,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -134,7 +135,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
-    "mistral": lambda: MistralConfig(**COMMON, head_dim=12, sliding_window=None),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=12, sliding_window=4),
+    "gpt_oss": lambda: GptOssConfig(
+        **COMMON,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=3,
+        swiglu_limit=0.7,
+        rope_parameters={**YARN, "truncate": False},
+    ),
     "minimax_m2": lambda: MiniMaxM2Config(
         **COMMON, head_dim=8, rotary_dim=4, num_local_experts=4, num_experts_per_tok=2
     ),
@@ -186,8 +196,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
                 config, dtype=torch.float32
             )
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms and biases begin as ones and zeros, which hide a mix-up
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("_bias"):  # they begin as ones and zeros, which hide a mix-up
                     parameter.data += 0.3 * torch.randn_like(parameter)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):

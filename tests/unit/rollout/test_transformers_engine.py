@@ -38,7 +38,7 @@ from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral", "minimax_m2", "glm4_moe"]
-FAMILIES += ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+FAMILIES += ["gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 VOCABULARY = 67
 END = 2
 
@@ -452,14 +452,14 @@ class _LiveBuffers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (torch.cat, Tensor.index_select):
+        if func in (Tensor.new_zeros, Tensor.index_select):
             self.counts.append(sum(buffer() is not None for buffer in self._buffers))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("change", ["grow", "keep"])
 def test_the_cache_is_replaced_layer_by_layer(change: str) -> None:
-    n_layers, cache = 3, kv_cache.RowCache(n_rows=2, prompt_length=4)
+    n_layers, cache = 3, kv_cache.RowCache(n_rows=2, prompt_length=4, windows={})
     cache.begin_prompts(slice(0, 2), torch.arange(2))
     for layer in range(n_layers):
         cache.update(torch.ones(2, 1, 4, 2), torch.ones(2, 1, 4, 2), layer)
@@ -591,9 +591,46 @@ def test_a_window_that_no_layer_uses_is_no_obstacle(model_folder: Folder, tmp_pa
     engine_at(tmp_path, load_weights=False, tokenizer_path=str(model_folder("qwen2")))
 
 
-def test_a_model_with_a_sliding_window_is_refused(model_folder: Folder, tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(model_folder("mixtral"))
-    config.sliding_window = 8
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="sliding_window=8"):
+def test_a_sliding_window_in_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="asks for sliding_attention"):
         engine_at(tmp_path, load_weights=False)
+
+
+def test_layers_with_a_window_keep_the_columns_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a cache of everything, over growth, two joins, dropped rows and dropped columns."""
+    monkeypatch.setattr(kv_cache, "_GROWTH", 2)
+    window, generator = 3, torch.Generator().manual_seed(0)
+
+    def drawn(n_rows: int, n_tokens: int) -> Tensor:
+        return torch.randn(n_rows, 1, n_tokens, 2, generator=generator)
+
+    def filled(n_rows: int, length: int) -> kv_cache.RowCache:
+        cache = kv_cache.RowCache(n_rows, length, {1: window})
+        cache.begin_prompts(slice(0, n_rows), torch.arange(n_rows))
+        states = drawn(n_rows, length)
+        for layer in range(2):
+            cache.update(states, states, layer)
+        return cache
+
+    def decode_tokens(cache: kv_cache.RowCache, n_rows: int, n_tokens: int) -> None:
+        for _ in range(n_tokens):
+            cache.begin_token()
+            states = drawn(n_rows, 1)
+            whole, _ = cache.update(states, states, 0)
+            seen, values = cache.update(states, states, 1)
+            assert seen.shape[2] == min(window, cache.length)
+            torch.testing.assert_close(seen, whole[:, :, -window:])
+            torch.testing.assert_close(values, seen)
+            assert cache._keys[1].shape[2] <= window + 2
+
+    cache = filled(2, 7)
+    decode_tokens(cache, 2, 5)
+    cache.join(filled(3, 2))
+    decode_tokens(cache, 5, 5)
+    cache.keep(torch.tensor([0, 3, 4]))
+    cache.cut_left(6)
+    decode_tokens(cache, 3, 4)
+    longer = filled(1, 20)
+    cache.join(longer)
+    decode_tokens(cache, 4, 4)

@@ -270,6 +270,23 @@ def test_norms_over_all_heads_are_fivefolds_own(megatron: dict[str, Any]) -> Non
         check_recipe(recipe(actor=actor), find_shape("MiniMax-M2"))
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"megatron": {"bridge_type": "mbridge"}}, "bridge_type=mbridge has no sliding windows, which gpt_oss needs"),
+        ({"megatron": {"kernels": "te"}}, "actor.megatron.kernels=te has no attention sinks, which gpt_oss needs"),
+        ({"attn_impl": "flash_attention_4"}, "has not been tried with the sliding windows and attention sinks of gpt"),
+        ({"lora": {}}, "actor.lora.experts=each does not work with the experts of gpt_oss"),
+    ],
+)
+def test_what_windows_sinks_and_joint_experts_do_not_do_is_refused(section: dict[str, Any], message: str) -> None:
+    actor, shape = {"path": "m", "backend": "megatron:d2"}, find_shape("gpt-oss-20b")
+    check_recipe(recipe(actor=actor), shape)
+    check_recipe(recipe(actor={**actor, "lora": {"experts": "none"}}), shape)
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_recipe(recipe(actor={**actor, **section}), shape)
+
+
 def test_adapters_need_layers_that_have_them() -> None:
     for backend in ("megatron:d2", "fsdp:d2"):
         actor = {"path": "m", "backend": backend, "lora": {"targets": ["q_proj", "down_*"]}}
