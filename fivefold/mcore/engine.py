@@ -170,7 +170,8 @@ class MegatronEngine(EngineBase[Optimizer]):
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
         earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
-        kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
+        with self._dropping():
+            kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         if earlier is not None:
             self._buffers.add_gradients(earlier)
         self._buffers.has_gradients = True
