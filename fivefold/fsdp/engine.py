@@ -247,6 +247,11 @@ class FSDPEngine(EngineBase[Optimizer]):
         self._require("params")
         return self.shards.export(self._dtype, readers)
 
+    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole matrix of the adapters; see `TrainingEngine.export_adapters`."""
+        self._require("params")
+        return self.shards.export_adapters(self._dtype, readers)
+
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""
         return EMAWeights(self.shards.parameters, decay)

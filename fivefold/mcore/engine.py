@@ -231,6 +231,13 @@ class MegatronEngine(EngineBase[Optimizer]):
             )
         return self._from_host(self._exports[readers]) if "params" in self._away else iter(self._exports[readers])
 
+    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole matrix of the adapters; see `TrainingEngine.export_adapters`."""
+        if not self._buffers.has_frozen:
+            self._require("params")
+        export = self._bridge.export_adapters(self.parameters.tensors, self._shards, self._device, readers=readers)
+        return self._from_host(export) if "params" in self._away else iter(export)
+
     def _from_host(self, export: Iterable[Stack]) -> Iterator[Stack]:
         """Yield whole weights that were offloaded: at once, only what is trained comes back to the device."""
         with self._buffers.trained_on_device():
