@@ -79,7 +79,7 @@ NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: pre
 NO_MULTIMODAL = "models and data are text only"
 NO_ADAPTERS = "all weights are trained, without adapters"
 MERGED = "the rollout gets the weights with the adapters merged into them"
-NO_DROPOUT = "adapters have no dropout"
+DROPS_INPUTS = "adapters drop their inputs, as PEFT does"
 ONLY_LORA = "adapters are LoRA's, and of no other kind"
 FIRST_ADAPTERS = (
     "actor.lora.path begins with a folder of adapters with the recipe's layers and ranks: name it there if this one "

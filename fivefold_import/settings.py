@@ -37,6 +37,13 @@ def ask_as_user(draft: Draft, framework: str) -> None:
 # Rules, for the tables
 
 
+def dropout_position(draft: Draft, key: str) -> None:
+    """Say whether adapters drop what they drop here; without dropout, it does not matter."""
+    if draft.get(key) == "pre" or not draft.get(key.removesuffix("_position")):
+        draft.implied(key, reasons.DROPS_INPUTS)
+    draft.unsupported(key, f"{reasons.DROPS_INPUTS}: write dropout_position=pre")
+
+
 def trackers(draft: Draft, key: str) -> None:
     """Convert a tracker or a list of trackers; the console always shows metrics."""
     value = draft.get(key)

@@ -51,6 +51,13 @@ def above_zero(value: Any) -> float:
     return float(value)
 
 
+def rate(value: Any) -> float:
+    """Return a probability below 1."""
+    if not 0 <= number(value) < 1:
+        raise Unfit(f"{value!r} is not a probability below 1")
+    return float(value)
+
+
 def flag(value: Any) -> bool:
     """Return true or false."""
     if not isinstance(value, bool):

@@ -130,6 +130,35 @@ class Bridge:
             merging=self.merging,
         )
 
+    def export_adapters(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: ShardGroups,
+        device: torch.device,
+        *,
+        readers: frozenset[int] | None = None,
+    ) -> Iterable[Stack]:
+        """Return what yields every matrix of the adapters, as `export` yields weights.
+
+        Args:
+            parameters: this rank's tensors by Megatron name.
+            groups: this rank's place.
+            device: where they are; a stage may have no layer, and so no adapter.
+            readers: the ranks that read the matrices; None: all.
+        """
+        own = {name: mapping for name, mapping in self.mappings.items() if mapping.is_adapter}
+        return Export(
+            own,
+            {name: tensor for name, tensor in parameters.items() if name in own},
+            groups,
+            dtype=None,
+            readers=readers,
+            rows=rows_of,
+            bucket_bytes=self._bucket_bytes,
+            merging={},
+            device=device,
+        )
+
 
 def checked_source(shape: ModelShape, source: TensorReader) -> TensorReader:
     """Return the tensors of a model of `shape`, after a check of their names and shapes.

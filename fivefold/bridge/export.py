@@ -88,6 +88,7 @@ class Export:
         rows: what reads rows of a tensor.
         bucket_bytes: most bytes of full tensors that exist at one time, unless one parameter is larger.
         merging: what merges the adapters of a parameter into it, by the parameter's name.
+        device: where shards are gathered; None: where `tensors` are.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Export:
         rows: Rows,
         bucket_bytes: int,
         merging: Mapping[str, Merge],
+        device: torch.device | None = None,
     ) -> None:
+        self._device = next(iter(tensors.values())).device if device is None else device
         self._tensors, self._groups, self._rows = tensors, groups, rows
         self._part = find_part(groups, readers)
         specs = {name: (tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in tensors.items()}
@@ -133,8 +136,7 @@ class Export:
         is_owner = bucket[0].stage == groups.pp_rank
         shards: dict[int, Tensor] = {}
         if part.holds or (is_owner and (part.tensor or part.etp)):
-            device = next(iter(self._tensors.values())).device
-            buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=device)
+            buffer = torch.empty(sum(item.nbytes for item in bucket), dtype=torch.uint8, device=self._device)
             start = 0
             for domain in _DOMAINS:
                 places = [place for place, item in enumerate(bucket) if item.mapping.domain == domain]

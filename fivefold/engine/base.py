@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -85,6 +85,10 @@ class EngineBase(SavingVerbs, Generic[AnOptimizer]):
         """Compute the model without its adapters inside the block; see `TrainingEngine.without_adapters`."""
         assert self.adapters is not None, "this model has no adapters"
         return self.adapters.off()
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        """Let adapters drop inputs inside the block, which computes gradients, as far as the recipe says."""
+        return nullcontext() if self.adapters is None else self.adapters.training()
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradient, update the weights, advance the schedule and clear the gradient."""

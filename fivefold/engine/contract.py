@@ -100,6 +100,9 @@ class TrainingEngine(Protocol):
         the device, and the others pass through it.
         """
 
+    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole matrix of the adapters likewise; the engine must have been built with some."""
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute the model without its adapters inside the block; the engine must have been built with some."""
 

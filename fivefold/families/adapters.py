@@ -40,6 +40,8 @@ class AdapterShape:
     """Whether the scale is alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("*",)
     """Patterns of the names of layers that have adapters, such as `q_proj`."""
+    dropout: float = 0.0
+    """Probability by which each of an adapter's inputs is 0 in training."""
     path: str | None = field(default=None, compare=False)
     """Folder of adapters to begin with, as PEFT writes it; None: new ones."""
 

@@ -266,6 +266,7 @@ class ModelShape:
             alpha=config.alpha,
             rank_stabilized=config.use_rslora,
             targets=tuple(config.targets),
+            dropout=config.dropout,
             path=None if config.path is None else str(user_path(config.path).resolve()),
         )
         return replace(self, adapters=adapters)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from fivefold.engine.kernels.matmul import grouped_mm, padded_rank
 from fivefold.families.adapters import AdapterShape, adapter_name, layer_of
 from fivefold.fsdp.mappings import expert_adapter
 
+if TYPE_CHECKING:
+    from fivefold.engine.dropout import Stream
+
 
 class ExpertAdapter(nn.Module):
     """The adapters of one weight of all experts: A [experts, rank, in] and B [experts, out, rank].
@@ -30,16 +33,16 @@ class ExpertAdapter(nn.Module):
     One of the two may be shared by the experts, and then has no first dimension.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, stream: Stream, switch: Switch) -> None:
         super().__init__()
         # The mappings give all parameters of the model their shapes.
         self.A = nn.Parameter(torch.empty(0))
         self.B = nn.Parameter(torch.empty(0))
-        self._scale = scale
+        self._scale, self._stream, self._switch = scale, stream, switch
 
     def forward(self, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
         """Return what is added to the product of rows, sorted by expert, [N, out]."""
-        low = _product(rows_NI, padded_rank(self.A, -2), ends_E)
+        low = _product(self._switch.input(rows_NI, self._stream), padded_rank(self.A, -2), ends_E)
         return _product(low, padded_rank(self.B, -1), ends_E) * self._scale
 
 
@@ -91,40 +94,53 @@ def _product(rows_NI: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     return F.linear(rows_NI, weight) if weight.ndim == 2 else grouped_mm(rows_NI, weight.transpose(1, 2), ends_E)
 
 
-def install_adapters(model: nn.Module, mappings: Mapping[str, WeightMapping], shape: AdapterShape) -> Switch:
+def install_adapters(
+    model: nn.Module, mappings: Mapping[str, WeightMapping], shape: AdapterShape, switch: Switch
+) -> None:
     """Add the adapters in `mappings` to a model, before its parameters get their shapes and its layers other hooks.
 
     Args:
         model: the model, on `meta`.
         mappings: the mapping of each parameter by its name in memory.
         shape: the adapters.
+        switch: whether they add anything to what their layers compute.
     """
-    switch, experts = Switch(), dict[str, dict[str, list[str]]]()
+    experts = dict[str, dict[str, list[str]]]()
     for name, mapping in mappings.items():
         path, _, kind = name.rpartition(".")
         if mapping.domain == "expert" and not mapping.is_adapter:
             experts.setdefault(path, {})[kind] = [str(layer_of(tensor.name)) for tensor in mapping.tensors]
         elif (a := mappings.get(adapter_name(name, "A"))) is not None:
-            _adapt_linear(model.get_submodule(path), _rank(a), shape, switch)
+            _adapt_linear(model.get_submodule(path), _rank(a), shape, _stream(mapping), switch)
     for path, layers in experts.items():
         names = {layer: expert_adapter(path, layer, "A") for own in layers.values() for layer in own}
-        ranks = {layer: _rank(mappings[name]) for layer, name in names.items() if name in mappings}
-        if ranks:
+        up = {layer: mappings[name] for layer, name in names.items() if name in mappings}
+        if up:
             module: Any = model.get_submodule(path)
             module.forward = AdaptedExperts(module, layers, switch).forward
-            module.adapters = nn.ModuleDict({layer: ExpertAdapter(shape.scale(rank)) for layer, rank in ranks.items()})
-    return switch
+            module.adapters = nn.ModuleDict(
+                {layer: ExpertAdapter(shape.scale(_rank(a)), _stream(a), switch) for layer, a in up.items()}
+            )
 
 
 def _rank(a: WeightMapping) -> int:
     return a.tensors[0].shape[0]
 
 
-def _adapt_linear(linear: Any, rank: int, shape: AdapterShape, switch: Switch) -> None:
+def _stream(mapping: WeightMapping) -> Stream:
+    """Return the stream of random numbers for the inputs of a weight, which are cut where its columns are."""
+    return "rank" if mapping.tensors[0].cut == "columns" else "tensor"
+
+
+def _adapt_linear(linear: Any, rank: int, shape: AdapterShape, stream: Stream, switch: Switch) -> None:
     linear.lora_A = nn.Linear(linear.in_features, rank, bias=False)
     linear.lora_B = nn.Linear(rank, linear.out_features, bias=False)
-    linear.register_forward_hook(partial(_add, switch, shape.scale(rank)))
+    linear.register_forward_hook(partial(_add, switch, stream, shape.scale(rank)))
 
 
-def _add(switch: Switch, scale: float, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + linear.lora_B(linear.lora_A(inputs[0])) * scale if switch.is_on else output
+def _add(
+    switch: Switch, stream: Stream, scale: float, linear: Any, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    if not switch.is_on:
+        return output
+    return output + linear.lora_B(linear.lora_A(switch.input(inputs[0], stream))) * scale

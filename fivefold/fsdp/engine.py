@@ -21,6 +21,7 @@ from fivefold.bridge.parameters import trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.engine.adapters import Switch
 from fivefold.engine.base import (
     COMPUTING,
     EngineBase,
@@ -116,10 +117,17 @@ class FSDPEngine(EngineBase[Optimizer]):
         known = mappings(self.shape)
         trained = trained if adapters is None else ADAPTERS
         learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
+        switch, streams, generators = Switch(), None, TorchGenerators()
+        if adapters is not None and adapters.dropout > 0 and optimizer is not None:
+            # Imported by who chooses it.
+            from fivefold.fsdp.dropout import StreamGenerators, Streams
+
+            streams = Streams()
+            switch, generators = streams.switch(adapters.dropout, seed, self.groups), StreamGenerators(streams)
+        self.adapters = None if adapters is None else switch
         self.model = build_model(
-            self._folder, config, self.shape, known, learning, self.head, self.groups, self._device
+            self._folder, config, self.shape, known, learning, self.head, self.groups, self._device, switch, streams
         )
-        self.adapters = self.model.adapters
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
         self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
         self.shards = Shards(self.model, self.shape, known, learning, self.groups, seed)
@@ -130,7 +138,7 @@ class FSDPEngine(EngineBase[Optimizer]):
             self.optimizer = Optimizer(
                 optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, total_steps
             )
-            self._state = TrainingState(self.optimizer, self.shards.parameters, layout, TorchGenerators())
+            self._state = TrainingState(self.optimizer, self.shards.parameters, layout, generators)
         self._away: set[Offloadable] = set()
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
@@ -179,7 +187,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         kept = []
         self._loads.start_mini_batch()
         micro_batches = self._builder.build(share)
-        with counting(COMPUTING, len(micro_batches)) as count:
+        with self._dropping(), counting(COMPUTING, len(micro_batches)) as count:
             for micro_batch in micro_batches:
                 with self._replaying(micro_batch):
                     with self._loads.counting(micro_batch.local.padding_T):
@@ -238,6 +246,11 @@ class FSDPEngine(EngineBase[Optimizer]):
         """Yield every whole weight; see `TrainingEngine.export_stacks`."""
         self._require("params")
         return self.shards.export(self._dtype, readers)
+
+    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole matrix of the adapters; see `TrainingEngine.export_adapters`."""
+        self._require("params")
+        return self.shards.export_adapters(self._dtype, readers)
 
     def ema_weights(self, decay: float) -> EMAWeights:
         """Return this model's weights as an EMA, with this decay, of a model that they follow."""

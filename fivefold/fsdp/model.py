@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from fivefold.fsdp.delta_net import pack_delta_net
 from fivefold.fsdp.experts import shard_by_rows
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.tensor_parallel import VocabEmbedding, split_layer
+
+if TYPE_CHECKING:
+    from fivefold.fsdp.dropout import Streams
 
 _AUTO_MODEL: Any = AutoModel
 """The type is Any because transformers declares that its factories return a base class."""
@@ -71,8 +74,6 @@ class PackedModel(nn.Module):
             self.score = Output(1, shape.hidden, has_bias=shape.value_bias)
         elif not shape.tied_embeddings:
             self.lm_head = Output(shape.vocab, shape.hidden, has_bias=False)
-        self.adapters: Switch | None = None
-        """Switches the adapters of the layers; None: there are none."""
         self._head = head
         self._groups = groups
 
@@ -107,6 +108,8 @@ def build_model(
     head: Head,
     groups: Groups,
     device: torch.device,
+    switch: Switch,
+    streams: Streams | None,
 ) -> PackedModel:
     """Build the model, sharded and with uninitialised weights: float32 where trained, else in the config's dtype.
 
@@ -119,6 +122,8 @@ def build_model(
         head: the model's head.
         groups: the groups of this process.
         device: the device that it will be on.
+        switch: switches the adapters of the layers, if the shape has some.
+        streams: the random numbers that adapters draw; None: they draw none.
     """
     register_attention()
     # The language model of a model that sees images has its own config, inside the other one.
@@ -132,7 +137,7 @@ def build_model(
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
         model = PackedModel(decoder, shape, head, groups)
         if shape.adapters is not None:
-            model.adapters = install_adapters(model, mappings, shape.adapters)
+            install_adapters(model, mappings, shape.adapters, switch)
         _take_local_shapes(model, mappings, trained, groups, dtype)
     if shape.is_moe:
         fits = _fits_grouped_matmul(model, dtype, device)
@@ -150,7 +155,8 @@ def build_model(
                 shard_by_rows(module)
         if trained and config.fsdp.recompute == "full":
             # Inside FSDP's hooks, which gather the layer's weights before its second forward pass.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            options: dict[str, Any] = {} if streams is None else {"context_fn": streams.contexts}
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
     _shard(model, config, groups, device, dtype if trained else None)
     model.to_empty(device=device)
     with torch.device(device):

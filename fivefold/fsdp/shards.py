@@ -194,7 +194,18 @@ class Shards:
             readers: the ranks that read the tensors; None: all.
         """
         reads = readers is None or dist.get_rank() in readers
-        for bucket in self._buckets(dtype):
+        yield from self._export(self._weights, dtype, reads=reads)
+        for offsets in self._offsets:
+            for stack in offsets.mapping.merge(offsets.values_N.unsqueeze(0)):
+                yield stack if reads else Stack(stack.names, stack.tensors.to("meta"))
+
+    def export_adapters(self, dtype: torch.dtype, readers: frozenset[int] | None) -> Iterator[Stack]:
+        """Yield every matrix of the adapters, as `export` yields weights."""
+        own = [shard for shards in self._adapters.values() for shard in shards]
+        yield from self._export(own, dtype, reads=readers is None or dist.get_rank() in readers)
+
+    def _export(self, shards: Iterable[Shard], dtype: torch.dtype, *, reads: bool) -> Iterator[Stack]:
+        for bucket in self._buckets(shards, dtype):
             for shard, whole in zip(bucket, self._gather(bucket, dtype), strict=True):
                 if reads:
                     for stack in shard.mapping.merged(whole):
@@ -202,15 +213,12 @@ class Shards:
                 else:
                     for name, shape in shard.mapping.file_shapes().items():
                         yield alone(name, torch.empty(shape, dtype=dtype, device="meta"))
-        for offsets in self._offsets:
-            for stack in offsets.mapping.merge(offsets.values_N.unsqueeze(0)):
-                yield stack if reads else Stack(stack.names, stack.tensors.to("meta"))
 
-    def _buckets(self, dtype: torch.dtype) -> Iterator[list[Shard]]:
+    def _buckets(self, shards: Iterable[Shard], dtype: torch.dtype) -> Iterator[list[Shard]]:
         """Yield runs of shards whose wholes have at most `GATHER_BYTES` together; a larger one travels alone."""
         bucket: list[Shard] = []
         size = 0
-        for shard in self._weights:
+        for shard in shards:
             n_bytes = prod(shard.shape) * dtype.itemsize * shard.mapping.n_shards(self._groups.weights)
             if bucket and size + n_bytes > GATHER_BYTES:
                 yield bucket

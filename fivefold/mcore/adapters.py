@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -38,6 +39,9 @@ from fivefold.families.adapters import MATRICES, AdapterShape, layer_of
 from fivefold.families.tensors import Cut
 from fivefold.mcore.layers import GroupedExperts
 from fivefold.mcore.model import Decoder, global_name
+
+if TYPE_CHECKING:
+    from fivefold.engine.dropout import Dropout, Stream
 
 _ADAPTER = re.compile(r"(?P<module>.+)\.adapters\.(?P<layer>\w+)\.(?P<matrix>[AB])")
 
@@ -103,6 +107,7 @@ class LinearAdapters(Adapters):
     def attach(self, linear: Any) -> None:
         """Add to the output of a layer from now on."""
         self._over_tokens = is_over_tokens(linear)
+        self._stream: Stream = "rank" if self._over_tokens or self._cut == "columns" else "tensor"
         self._copies = not getattr(linear, "disable_grad_reduce", False)
         linear.register_forward_hook(self._add)
 
@@ -114,8 +119,13 @@ class LinearAdapters(Adapters):
 
     def _of(self, x: Tensor) -> Tensor:
         """Return what is added to the output for an input [T, 1, in]."""
-        low = self._between(F.linear(x, torch.cat([adapter.A for adapter in self._adapters.values()])))
-        lows = low.split([len(adapter.A) for adapter in self._adapters.values()], dim=-1)
+        ups: list[Tensor] = [adapter.A for adapter in self._adapters.values()]
+        if self._switch.drops:
+            # Each adapter drops inputs by itself.
+            low = torch.cat([F.linear(self._switch.input(x, self._stream), up) for up in ups], dim=-1)
+        else:
+            low = F.linear(x, torch.cat(ups))
+        lows = self._between(low).split([len(up) for up in ups], dim=-1)
         parts = {
             name: F.linear(own, adapter.B) * adapter.scale
             for (name, adapter), own in zip(self._adapters.items(), lows, strict=True)
@@ -152,13 +162,17 @@ class ExpertAdapters(Adapters):
             return output
         adapters, is_a_whole = list(self._adapters.items()), self._cut == "rows"
         ups = [padded_rank(self._summed(each.A) if is_a_whole else each.A, -2) for _, each in adapters]
-        low = self._multiply(rows, torch.cat(ups, dim=-2), groups)
+        if self._switch.drops:
+            stream: Stream = "expert" if is_a_whole else "rank"
+            lows = [self._multiply(self._switch.input(rows, stream), up, groups) for up in ups]
+        else:
+            lows = list(self._multiply(rows, torch.cat(ups, dim=-2), groups).chunk(len(ups), dim=-1))
         parts = {
             name: self._multiply(
                 own.contiguous(), padded_rank(each.B if is_a_whole else self._summed(each.B), -1), groups
             )
             * each.scale
-            for (name, each), own in zip(adapters, low.chunk(len(adapters), dim=-1), strict=True)
+            for (name, each), own in zip(adapters, lows, strict=True)
         }
         return output + self._arranged(parts, 1)
 
@@ -172,6 +186,16 @@ class ExpertAdapters(Adapters):
     def _multiply(self, rows: Tensor, matrix: Tensor, groups: Any) -> Tensor:
         """Return rows [N, in] times the transposes of their experts' [E, out, in], or of one matrix for all."""
         return F.linear(rows, matrix) if matrix.ndim == 2 else self._experts.multiply(rows, matrix, groups)
+
+
+def tracked_dropout(rate: float, seed: int, groups: ShardGroups) -> Dropout:
+    """Return the dropout of a model's adapters, whose random numbers Megatron-Core tracks: it sets them back where it
+    recomputes, and they are saved with its own.
+    """
+    from fivefold.engine.dropout import Dropout
+
+    sharers: dict[Stream, Any] = {"rank": None, "tensor": groups.tp_group, "expert": groups.etp_group}
+    return Dropout(rate, seed, sharers, get_cuda_rng_tracker())
 
 
 def is_over_tokens(linear: Any) -> bool:

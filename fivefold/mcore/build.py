@@ -38,7 +38,7 @@ from fivefold.families.tensors import NONE, Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
-from fivefold.mcore.adapters import install_adapters
+from fivefold.mcore.adapters import install_adapters, tracked_dropout
 from fivefold.mcore.buffers import free_weights
 from fivefold.mcore.model import Decoder, named_tensors
 from fivefold.mcore.optimizer import Optimizer
@@ -121,7 +121,8 @@ def build(
     decoders = build_chunks(megatron, layout, shape, provider, replays=replays)
     switch = None
     if shape.adapters is not None:
-        switch = Switch()
+        rate = shape.adapters.dropout
+        switch = Switch(tracked_dropout(rate, seed, shards) if training is not None and rate > 0 else None)
         bridge.merging = install_adapters(decoders, bridge.mappings, shape.adapters, shards, switch)
     parameters = _name_parameters(decoders, bridge, layout, shards, NONE if training is None else training.trained)
     chunks: list[Any] = list(decoders)

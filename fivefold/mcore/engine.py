@@ -170,7 +170,8 @@ class MegatronEngine(EngineBase[Optimizer]):
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
         earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
-        kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
+        with self._dropping():
+            kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         if earlier is not None:
             self._buffers.add_gradients(earlier)
         self._buffers.has_gradients = True
@@ -229,6 +230,13 @@ class MegatronEngine(EngineBase[Optimizer]):
                 self.parameters.tensors, self._shards, readers=readers, rows=self._buffers.rows
             )
         return self._from_host(self._exports[readers]) if "params" in self._away else iter(self._exports[readers])
+
+    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
+        """Yield every whole matrix of the adapters; see `TrainingEngine.export_adapters`."""
+        if not self._buffers.has_frozen:
+            self._require("params")
+        export = self._bridge.export_adapters(self.parameters.tensors, self._shards, self._device, readers=readers)
+        return self._from_host(export) if "params" in self._away else iter(export)
 
     def _from_host(self, export: Iterable[Stack]) -> Iterator[Stack]:
         """Yield whole weights that were offloaded: at once, only what is trained comes back to the device."""

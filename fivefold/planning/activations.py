@@ -12,11 +12,14 @@ are assumed to be evenly loaded. A rank whose experts draw 20% more tokens than 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from fivefold.config.schema.megatron import RecomputeModule
 from fivefold.families.delta_net import CHUNK, DeltaNet
-from fivefold.families.shape import ModelShape
+from fivefold.families.shape import LayerSort, ModelShape
+from fivefold.families.tensors import WeightTensor
 from fivefold.layout.parallel import ParallelLayout
+from fivefold.planning.dropout import dropped_bytes, is_of_experts
 from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
@@ -78,11 +81,13 @@ def layer_costs(
         projections = _projections(shape, layout, work, tokens)
     mlp, mlp_forward, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
     statistics = 2 * tokens / layout.tp * _FLOAT
+    sort = LayerSort(is_moe=is_moe, is_delta=is_delta)
+    dropped = dropped_bytes(shape, sort, work.element_bytes, partial(_adapter_tokens, shape, layout, tokens))
     return LayerCosts(
         input=int(stream),
-        attention=int(2 * stream + attention + statistics),
+        attention=int(2 * stream + attention + statistics + dropped.mixer),
         mlp_input=int(2 * stream),
-        mlp=int(mlp),
+        mlp=int(mlp + dropped.mlp),
         attention_backward=int(attention_backward + 2 * stream),
         core_attention=max(0, int(attention - projections)),
         expert_activation=int(_expert_activation(shape, layout, work, tokens)) if is_moe else 0,
@@ -90,6 +95,14 @@ def layer_costs(
         mlp_forward=int(mlp_forward + stream),
         mlp_backward=int(mlp_backward + 2 * stream),
     )
+
+
+def _adapter_tokens(shape: ModelShape, layout: ParallelLayout, tokens: float, a: WeightTensor) -> float:
+    """Return the inputs of an adapter on a rank, divided by their width."""
+    own = tokens / layout.tp
+    if not is_of_experts(a):
+        return own
+    return own * shape.top_k * (1 if a.cut == "columns" else layout.etp)
 
 
 def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> tuple[float, float]:

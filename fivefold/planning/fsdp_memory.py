@@ -12,10 +12,13 @@ A frozen model only has shards in its own dtype. The counts follow from what PyT
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import WeightTensor
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import delta_net_bytes, head_bytes
+from fivefold.planning.dropout import dropped_bytes, is_of_experts
 from fivefold.planning.memory import (
     COMMUNICATOR,
     CUDA_CONTEXT,
@@ -92,6 +95,8 @@ def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: 
     for sort, count in stage.sorts(shape).items():
         mlp, mlp_backward = (_moe if sort.is_moe else _dense_mlp)(shape, layout, work, tokens)
         mixer, mixer_backward = _mixer(shape, layout, work, tokens, is_delta=sort.is_delta)
+        dropped = dropped_bytes(shape, sort, work.element_bytes, partial(_adapter_tokens, shape, layout, tokens))
+        mlp, mixer = mlp + dropped.mlp, mixer + dropped.mixer
         backward = max(mlp_backward, mixer_backward - mlp) + 2 * stream
         if work.recompute == "full":
             kept += count * stream
@@ -100,6 +105,12 @@ def _activations(layout: ParallelLayout, shape: ModelShape, stage: Stage, work: 
             kept += count * (mixer + mlp)
         temporary = max(temporary, backward)
     return int(kept), int(temporary)
+
+
+def _adapter_tokens(shape: ModelShape, layout: ParallelLayout, tokens: float, a: WeightTensor) -> float:
+    """Return the inputs of an adapter on a rank, divided by their width."""
+    own = tokens / layout.tp if a.cut == "columns" else tokens
+    return own * shape.top_k if is_of_experts(a) else own
 
 
 def _norm(width: float, element: int) -> float:

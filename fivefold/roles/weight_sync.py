@@ -22,8 +22,9 @@ from fivefold.cluster.role import Part
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.trainer_worker import TrainerWorker
+from fivefold.rollout.receiving import receiver_of
 from fivefold.weights.nccl_link import Invitation, Meeting
-from fivefold.weights.stream import CollectiveSender, Sender
+from fivefold.weights.stream import CollectiveSender, Sender, Stack
 from fivefold.weights.transport import Route
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class SendsWeights(Part):
 
     def stream(self, route: Route) -> Iterator[Any]:
         """Yield all weights as items, on rank 0; the other ranks take part and yield nothing."""
-        yield from self._sender(route).items(self._engine.export_stacks(route.readers))
+        yield from self._sender(route).items(self._exported(route))
 
     def next_item(self, route: Route) -> Any | None:
         """Return this rank's part of the next item of all weights; None: there are no more."""
@@ -137,7 +138,7 @@ class SendsWeights(Part):
 
     def copy(self, route: Route) -> None:
         """Copy all weights to host memory, on the rank that has a link."""
-        self._linked(route).copy(self._engine.export_stacks(route.readers))
+        self._linked(route).copy(self._exported(route))
 
     def next_copied(self, route: Route) -> Any | None:
         """Announce the next bucket of the copied weights, in parallel with other methods. None: there are no more."""
@@ -150,6 +151,11 @@ class SendsWeights(Part):
     def enter_link(self, route: Route) -> None:
         """Enter the group, on rank 0, together with the rollout."""
         self._linked(route).enter_link()
+
+    def _exported(self, route: Route) -> Iterator[Stack]:
+        if route.transport.sends_adapters:
+            return self._engine.export_adapters(route.readers)
+        return self._engine.export_stacks(route.readers)
 
     def _sender(self, route: Route) -> Sender:
         name = route.transport.name
@@ -177,7 +183,7 @@ class ReceivesWeights(Part):
 
     def stage(self, items: Iterator[Any], version: int) -> None:
         """Take the weights of the next `swap`, in host memory, while the replica generates."""
-        receiver = self._spec.route.transport.receiver()
+        receiver = receiver_of(self._spec.route.transport, self._spec.path)
         self._worker.engine.stage_weights(receiver(items, torch.device("cpu")), version)
 
     def swap(self) -> None:

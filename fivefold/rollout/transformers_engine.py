@@ -15,12 +15,14 @@ from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.hf_weights import audited, receive_weights
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
+from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Completion
 from fivefold.weights.host_memory import THROUGH_HOST
+from fivefold.weights.stream import Receiver
 from fivefold.weights.transport import Transport
 
 
@@ -36,7 +38,7 @@ class TransformersEngine:
         max_batch_size: int,
         weight_version: int | None,
         recomputes: bool = False,
-        transport: Transport = THROUGH_HOST.transport,
+        receiver: Receiver | None = None,
         records_routes: bool = False,
     ) -> None:
         """Wrap a model.
@@ -49,7 +51,7 @@ class TransformersEngine:
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
             trust_remote_code: whether code of the tokenizer's folder is run.
             recomputes: whether new weights compute the keys and values of submitted requests again.
-            transport: how weights come.
+            receiver: takes weights from a transport's items; None: from the buckets of host memory.
             records_routes: whether completions tell the experts of their tokens.
 
         Raises:
@@ -64,7 +66,7 @@ class TransformersEngine:
         )
         self._state = EngineState(weight_version)
         self._tensors = file_tensors(model)
-        self._receiver = transport.receiver()
+        self._receiver = receiver or THROUGH_HOST.transport.receiver()
         self._staged: tuple[int, list[tuple[str, Tensor]]] | None = None
         """Version and tensors of the next `swap_weights`."""
         self._shapes = [parameter.shape for parameter in model.parameters()]
@@ -116,7 +118,7 @@ class TransformersEngine:
             max_batch_size=max_batch_size,
             weight_version=0 if load_weights else None,
             recomputes=recomputes,
-            transport=transport,
+            receiver=receiver_of(transport, folder),
             records_routes=records_routes,
         )
 

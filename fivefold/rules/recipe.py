@@ -34,7 +34,7 @@ from fivefold.rules.rollout import (
     server_problems,
     sync_problems,
 )
-from fivefold.weights.table import name_problems
+from fivefold.weights.table import transport_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
 
@@ -83,7 +83,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)
-        yield from name_problems(recipe.rollout.weight_transport)
+        yield from transport_problems(recipe)
 
 
 def _path_problems(recipe: Recipe) -> Iterator[str]:

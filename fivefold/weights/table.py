@@ -3,6 +3,7 @@
 ipc      the engine opens the trainer's buffers on the same GPU; one is filled while it loads the other
 nccl     rank 0 of the trainer broadcasts its buffer to engines on other GPUs
 folder   through host memory: the object store, and for servers files on the replica's node
+adapter  adapters alone through the object store, and merged on the replica's node
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ from fivefold.config.problems import did_you_mean
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.placement import Placement
+from fivefold.weights.adapter import AdapterMemory
 from fivefold.weights.host_memory import HostMemory
 from fivefold.weights.ipc import IPC
 from fivefold.weights.nccl import NCCL
 from fivefold.weights.transport import Route, Transport
 
-TRANSPORTS: Mapping[str, Transport] = {row.name: row for row in (IPC(), NCCL(), HostMemory())}
+TRANSPORTS: Mapping[str, Transport] = {row.name: row for row in (IPC(), NCCL(), HostMemory(), AdapterMemory())}
 """Every transport by its name, the fastest first."""
 
 
-def name_problems(asked: str) -> Iterator[str]:
-    """Yield a line if a recipe asks for a transport that does not exist."""
+def transport_problems(recipe: TrainRecipe) -> Iterator[str]:
+    """Yield a line if a recipe asks for a transport that does not exist or cannot work with it."""
+    asked = recipe.rollout.weight_transport
+    yield from _name_problems(asked)
+    if asked in TRANSPORTS:
+        yield from TRANSPORTS[asked].unfit(recipe)
+
+
+def _name_problems(asked: str) -> Iterator[str]:
     names = ["auto", *TRANSPORTS]
     if asked not in names:
         yield f"rollout.weight_transport={asked} is none of {', '.join(names)}{did_you_mean(asked, names)}"
@@ -35,7 +44,7 @@ def pick(asked: str, placement: Placement) -> Transport:
     Raises:
         ValueError: the transport does not exist or cannot work, or none can.
     """
-    for problem in name_problems(asked):
+    for problem in _name_problems(asked):
         raise ValueError(problem)
     obstacles = {name: transport.obstacle(placement) for name, transport in TRANSPORTS.items()}
     free = [name for name, obstacle in obstacles.items() if obstacle is None]
@@ -47,7 +56,8 @@ def pick(asked: str, placement: Placement) -> Transport:
         return TRANSPORTS[next((name for name in free if TRANSPORTS[name].suits(engine)), free[0])]
     if obstacles[asked] is not None:
         raise ValueError(
-            f"rollout.weight_transport={asked}, but {obstacles[asked]}: use auto, or one of {', '.join(free)}"
+            f"rollout.weight_transport={asked}, but {obstacles[asked]}: use auto, or one of "
+            + ", ".join(name for name in free if not TRANSPORTS[name].sends_adapters)
         )
     return TRANSPORTS[asked]
 
@@ -58,7 +68,9 @@ def choose_route(recipe: TrainRecipe, placement: Placement) -> Route:
     Raises:
         ValueError: as `pick`; or nothing can check what arrives, or training cannot overlap the transfer as asked.
     """
-    transport = pick(recipe.rollout.weight_transport, placement)
+    for problem in transport_problems(recipe):
+        raise ValueError(problem)
+    transport = pick(recipe.rollout.weight_transport, placement).fitted(recipe)
     engine = BACKENDS[placement["rollout"].layout.backend]
     if recipe.rollout.verify_weights and not engine.reports_checksum:
         raise ValueError(

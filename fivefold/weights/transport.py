@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.placement import Placement
 
 if TYPE_CHECKING:
+    from fivefold.config.schema.train import TrainRecipe
     from fivefold.weights.stream import Receiver, Sender
 
 GATHER_BYTES = 256 * 2**20
@@ -37,6 +38,17 @@ class Transport(ABC):
     """Whether its items are handles with which an engine opens the trainer's memory."""
     is_collective: ClassVar[bool] = False
     """Whether the trainer and all engines move each item together: if one of them dies, none can finish."""
+
+    sends_adapters: ClassVar[bool] = False
+    """Whether its items are low-rank adapters alone, which an engine merges into the weights of the model's files."""
+
+    def unfit(self, recipe: TrainRecipe) -> Iterator[str]:
+        """Yield a line for each thing in a recipe with which it cannot work."""
+        yield from ()
+
+    def fitted(self, recipe: TrainRecipe) -> Transport:
+        """Return the transport of a recipe with which it can work."""
+        return self
 
     @abstractmethod
     def obstacle(self, placement: Placement) -> str | None:

@@ -53,6 +53,19 @@ def test_the_reference_is_the_model_without_its_adapters_and_a_run_resumes_with_
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["use_rslora"] is True
 
 
+@pytest.mark.parametrize("keys", [(), ("rollout.max_head_offpolicyness=1",)], ids=["in turn", "ahead"])
+def test_a_rollout_that_gets_adapters_alone_samples_with_the_actors_weights(
+    keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
+) -> None:
+    alone = (*LORA, "actor.lora.dropout=0.1", "rollout.weight_transport=adapter")
+    rows = run(fivefold, tmp_path, 3, *alone, *keys, says="adapters alone, through host memory")
+    assert len(rows) == 3
+    assert all(row.get("staleness/max", 0) <= len(keys) for row in rows)
+    on_policy = [row for row in rows if row.get("staleness/max", 0) == 0]
+    assert len(on_policy) == (1 if keys else 3)
+    assert all(row["rollout_mismatch"] < 1e-5 for row in on_policy), "in float32, what is left is rounding"
+
+
 @pytest.mark.parametrize("keys", [("actor.lora.experts=none", "actor.lora.targets=[q_proj, v_proj]")])
 def test_preferences_train_adapters_against_the_model_without_them(
     keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path

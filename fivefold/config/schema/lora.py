@@ -31,6 +31,9 @@ class LoraConfig(Section):
     """Rank of the adapters of each routed expert; null: `rank` divided by the experts that a token visits."""
     use_rslora: bool = False
     """Divide `alpha` by the square root of the rank instead."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability by which each input of an adapter is 0 in training; the others are scaled up. Log-probs before a
+    step, the reference and the rollout drop nothing."""
     path: PathText | None = None
     """Folder of adapters to begin with, as PEFT writes it, with the same layers and ranks; null: new adapters, which
     change nothing at first."""

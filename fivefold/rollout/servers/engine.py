@@ -29,6 +29,7 @@ from fivefold.observe.progress import counting
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
+from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
 from fivefold.rollout.servers.life import ServerLife
@@ -297,7 +298,7 @@ class ServerEngine:
         """
         transport = self._spec.route.transport
         if transport.carries_weights:
-            self.update_weights(transport.receiver()(items, torch.device("cpu")), version)
+            self.update_weights(receiver_of(transport, self._spec.path)(items, torch.device("cpu")), version)
         else:
             self.load_buckets(items, version)
 

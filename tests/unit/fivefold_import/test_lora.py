@@ -191,7 +191,7 @@ def test_the_rank_of_experts_is_the_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["type=dora", "dropout=0.1", "adapter_path=folder", "share_expert_adapters=True", "new_option=1"]
+    "word", ["type=dora", "dropout=1.5", "adapter_path=folder", "share_expert_adapters=True", "new_option=1"]
 )
 def test_what_megatron_bridge_has_besides_is_unsupported(word: str) -> None:
     key = BRIDGE + word.partition("=")[0]
@@ -199,12 +199,25 @@ def test_what_megatron_bridge_has_besides_is_unsupported(word: str) -> None:
     assert conversion.unsupported() == {key}
 
 
-def test_other_frameworks_dropout_kinds_and_first_adapters_are_unsupported(tmp_path: Path) -> None:
+def test_dropout_is_converted_unless_it_is_behind_the_adapter() -> None:
+    position = f"{BRIDGE}dropout_position"
+    before = of_bridge(DENSE, f"{BRIDGE}rank=8", f"{BRIDGE}dropout=0.1", f"{position}=pre")
+    assert lora(before) == {"rank": 8, "dropout": 0.1}
+    assert not before.unsupported()
+    behind = of_bridge(DENSE, f"{BRIDGE}rank=8", f"{BRIDGE}dropout=0.1", f"{position}=post")
+    assert behind.unsupported() == {position}
+    without = of_bridge(DENSE, f"{BRIDGE}rank=8", f"{BRIDGE}dropout=0.0", f"{position}=post")
+    assert not without.unsupported()
+    roll = convert_fixture("roll", "roll_megatron.yaml", [f"{ROLL}lora_target=all-linear", f"{ROLL}lora_dropout=0.05"])
+    assert roll.recipe["actor.lora.dropout"] == 0.05
+
+
+def test_other_frameworks_kinds_and_first_adapters_are_unsupported(tmp_path: Path) -> None:
     verl = of_verl(DENSE, f"{MODEL}lora_rank=8", f"{MODEL}lora_adapter_path=folder")
     assert verl[f"{MODEL}lora_adapter_path"].note == reasons.FIRST_ADAPTERS
     areal = of_areal("actor.use_lora=true", "actor.peft_type=dora")
     assert areal["actor.peft_type"].note == reasons.ONLY_LORA
-    names = ("lora_dropout=0.1", "additional_target=embed_tokens", "adapter_name_or_path=folder")
+    names = ("additional_target=embed_tokens", "adapter_name_or_path=folder")
     words = [f"{ROLL}lora_target=all-linear", *(ROLL + name for name in names)]
     roll = convert_fixture("roll", "roll_megatron.yaml", words)
     assert {ROLL + name.partition("=")[0] for name in names} <= roll.unsupported()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
 import os
@@ -37,6 +38,8 @@ from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.weights import cuda_ipc
+from fivefold.weights.adapter import AdapterMemory
+from fivefold.weights.buckets import pack
 from fivefold.weights.device_buckets import CHECKSUMS, BufferFiller, DeviceBucket, checksum
 from fivefold.weights.folder import NodePlace
 from fivefold.weights.nccl_link import Invitation
@@ -730,3 +733,27 @@ def test_the_embedded_engine_opens_the_trainers_buffers(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.weights())
     with pytest.raises(RuntimeError, match="not those that were sent"):
         engine.receive(buckets(spoils=True), 4)
+
+
+@pytest.mark.parametrize("kind", [OLD, SGLANG], ids=["vllm", "sglang"])
+def test_a_server_loads_a_folder_with_the_adapters_that_came_alone_merged_into_its_own_weights(
+    kind: dict[str, str], start: Callable[..., ServerEngine], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    way = Route(AdapterMemory(merged_dtype="float32", alpha=4.0), "float32", checksum=False)
+    engine = start(kind, way)
+    adapted = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj")
+    generator, sent, wanted = torch.Generator().manual_seed(0), list[tuple[str, Tensor]](), dict(weights)
+    for layer in adapted:
+        rows, columns = weights[f"{layer}.weight"].shape
+        a, b = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator)
+        sent += [(f"{layer}.lora_A.weight", a), (f"{layer}.lora_B.weight", b)]
+        wanted[f"{layer}.weight"] = weights[f"{layer}.weight"].float() + 4.0 / 2 * b @ a
+    engine.receive(pack(sent, 1000), 3)
+    loaded = {tensor["name"]: tensor["sha256"] for tensor in Log(tmp_path).rows("load")[-1]["tensors"]}
+    dtype = getattr(torch, engine._spec.dtype)
+    hashes = {
+        name: hashlib.sha256(tensor.float().to(dtype).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in wanted.items()
+    }
+    assert loaded == hashes
+    assert generate(engine) == [3] * 4

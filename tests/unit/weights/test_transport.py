@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
-from fivefold.weights.table import TRANSPORTS, choose_route
+from fivefold.weights.adapter import AdapterMemory
+from fivefold.weights.table import TRANSPORTS, choose_route, transport_problems
 from fivefold.weights.transport import Route
 
 
@@ -147,5 +149,36 @@ def test_by_nccl_the_trainer_goes_on_only_if_the_recipe_says_so() -> None:
 
 
 def test_a_transport_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"=nlcc is none of auto, ipc, nccl, folder; did you mean nccl"):
+    with pytest.raises(ValueError, match=r"=nlcc is none of auto, ipc, nccl, folder, adapter; did you mean nccl"):
         route_of("vllm:d1+megatron:d1", 2, {"weight_transport": "nlcc"})
+
+
+def test_adapters_travel_alone_where_that_is_asked_for() -> None:
+    allocation, asked = "transformers:d1+megatron:d1", {"weight_transport": "adapter"}
+    recipe = recipe_of(allocation, 2, asked)
+    lora = LoraConfig(rank=8, alpha=16.0, use_rslora=True)
+    adapted = recipe.model_copy(update={"actor": recipe.actor.model_copy(update={"lora": lora})})
+    found = choose_route(adapted, place(adapted)).transport
+    assert found == AdapterMemory(merged_dtype="bfloat16", alpha=16.0, rank_stabilized=True)
+    assert found.scale(4) == 8.0
+    for n_gpus, way in ((2, "vllm:d2|megatron:d2"), (0, allocation)):
+        assert not route_of(way, n_gpus).transport.sends_adapters, "auto never picks it"
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        ({}, "sends the adapters of actor.lora, and the actor has none"),
+        ({"lora": {"rank": 8}, "init_from_scratch": True}, "actor.init_from_scratch begins with others"),
+        (
+            {"lora": {"rank": 8}, "megatron": {"use_dist_checkpointing": True, "dist_checkpointing_path": "folder"}},
+            "use_dist_checkpointing begins",
+        ),
+    ],
+)
+def test_adapters_do_not_travel_alone_to_weights_that_are_not_the_actors(actor: dict[str, Any], message: str) -> None:
+    values = recipe_of("vllm:d1+megatron:d1", 2, {"weight_transport": "adapter"}).model_dump(exclude_unset=True)
+    recipe = TrainRecipe.model_validate(values | {"actor": values["actor"] | actor})
+    assert any(message in problem for problem in transport_problems(recipe))
+    with pytest.raises(ValueError, match=message):
+        choose_route(recipe, place(recipe))
