@@ -142,7 +142,7 @@ class Worker:
             result = run(*args, **kwargs)
         return result if reply else None
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def keep(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
         """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store.
 
@@ -153,12 +153,12 @@ class Worker:
         return (summary, payload) if reply else (None, None)
 
     def call_with(self, method: str, reply: bool, args: Sequence[Any]) -> Any:
-        """Do what `call` does with `args`, of which references are read from the store."""
+        """Do what `call` does with arguments, reading references among them from the store."""
         return self.call(method, reply, {}, *_read(args))
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def keep_with(self, method: str, reply: bool, args: Sequence[Any]) -> tuple[Any, Any]:
-        """Do what `keep` does with `args`, of which references are read from the store."""
+        """Do what `keep` does with arguments, reading references among them from the store."""
         return self.keep(method, reply, {}, *_read(args))
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
