@@ -2,7 +2,7 @@
 
     call         every rank, the same arguments        -> results of all ranks
     call_first   every rank, the same arguments        -> rank 0's result; the other ranks send none
-    call_each    every rank, its own arguments         -> results of all ranks
+    call_each    every rank, its own arguments         -> results of some ranks
     keep_each    every rank, its own arguments         -> summaries, and references to what some leave in the store
     control      every rank, in a second thread        -> results of all ranks
     stream       every rank iterates in lock-step      -> references to what rank 0 yields
@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,17 +173,30 @@ class WorkerGroup:
         ]
         return self._pend(calls).wait()[0]
 
-    def call_each(self, method: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Run `method(*arguments[rank])` on every rank. Returns the results by rank.
+    def call_each(
+        self, method: Callable[..., R], arguments: Sequence[tuple[Any, ...]], wanted: Sequence[int]
+    ) -> list[R]:
+        """Run `method(*arguments[rank])` on every rank.
 
-        The worker of an argument that is a `Remote` reads the object itself from the object store.
+        Args:
+            method: the method.
+            arguments: the arguments of each rank. A tuple that several ranks have is sent once. The worker of an
+                argument that is a `Remote` reads the object itself from the object store.
+            wanted: the ranks whose results are wanted. The others send none.
+
+        Returns:
+            The results of these ranks, in their order.
 
         Raises:
             ValueError: there is not one tuple for each rank.
         """
         self._check_one_each(arguments)
-        calls = zip(self._workers, arguments, strict=True)
-        return self._pend([worker.call.remote(_address(method), True, {}, *args) for worker, args in calls]).wait()
+        calls = [
+            worker.call_with.remote(_address(method), rank in wanted, args)
+            for rank, (worker, args) in enumerate(zip(self._workers, _put_shared(arguments), strict=True))
+        ]
+        results = self._pend(calls).wait()
+        return [results[rank] for rank in wanted]
 
     def keep_each(
         self, method: Callable[..., tuple[R, Any]], arguments: Sequence[tuple[Any, ...]], keepers: Sequence[int]
@@ -193,7 +207,7 @@ class WorkerGroup:
 
         Args:
             method: the method.
-            arguments: the arguments of each rank.
+            arguments: the arguments of each rank, as in `call_each`.
             keepers: the ranks whose pairs are wanted. Other ranks have the same, and put nothing into the store.
 
         Returns:
@@ -205,8 +219,8 @@ class WorkerGroup:
         self._check_one_each(arguments)
         wanted = set(keepers)
         pairs = [
-            worker.keep.options(num_returns=2).remote(_address(method), rank in wanted, {}, *args)
-            for rank, (worker, args) in enumerate(zip(self._workers, arguments, strict=True))
+            worker.keep_with.remote(_address(method), rank in wanted, args)
+            for rank, (worker, args) in enumerate(zip(self._workers, _put_shared(arguments), strict=True))
         ]
         summaries = self._pend([summary for summary, _ in pairs]).wait()
         return [(summaries[rank], pairs[rank][1]) for rank in keepers]
@@ -216,7 +230,7 @@ class WorkerGroup:
     ) -> KeptCall[R]:
         """Start `method(*args, **kwargs)`, which returns a pair (summary, payload), on one rank."""
         worker, phase = self._workers[rank], self._session.timers.current
-        summary, payload = worker.keep.options(num_returns=2).remote(_address(method), True, kwargs, *_put(args))
+        summary, payload = worker.keep.remote(_address(method), True, kwargs, *args)
         self._pend([summary], [rank])
         return KeptCall(rank, summary, payload, phase, time.monotonic())
 
@@ -355,3 +369,15 @@ def fetch(reference: Remote) -> Any:
 def _put(args: Sequence[Any]) -> list[Any]:
     """Put arguments into the object store, once for all ranks. Small ones are returned unchanged."""
     return [arg if isinstance(arg, (*_INLINE, ray.ObjectRef)) else ray.put(arg) for arg in args]
+
+
+def _put_shared(arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Put each tuple that several ranks have into the object store, once. The others are returned unchanged.
+
+    Ray looks at every reference among the arguments of every call, and pickles all others for each rank. For a thousand
+    ranks that would take seconds.
+    """
+    n_ranks = Counter(map(id, arguments))
+    distinct = {id(args): args for args in arguments}
+    shared = {key: ray.put(args) for key, args in distinct.items() if n_ranks[key] > 1}
+    return [shared.get(id(args), args) for args in arguments]

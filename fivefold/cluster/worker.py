@@ -3,6 +3,7 @@
     driver ──build───> Worker ──makes──> engine          once, inside the process
            ──call────>        ──runs───> engine.method(*args)
            ──keep────>        ──runs───> engine.method(*args) -> (summary, payload), the payload stays in Ray's store
+           ──*_with──>        ──runs───> the same with arguments that several ranks have
            ──stream──>        ──runs───> generator       rank 0 yields to the driver, the others drain theirs
            ──feed────>        ──runs───> engine.method(iterator, *args), while `push` hands in the items
            ──control─>        ──runs───> engine.method(*args) in a second thread, in parallel with another method
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import ray
 from ray import cloudpickle
 
 from fivefold.cluster.interrupt import keep_exit_statuses
@@ -140,6 +142,7 @@ class Worker:
             result = run(*args, **kwargs)
         return result if reply else None
 
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def keep(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, Any]:
         """Return the pair (summary, payload) of `held.method(*args, **kwargs)`, as two objects of the store.
 
@@ -148,6 +151,15 @@ class Worker:
         with self._running(method) as run:
             summary, payload = run(*args, **kwargs)
         return (summary, payload) if reply else (None, None)
+
+    def call_with(self, method: str, reply: bool, args: Sequence[Any]) -> Any:
+        """Do what `call` does with arguments, reading references among them from the store."""
+        return self.call(method, reply, {}, *_read(args))
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def keep_with(self, method: str, reply: bool, args: Sequence[Any]) -> tuple[Any, Any]:
+        """Do what `keep` does with arguments, reading references among them from the store."""
+        return self.keep(method, reply, {}, *_read(args))
 
     def control(self, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)` at once, in parallel with another method if one runs."""
@@ -246,6 +258,12 @@ class Worker:
             if feed_id not in self._feeds:
                 self._feeds = {feed_id: Feed()}
             return self._feeds[feed_id]
+
+
+def _read(args: Sequence[Any]) -> list[Any]:
+    """Return arguments with what references among them refer to."""
+    values = iter(ray.get([arg for arg in args if isinstance(arg, ray.ObjectRef)]))
+    return [next(values) if isinstance(arg, ray.ObjectRef) else arg for arg in args]
 
 
 class HeldError(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metrics
@@ -62,6 +63,10 @@ class TrainingEngine(Protocol):
 
     planner: BatchPlanner
     """Splits mini-batches over replicas and micro-batches, as this engine needs it."""
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """Ranks of the same place in each data-parallel replica, in the order of the replicas."""
 
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration of the library that the model runs on, as YAML can hold it."""

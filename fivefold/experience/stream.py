@@ -84,6 +84,8 @@ class Stream:
         """Groups that wait for their rewards."""
         self._with_failures: list[Group] = []
         """Groups with episodes that failed; `take_failed` forgets them."""
+        self._failures_changed = True
+        """Whether episodes have failed since the last look at how many did."""
         self._n_unrewarded = 0
         """Number of groups that are answered and have no rewards yet."""
         self._caller = SETUP
@@ -140,6 +142,7 @@ class Stream:
         with counting("generating", sum(len(group.requests) for group in groups)) as done:
             with self.changed:
                 self._progress = time.perf_counter()
+                self._failures_changed = True
                 for group in groups:
                     group.count = done
                     done(group.n_answered)
@@ -279,8 +282,9 @@ class Stream:
     def _note_answered(self, groups: Sequence[Group]) -> None:
         self._answered += groups
         self._n_unrewarded += len(groups)
-        if self._environment is not None:
-            self._with_failures += [group for group in groups if group.failures]
+        if self._environment is not None and (failed := [group for group in groups if group.failures]):
+            self._with_failures += failed
+            self._failures_changed = True
         self.answered_at = time.perf_counter()
 
     def _next(self, groups: Sequence[Group]) -> list[Group] | None:
@@ -293,8 +297,9 @@ class Stream:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._environment is not None and self._with_failures:
+                if self._environment is not None and self._failures_changed:
                     self._check_failures(groups, self._environment.max_failed)
+                    self._failures_changed = False
                 if all(group.rewarded is not None or (not self.is_ahead and group.values) for group in groups):
                     return None
                 if self._answered and not self.is_ahead:

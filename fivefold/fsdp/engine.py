@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
@@ -160,6 +161,11 @@ class FSDPEngine(EngineBase[Optimizer]):
             return
         with HFWeights(self._folder) as weights:
             self.shards.load(weights)
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """See `TrainingEngine`."""
+        return self.groups.dp
 
     def effective_config(self) -> dict[str, Any]:
         """Return what the model, its sharding and its mixed precision are configured as."""

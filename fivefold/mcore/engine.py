@@ -144,6 +144,11 @@ class MegatronEngine(EngineBase[Optimizer]):
             moe_layers=None if self._replay is None else self._replay.layers,
         )
 
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """See `TrainingEngine`."""
+        return self.groups.dp
+
     def effective_config(self) -> dict[str, Any]:
         """Return the values of all fields of Megatron-Core's configuration, by class."""
         return self._effective

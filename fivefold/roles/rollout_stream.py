@@ -1,7 +1,7 @@
 """Keeps the replicas at work on jobs that come and finish at any time, while their weights may change.
 
 submit ─> queue ─> the replica with the fewest requests ─> a slice of time on it ─> jobs that are done
-                                                            └──── again, as long as it has work
+           └ a part ─> the next one, if it got too many      └──── again, as long as it has work
 
 Between two slices a replica does what else it is asked for: it takes new weights, or sleeps.
 """
@@ -19,8 +19,16 @@ from fivefold.roles.responses import Answer, Job, Responses, Work, answers_of
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_worker import RolloutWorker
 
-SLICE_S = 0.2
-"""Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon."""
+SLICE_S, LONGEST_SLICE_S = 0.2, 1.0
+"""Seconds after which a replica reports even if no job is done, so that it takes new jobs and new weights soon: of few
+replicas, and of many."""
+REPORTS_PER_SECOND = 150
+"""Most reports of all replicas without a job that is done, as far as `LONGEST_SLICE_S` allows. Each takes the driver
+about a millisecond of processor time."""
+
+MOST_ABOVE = 8
+"""Requests by which a job may bring a replica above an even share. A job of more is cut: its episodes have one prompt,
+which is then read on several replicas, and no replica has much longer to work than the others."""
 
 
 class RolloutStream:
@@ -38,6 +46,7 @@ class RolloutStream:
         self._rollout = rollout
         self._capacity = capacity
         n = len(rollout.group)
+        self._slice_s = min(max(SLICE_S, n / REPORTS_PER_SECOND), LONGEST_SLICE_S)
         self._queue: deque[Job] = deque()
         self._jobs: list[dict[int, Job]] = [{} for _ in range(n)]
         """Jobs of each replica, by their number."""
@@ -115,7 +124,7 @@ class RolloutStream:
                     if not is_open:
                         return False
                     self._calls[rank] = self._rollout.group.keep_on(
-                        rank, RolloutWorker.advance, self._news[rank], SLICE_S
+                        rank, RolloutWorker.advance, self._news[rank], self._slice_s
                     )
                 self._news[rank] = []
         return True
@@ -124,19 +133,28 @@ class RolloutStream:
         """Give jobs to replicas that have fewer requests than they can answer at one time.
 
         The requests of a job end at different times, so a request that has ended makes room before its job is done.
-        A replica has one part of a job at a time, and what has failed on one goes to another.
+        A replica has one part of a job at a time, and what has failed on one goes to another. A job that would leave
+        its replica with many more requests than the others, when all are handed out, is cut.
         """
         ranks = [rank for rank in range(len(self._jobs)) if rank not in self._without_weights]
         most = math.inf if self._capacity is None else self._capacity
         waiting: list[Job] = []
+        n_left = sum(len(job.requests) for job in self._queue)
         while self._queue and ranks and min(self._loads[rank] for rank in ranks) < most:
             job = self._queue.popleft()
             others = [rank for rank in ranks if rank != job.failed_on] or ranks
             free = [rank for rank in others if job.number not in self._jobs[rank] and self._loads[rank] < most]
-            if free:
-                self._give(min(free, key=self._loads.__getitem__), job)
-            else:
+            if not free:
                 waiting.append(job)
+                continue
+            rank, n = min(free, key=self._loads.__getitem__), len(job.requests)
+            even = _even_share([self._loads[rank] for rank in ranks], n_left)
+            if len(free) > 1 and self._loads[rank] + n > even + MOST_ABOVE:
+                n = max(1, even - self._loads[rank])
+                self._queue.appendleft(job.part(n, len(job.requests)))
+                job = job.part(0, n)
+            self._give(rank, job)
+            n_left -= n
         self._queue.extendleft(reversed(waiting))
 
     def _deal(self, jobs: Sequence[Job]) -> None:
@@ -190,3 +208,15 @@ class RolloutStream:
                 kept.append(answer if end - start == len(job.requests) else answer.part(start, end))
             start = end
         return kept
+
+
+def _even_share(loads: Sequence[int], n: int) -> int:
+    """Return the most requests of any replica that gets some of `n` more, if those with the fewest get them evenly."""
+    ordered = sorted(loads)
+    together = n
+    for place, load in enumerate(ordered, 1):
+        together += load
+        share = -(-together // place)
+        if place == len(ordered) or share <= ordered[place]:
+            return share
+    raise ValueError("there is no replica to share requests: give the loads of at least one")

@@ -107,7 +107,7 @@ class Trainer:
     def update(self, batch: RemoteBatch, loss: Loss, change: BatchChange | None = None) -> UpdateResult:
         """Make one optimizer step on a mini-batch; `change` is applied to each replica's part of it first."""
         _, arguments = self._deal(batch, loss, change, with_gradient=True)
-        return self.group.call_each(TrainerWorker.update, arguments)[0]
+        return self.group.call_each(TrainerWorker.update, arguments, [0])[0]
 
     def release(self) -> None:
         """Release cached device memory, for a role that shares the devices."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from cases import AnyCase, case_of
 from megatron_cases import Case
 from tiny_models import VOCAB
 from worker_pool import Workers
@@ -17,6 +20,9 @@ from fivefold.batch import Batch, Totals
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, sft_columns
+from fivefold.layout.grid import rank_grid
+from fivefold.layout.parser import parse_backend
+from fivefold.roles.trainer_worker import TrainerWorker
 
 N_SAMPLES, BATCH_SIZE = 12, 6
 MICRO_BATCHES = {
@@ -119,3 +125,22 @@ def test_every_sample_trains_once_an_epoch(workers: Workers, models: Path, layou
     for coordinates in {rank.coordinates for rank in ranks}:
         replicas = [rank for rank in ranks if rank.is_last_stage and rank.coordinates == coordinates]
         assert sorted(sample for rank in replicas for sample in rank.samples) == list(range(N_SAMPLES))
+
+
+def gathered(case: AnyCase, folder: Path) -> tuple[int, list[list[float]]]:
+    """In a worker: give as many numbers as the replica's index says. Returns the index, and what all have given."""
+    engine = case.engine(folder)
+    replica = rank_grid(parse_backend(case.layout))[torch.distributed.get_rank()].dp
+    worker = cast(TrainerWorker, SimpleNamespace(engine=engine))
+    tensors = TrainerWorker._gather(worker, torch.full((replica + 1,), 0.5))
+    assert [n.item() for n in TrainerWorker._gather(worker, torch.tensor(7 + replica))] == [7, 8]
+    return replica, [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("layout", ["megatron:d2t2", "megatron:d2p2", "megatron:(attn:d2c2|ffn:e4)", "fsdp:d2t2"])
+def test_losses_that_look_at_the_whole_mini_batch_hear_of_each_replica_once(
+    workers: Workers, models: Path, layout: str
+) -> None:
+    ranks = workers(4).run(gathered, case_of(layout), models / "qwen3_moe")
+    assert sorted(replica for replica, _ in ranks) == [0, 0, 1, 1]
+    assert all(found == [[0.5], [0.5, 0.5]] for _, found in ranks)

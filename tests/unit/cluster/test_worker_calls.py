@@ -35,9 +35,10 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
     assert len(group) == 3
     assert group.call(Engine.echo, [7], suffix="!") == ["0:[7]!", "1:[7]!", "2:[7]!"]
     assert group.call_first(Engine.echo, "x") == "0:x"
-    assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)]) == ["0:a", "1:b", "2:c"]
+    assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)], [0, 1, 2]) == ["0:a", "1:b", "2:c"]
+    assert group.call_each(Engine.echo, [("a",), ("b",), ("c",)], [2, 0]) == ["2:c", "0:a"]
     with pytest.raises(ValueError, match="arguments for 2 ranks, but has 3"):
-        group.call_each(Engine.echo, [("a",), ("b",)])
+        group.call_each(Engine.echo, [("a",), ("b",)], [0])
 
 
 def test_a_part_of_the_held_object_is_made_once_in_each_process(session: Session) -> None:
@@ -69,14 +70,35 @@ def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: 
     assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
     (_, first), (_, second) = kept
     # Each rank reads what both have made.
-    assert group.call_each(Engine.total_length, [(first, second), (second,)]) == [8, 5]
+    assert group.call_each(Engine.total_length, [(first, second), (second,)], [0, 1]) == [8, 5]
+
+
+def test_arguments_that_several_ranks_have_are_sent_once_and_results_that_nobody_wants_not_at_all(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = launch(session, 3)
+    [(_, made)] = group.keep_each(Engine.make_bytes, [(3,)] * 3, [1])
+    sent, store = [], ray.put
+
+    def counted(value: Any) -> Any:
+        sent.append(value)
+        return store(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    both, own = (made, b"12", made), (b"1", made)
+    assert group.call_each(Engine.total_length, [both, own, both], [0, 1, 2]) == [8, 4, 8]
+    assert sent == [both]
+    assert ray.get([group._workers[0].call_with.remote("total_length", reply, own) for reply in (True, False)]) == [
+        4,
+        None,
+    ]
 
 
 def test_ranks_whose_payload_is_not_wanted_leave_nothing_in_the_store(session: Session) -> None:
     group = launch(session, 2)
     kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [1])
     assert [(summary, len(fetch(payload))) for summary, payload in kept] == [("1 made 5", 5)]
-    pair = [group._workers[0].keep.options(num_returns=2).remote("make_bytes", False, {}, 3)]
+    pair = [group._workers[0].keep.remote("make_bytes", False, {}, 3)]
     assert ray.get(pair[0]) == [None, None]
 
 
@@ -157,7 +179,7 @@ def test_calls_on_single_ranks_come_back_as_they_end_with_payloads_that_workers_
     assert (found, summary) == (quick, 4)
     group.control(Engine.tell_to_stop, "enough")
     assert group.first_kept([slow]) == (slow, 3)
-    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,)]) == ["0:enough", "1:rank 1"]
+    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,)], [0, 1]) == ["0:enough", "1:rank 1"]
 
 
 def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

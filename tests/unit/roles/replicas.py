@@ -111,13 +111,12 @@ class Engine:
 class Worker(TrainerWorker):
     """One replica."""
 
-    def __init__(self, rank: int, n: int, engine: Engine, reference: Engine | None, meeting: Meeting) -> None:
+    def __init__(self, rank: int, engine: Engine, reference: Engine | None, meeting: Meeting) -> None:
         self.rank = rank
         self.engine: Any = engine
         self._reference: Any = reference
         self.spec: Any = SimpleNamespace(offloads_reference=False, reference_is_base=False)
         self._peaks = PeakMemory()
-        self._first_ranks = list(range(n))
         self._meeting = meeting
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -149,9 +148,11 @@ class Replicas:
         self._model = model
         self._meeting = Meeting(n)
         frozen = None if reference is None else Engine(reference)
-        self._workers = [Worker(rank, n, Engine(model), frozen, self._meeting) for rank in range(n)]
+        self._workers = [Worker(rank, Engine(model), frozen, self._meeting) for rank in range(n)]
 
-    def call_each(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(
+        self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], wanted: Sequence[int]
+    ) -> list[Any]:
         results: list[Any] = [None] * len(self._workers)
 
         def run(rank: int) -> None:
@@ -171,11 +172,9 @@ class Replicas:
             raise failure
         if method is TrainerWorker.update:
             self._model.step(sum((worker.engine.gradient for worker in self._workers), torch.zeros(())))
-        return results
+        return [results[rank] for rank in wanted]
 
-    def keep_each(self, method: Any, arguments: list[Any], keepers: list[int]) -> list[Any]:
-        results = self.call_each(method, arguments)
-        return [results[rank] for rank in keepers]
+    keep_each = call_each
 
 
 def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens: int = 20) -> Trainer:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from random import Random
 from typing import Any
+
+import pytest
 
 from fivefold.batch import Columns
 from fivefold.cluster.group import KeptCall, WorkerGroup
 from fivefold.experience.group import Group
 from fivefold.roles.responses import Job, Responses
-from fivefold.roles.rollout_stream import RolloutStream
+from fivefold.roles.rollout_stream import MOST_ABOVE, RolloutStream
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Completion, Episode, Prompt
@@ -154,3 +158,83 @@ def test_parts_that_failed_go_elsewhere_one_at_a_time_and_may_be_lost_there() ->
     assert given == [(0, 0, SIZE), (1, 0, 1), (1, 0, 1), (1, 2, 2)]
     assert sorted(answers) == [(0, [True]), (1, [False]), (2, [False, False])]
     assert whole.requests == [begun, *job.requests[1:]]
+
+
+class Recording(WorkerGroup):
+    """Replicas that note what they are given, and report that nothing is done."""
+
+    def __init__(self, n: int) -> None:
+        self.given: list[list[Job]] = [[] for _ in range(n)]
+        self.slices: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def keep_on(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> KeptCall[Any]:
+        self.given[rank] += args[0]
+        self.slices.append(args[1])
+        return KeptCall(rank, None, None, "", 0.0)  # type: ignore[arg-type]
+
+    def first_kept(self, calls: Sequence[KeptCall[Any]]) -> tuple[KeptCall[Any], Any]:
+        return calls[0], Responses.of([], [], [])
+
+
+def handed_out(sizes: Sequence[int], loads: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Return the parts of jobs, as (number, first, requests), that each of some replicas with requests gets at once."""
+    group = Recording(len(loads))
+    stream = RolloutStream(LocalRollout(group), 10_000)  # type: ignore[arg-type]
+    stream._loads = list(loads)
+    request = GenerationRequest((3, 4), 0)
+    stream.submit([Job(n, Prompt(n, "", (3, 4), ""), [request] * size, SAMPLING) for n, size in enumerate(sizes)])
+    stream.advance()
+    return [[(job.number, job.first, len(job.requests)) for job in own] for own in group.given]
+
+
+def lowest_peak(sizes: Sequence[int], loads: Sequence[int], *, whole: bool) -> int:
+    """Return, by trying all ways, how many requests the replica has at least that has most of those that get some.
+
+    Each whole job goes to one replica, or each request goes to the replica that has the fewest then.
+    """
+    ways = product(range(len(loads)), repeat=len(sizes)) if whole else [(None,) * sum(sizes)]
+    peaks = []
+    for targets in ways:
+        after, got = list(loads), set[int]()
+        for target, size in zip(targets, sizes if whole else [1] * sum(sizes), strict=True):
+            place = after.index(min(after)) if target is None else target
+            after[place] += size
+            got.add(place)
+        peaks.append(max(after[place] for place in got))
+    return min(peaks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_replica_gets_many_more_requests_than_an_even_share_and_few_jobs_are_cut(seed: int) -> None:
+    random = Random(seed)
+    sizes = [random.choice([1, 4, 8, 16, 40])] * random.randint(1, 5)
+    loads = [random.choice([0, 0, 3, 20, 60]) for _ in range(random.randint(1, 4))]
+    given = handed_out(sizes, loads)
+    begun = sorted((number, first + place) for parts in given for number, first, n in parts for place in range(n))
+    assert begun == [(number, place) for number, size in enumerate(sizes) for place in range(size)]
+    after = [load + sum(n for _, _, n in parts) for load, parts in zip(loads, given, strict=True)]
+    most = max(n for n, parts in zip(after, given, strict=True) if parts)
+    even = lowest_peak(sizes, loads, whole=False)
+    assert most <= even + MOST_ABOVE
+    n_parts = sum(map(len, given))
+    if sizes[0] <= MOST_ABOVE:
+        assert n_parts == len(sizes), "small jobs stay whole"
+    if n_parts > len(sizes):
+        assert lowest_peak(sizes, loads, whole=True) > even, "nothing is cut that whole jobs could share evenly"
+
+
+def test_the_episodes_of_one_large_group_begin_on_all_replicas_but_those_that_are_loaded() -> None:
+    assert handed_out([64], [0, 100, 0]) == [[(0, 0, 32)], [], [(0, 32, 32)]]
+    assert handed_out([64], [0]) == [[(0, 0, 64)]]
+
+
+@pytest.mark.parametrize(("n", "seconds"), [(1, 0.2), (20, 0.2), (100, 100 / 150), (1000, 1.0)])
+def test_many_replicas_report_less_often_while_nothing_is_done(n: int, seconds: float) -> None:
+    group = Recording(n)
+    stream = RolloutStream(LocalRollout(group), SLOTS)  # type: ignore[arg-type]
+    stream.submit(jobs()[:1])
+    stream.advance()
+    assert group.slices == [pytest.approx(seconds)]
