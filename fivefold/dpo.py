@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fivefold.algorithms.preferences import DirectPreference, KahnemanTversky
+from fivefold.config.schema.data import DPORowsConfig
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.data.examples import Examples
 from fivefold.data.preferences import Labelled, load_labelled
@@ -36,22 +37,11 @@ class LabelledAnswers:
     unit = "answers"
     measured = ("accuracy", "loss")
     n_appended = 0
+    n_compared = 2
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Labelled], Examples[Labelled] | None]:
-        """Read answers with labels.
-
-        Raises:
-            ValueError: one held-out answer alone, too.
-        """
-        recipe = self.recipe
-        train = load_labelled(recipe.train_dataset, tokenizer)
-        valid = None if recipe.valid_dataset is None else load_labelled(recipe.valid_dataset, tokenizer)
-        if valid is not None and len(valid) < 2:
-            raise ValueError(
-                "actor.loss_type=kto compares each answer with those to other prompts, and valid_dataset has one "
-                f"answer ({valid.usage}): add rows, or drop valid_dataset"
-            )
-        return train, valid
+    def load(self, rows: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Labelled]:
+        """Read answers with labels."""
+        return load_labelled(rows, tokenizer)
 
     def update(self, models: Models, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on answers."""

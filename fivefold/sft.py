@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.config.schema.data import SFTRowsConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
@@ -33,11 +34,11 @@ class FineTuning:
     unit = "examples"
     measured = ("nll",)
     n_appended = 0
+    n_compared = 1
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[SFTExample], Examples[SFTExample] | None]:
+    def load(self, rows: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[SFTExample]:
         """Read prompts and responses."""
-        valid = self.recipe.valid_dataset
-        return load_sft(self.recipe.train_dataset, tokenizer), None if valid is None else load_sft(valid, tokenizer)
+        return load_sft(rows, tokenizer)
 
     def update(self, models: Models, examples: Sequence[SFTExample], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on the responses."""

@@ -1,7 +1,7 @@
 """The loop of supervised training, which `fivefold sft`, `fivefold dpo` and `fivefold rm` share.
 
 examples of a step ──Method.update──> one optimizer step ──> metrics, checkpoint, next step
-held-out examples  ──Method.measure──> before the first step, and after the last one
+held-out examples  ──Method.measure──> before the first step, now and then, and after the last one
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from fivefold.algorithms.preferences import Objective
 from fivefold.batch import Columns
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
+from fivefold.config.schema.data import PreferenceRowsConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
+from fivefold.config.schema.run import EvaluationsConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Example, Examples
 from fivefold.data.preferences import Pair, load_pairs
@@ -80,8 +82,12 @@ class Method(Protocol[Item]):
     def n_appended(self) -> int:
         """Tokens that are appended to every example."""
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Item], Examples[Item] | None]:
-        """Read the examples to train on, and the held-out ones if there are any.
+    @property
+    def n_compared(self) -> int:
+        """Examples that one evaluation needs at least."""
+
+    def load(self, rows: Any, tokenizer: PreTrainedTokenizerBase) -> Examples[Item]:
+        """Read the examples of a section of the recipe, to train on or held-out ones.
 
         Raises:
             ValueError: a data set that cannot be used.
@@ -108,14 +114,14 @@ class PairMethod:
     """Lays answers end to end."""
     n_appended: int = 0
 
+    n_compared = 1
     columns = PAIR_COLUMNS
     unit = "pairs"
     measured = ("accuracy", "loss", "margin")
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Examples[Pair], Examples[Pair] | None]:
+    def load(self, rows: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Pair]:
         """Read pairs."""
-        valid = self.recipe.valid_dataset
-        return load_pairs(self.recipe.train_dataset, tokenizer), None if valid is None else load_pairs(valid, tokenizer)
+        return load_pairs(rows, tokenizer)
 
     def update(self, models: Models, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on pairs."""
@@ -163,12 +169,21 @@ class Setup(RunSetup[Item]):
         """Yield what is odd about the data."""
         yield from dropped_rows("train_dataset", self.data.n_rows, self.data.n_too_long)
         if self.valid is not None:
-            yield from dropped_rows("valid_dataset", self.valid.n_rows, self.valid.n_too_long)
+            yield from dropped_rows(_section_of_held_out(self.recipe), self.valid.n_rows, self.valid.n_too_long)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """Names of what evaluations measure and the summary has."""
         return self.method.measured
+
+    @property
+    def evaluations_due(self) -> EvaluationsConfig:
+        """When held-out examples are evaluated."""
+        return self.recipe.evaluator
+
+
+def _section_of_held_out(recipe: SupervisedRecipe) -> str:
+    return "train_dataset" if recipe.valid_dataset is None else "valid_dataset"
 
 
 def _tokens(data: Examples[Item]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -187,10 +202,10 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | Non
         ValueError: a recipe, a model or a data set that cannot work.
     """
     ground = lay_groundwork(recipe, began)
-    data, valid = method.load(ground.tokenizer)
-    check_examples(ground.shape, "train_dataset", data.longest, data.largest_token, method.n_appended)
-    if valid is not None:
-        check_examples(ground.shape, "valid_dataset", valid.longest, valid.largest_token, method.n_appended)
+    data, valid = _load(recipe, method, ground.tokenizer)
+    for section, examples in (("train_dataset", data), (_section_of_held_out(recipe), valid)):
+        if examples is not None:
+            check_examples(ground.shape, section, examples.longest, examples.largest_token, method.n_appended)
     sampler = data.sampler(recipe.train_dataset, recipe.seed)
     total_steps = recipe.n_steps(sampler.batches_per_epoch)
     return Setup(
@@ -202,6 +217,27 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | Non
         data=data,
         valid=valid,
     )
+
+
+def _load(
+    recipe: SupervisedRecipe, method: Method[Item], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Examples[Item], Examples[Item] | None]:
+    """Read the examples to train on, and the held-out ones if there are any.
+
+    Raises:
+        ValueError: a data set that cannot be used, or fewer held-out examples than an evaluation needs.
+    """
+    data, valid = method.load(recipe.train_dataset, tokenizer), None
+    if hold_out := recipe.train_dataset.hold_out:
+        data, valid = data.held_apart(hold_out, recipe.seed)
+    elif recipe.valid_dataset is not None:
+        valid = method.load(recipe.valid_dataset, tokenizer)
+    if valid is not None and len(valid) < method.n_compared:
+        raise ValueError(
+            f"each held-out one of the {method.unit} is compared with another one, and {_section_of_held_out(recipe)} "
+            f"has {len(valid)} ({valid.usage}): hold out more, or none"
+        )
+    return data, valid
 
 
 def run_supervised(
@@ -261,7 +297,10 @@ class Supervised(Generic[Item]):
             return None
         with self._run.timers.phase("evaluation"):
             measures = setup.method.measure(self._models, setup.valid.examples)
-        found, when = setup.method.told(measures), "after training" if step else "before training"
+        when = (
+            "before training" if not step else "after training" if step == setup.total_steps else f"after step {step}"
+        )
+        found = setup.method.told(measures)
         self._run.screen.note(f"held-out {found} {when}, on {len(setup.valid):,} {setup.method.unit}", style="cyan")
         return {name: measures[name] for name in setup.method.measured}
 

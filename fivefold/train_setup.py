@@ -10,8 +10,7 @@ from typing import Any
 from fivefold.algorithms.build import check_methods
 from fivefold.checkpoints.run_state import RunState
 from fivefold.config.algorithms import deviations
-from fivefold.config.schema.run import PeriodicConfig
-from fivefold.config.schema.train import TrainRecipe
+from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
 from fivefold.data.prompts import PromptDataset, load_prompts
 from fivefold.data.rows import dropped_rows, held_out_usage, repeated_prompts
 from fivefold.data.sampler import EpochSampler
@@ -101,14 +100,16 @@ class TrainSetup(RunSetup[Prompt]):
         return ("accuracy", "reward", "response_length")
 
     @property
-    def evaluations_due(self) -> PeriodicConfig:
-        """When held-out prompts are evaluated, besides before the first step."""
-        return self.recipe.evaluator
+    def comparable(self) -> tuple[str, ...]:
+        """Names of what every evaluation measures, also of each set of held-out prompts if there are several."""
+        names = [key.rpartition(".")[2] for key in self.recipe.held_out]
+        sets = [f"{measure}/set/{name}" for name in names for measure in ("accuracy", "reward")]
+        return (*self.measured, *(sets if len(names) > 1 else []))
 
     @property
-    def evaluates_first(self) -> bool:
-        """Whether held-out prompts are evaluated before the first step."""
-        return self.recipe.evaluator.before_training
+    def evaluations_due(self) -> EvaluatorConfig:
+        """When held-out prompts are evaluated."""
+        return self.recipe.evaluator
 
     @property
     def expert_sampler(self) -> EpochSampler[Any] | None:

@@ -70,7 +70,6 @@ TEACHER_LAID_OUT = "the teacher is laid out as the actor, on its devices, by Fiv
 # Training on given answers
 
 NOTHING_GENERATED = "nothing is generated"
-TWO_EVALUATIONS = "held-out rows are evaluated before the first step and after the last one"
 ONE_UPDATE = "a step makes one update on its batch"
 NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: prepare the file"
 
@@ -150,7 +149,7 @@ TOO_LONG = "prompts that are too long are dropped, and counted"
 NOT_CUT = "prompts that are too long are dropped, not cut"
 ONE_FOLDER = "there is one data set: list the files as train_dataset.path"
 TEMPLATE = "the tokenizer's chat template is applied unchanged"
-ALL_HELD_OUT = "all held-out prompts are evaluated at once"
+ALL_HELD_OUT = "all held-out data are evaluated at once"
 GREEDY = "evaluation is greedy"
 AS_IN_TRAINING = "evaluation samples as training does"
 

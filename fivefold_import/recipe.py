@@ -32,7 +32,7 @@ from fivefold_import.critic import complete
 from fivefold_import.draft import Draft, Outcome
 from fivefold_import.drafting import check_framework, draft_of
 from fivefold_import.framework import Framework
-from fivefold_import.reasons import NO_REFERENCE, NOTHING_GENERATED, SYNCHRONOUS, TWO_EVALUATIONS
+from fivefold_import.reasons import ALL_HELD_OUT, NO_REFERENCE, NOTHING_GENERATED, SYNCHRONOUS
 from fivefold_import.report import Report
 from fivefold_import.settings import COEFF, MEAN_LEVEL, STD_LEVEL, TEACHER_PATH
 from fivefold_import.shell.commands import OVERRIDE
@@ -73,7 +73,7 @@ SAME_COLUMNS = (
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
-    "evaluator.": (TWO_EVALUATIONS, "unsupported"),
+    "evaluator.": (NOTHING_GENERATED, "implied"),
     "rollout.": (NOTHING_GENERATED, "implied"),
     "gconfig.": (NOTHING_GENERATED, "implied"),
     "actor.offload.": (NOTHING_GENERATED, "implied"),
@@ -239,8 +239,11 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     if draft.schema is not TrainRecipe:
         _drop_what_only_training_has(draft)
     if not _held_out(recipe):
-        for key in [key for key in recipe if key.startswith(("evaluator.", "valid_dataset."))]:
-            draft.demote(key, "without held-out prompts, nothing is evaluated", "implied")
+        is_divided = bool(recipe.get("train_dataset.hold_out"))
+        why = ALL_HELD_OUT if is_divided else "without held-out prompts, nothing is evaluated"
+        without = ("valid_dataset.",) if is_divided else ("evaluator.", "valid_dataset.")
+        for key in [key for key in recipe if key.startswith(without)]:
+            draft.demote(key, why, "implied")
     if recipe.get("evaluator.greedy", True):
         for name in ("temperature", "top_p", "top_k"):
             draft.demote(f"evaluator.{name}", "evaluation is greedy", "implied")

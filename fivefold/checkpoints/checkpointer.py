@@ -133,11 +133,10 @@ class Checkpointer:
         self._pool.shutdown(wait=error is None, cancel_futures=True)
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether `metrics` have a larger value of `recover.keep_best` than every checkpoint that is kept."""
+        """Return whether `metrics` have a better value of `recover.keep_best` than every checkpoint that is kept."""
         if self._history is None or (value := self._kept_value(metrics)) is None:
             return False
-        kept = {checkpoint.step for checkpoint in self._store.all()}
-        return all(value > other for step, other in self._history.values.items() if step in kept)
+        return self._history.exceeds(value, {checkpoint.step for checkpoint in self._store.all()})
 
     def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the user, once, that a step lacks the metric of `recover.keep_best`, whose name may be misspelled."""

@@ -35,7 +35,7 @@ class Listing:
 
     @property
     def best(self) -> int | None:
-        """The step that has the largest value of the metric of `recover.keep_best`."""
+        """The step that has the best value of the metric of `recover.keep_best`."""
         steps = [row.checkpoint.step for row in self.rows]
         return None if self.history is None else self.history.best(steps)
 

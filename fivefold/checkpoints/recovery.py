@@ -92,7 +92,9 @@ def _at_own(latest: Checkpoint, recipe: Recipe, run: RunDir) -> Start:
     """Return the start from a checkpoint in the run's own folder."""
     state, changes = _opened(latest, recipe)
     wanted = state.last_step(recipe, state.sampler["n_items"])
-    if run.ending() == "finished" and run.summary.is_file() and wanted <= state.total_steps:
+    has_stopped = state.has_stopped(recipe.evaluator.early_stopping)
+    is_over = has_stopped or (wanted <= state.total_steps and not state.stopped_early)
+    if run.ending() == "finished" and run.summary.is_file() and is_over:
         return _finished(run, changes)
     last = max((record["step"] for record in records(run.metrics)), default=0)
     if last < state.step:
@@ -173,7 +175,9 @@ def _finished(run: RunDir, changes: Changes) -> Finished:
     except ValueError as error:
         raise ValueError(f"{run.summary} is damaged: {error}. Delete it, and run the command again") from error
     words = f"{run.path} holds the finished run of this recipe, so there is nothing to do. To train further, raise "
-    return Finished(f"{words}total_train_steps or total_train_epochs; to start from scratch, use --overwrite", summary)
+    early = "evaluator.early_stopping.patience" if summary.get("stopped_early") else None
+    keys = early or "total_train_steps or total_train_epochs"
+    return Finished(f"{words}{keys}; to start from scratch, use --overwrite", summary)
 
 
 def _opened(checkpoint: Checkpoint, recipe: Recipe) -> tuple[RunState, Changes]:

@@ -15,6 +15,7 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.run import EarlyStoppingConfig, should_fall
 from fivefold.data.sampler import SamplerState, place_after
 from fivefold.json_text import read_json
 from fivefold.observe.durable import write_file
@@ -33,10 +34,28 @@ class MetricHistory:
         """Return a copy with the value of one more step."""
         return MetricHistory(self.name, {**self.values, step: value})
 
+    def exceeds(self, value: float, steps: Collection[int]) -> bool:
+        """Return whether a value is better than all others among `steps`."""
+        others = [other for step, other in self.values.items() if step in steps]
+        return all(value < other if should_fall(self.name) else value > other for other in others)
+
     def best(self, steps: Collection[int]) -> int | None:
-        """Return the step of the largest value among `steps`, the later one of equals; None if none has a value."""
-        known = {step: value for step, value in self.values.items() if step in steps}
+        """Return the step of the best value among `steps`, the later one of equals; None if none has a value."""
+        sign = -1 if should_fall(self.name) else 1
+        known = {step: sign * value for step, value in self.values.items() if step in steps}
         return max(known, key=lambda step: (known[step], step), default=None)
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The best evaluation so far, for `evaluator.early_stopping`."""
+
+    metric: str
+    value: float
+    step: int
+    """The step after which it was made."""
+    n_since: int = 0
+    """Number of evaluations since then."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,10 @@ class RunState:
     """Position in the expert's examples after step `step`; None: the run has none."""
     earlier_steps: list[list[int]] = field(default_factory=list)
     """Steps with other batch sizes than the last one, as [batch size, number of steps], in their order."""
+    best_evaluation: BestEvaluation | None = None
+    """The best evaluation up to this step; None: no early stopping, or no evaluation."""
+    stopped_early: str | None = None
+    """Why the run ended before the last step that its recipe asks for, in words for the user; None: it did not."""
     started_from: str | None = None
     """Folder of another run's checkpoint, from which this run started; None if it started from scratch."""
 
@@ -84,6 +107,11 @@ class RunState:
         """All steps, as [batch size, number of steps], in their order."""
         size, _ = self.sampler["batches"][-1]
         return [*self.earlier_steps, [size, self.step - sum(n for _, n in self.earlier_steps)]]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run makes no further step."""
+        return self.step >= self.total_steps or self.stopped_early is not None
 
     def last_step(self, recipe: Recipe, n_items: int) -> int:
         """Return the last step that a recipe asks for, which may have another batch size, with `n_items` rows.
@@ -95,6 +123,13 @@ class RunState:
         size = recipe.train_dataset.batch_size
         epoch, row = place_after([*self.steps_by_size, [size, 0]], n_items)
         return self.step + (n_items - row) // size + (recipe.total_train_epochs - epoch - 1) * (n_items // size)
+
+    def has_stopped(self, config: EarlyStoppingConfig | None) -> bool:
+        """Return whether the run has ended early, and would with `config`, the recipe's present section, too."""
+        best = self.best_evaluation
+        if not self.stopped_early or config is None or best is None or config.metric not in (None, best.metric):
+            return False
+        return best.n_since >= config.patience
 
     def write(self, folder: Path) -> Path:
         """Write `run.json` into the checkpoint's folder. Returns its path.

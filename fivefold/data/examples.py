@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fivefold.config.schema.data import BatchesConfig
-from fivefold.data.rows import fingerprint, usage
+from fivefold.data.rows import drawn_apart, fingerprint, usage
 from fivefold.data.sampler import EpochSampler
 
 
@@ -30,6 +30,8 @@ class Examples(Generic[Item]):
     """The examples that are short enough, and the number of those that are not."""
 
     examples: tuple[Item, ...]
+    rows: tuple[int, ...]
+    """The row of each example; a conversation may be several."""
     n_rows: int
     """Number of rows that were read."""
     n_too_long: int
@@ -37,6 +39,22 @@ class Examples(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def held_apart(self, hold_out: float, seed: int) -> tuple[Examples[Item], Examples[Item]]:
+        """Return the examples to train on, and those that `train_dataset.hold_out` holds out, by rows.
+
+        Raises:
+            ValueError: there is one row alone, or all are held out.
+        """
+        rows = sorted(set(self.rows))
+        held = {rows[place] for place in drawn_apart(len(rows), hold_out, seed)}
+        n = len(held)
+        return self._of(set(rows) - held, self.n_rows - n, self.n_too_long), self._of(held, n, 0)
+
+    def _of(self, rows: Collection[int], n_rows: int, n_too_long: int) -> Examples[Item]:
+        """Return the examples of some of the rows."""
+        chosen = [(item, row) for item, row in zip(self.examples, self.rows, strict=True) if row in rows]
+        return Examples(tuple(item for item, _ in chosen), tuple(row for _, row in chosen), n_rows, n_too_long)
 
     @property
     def usage(self) -> str:

@@ -86,12 +86,14 @@ def load_pairs(config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase)
     for key in ("chosen_key", "rejected_key"):
         require_column(rows, getattr(config, key), key, config.path)
     pairs: list[Pair] = []
+    numbers: list[int] = []
     for number, row in enumerate(rows, start=1):
         pair = _pair(row, config, tokenizer, f"row {number} of {config.path!r}")
         if pair.n_tokens <= config.max_length:
             pairs.append(pair)
+            numbers.append(number)
     require_examples(pairs, len(rows), config.path, config.max_length)
-    return Examples(tuple(pairs), n_rows=len(rows), n_too_long=len(rows) - len(pairs))
+    return Examples(tuple(pairs), tuple(numbers), n_rows=len(rows), n_too_long=len(rows) - len(pairs))
 
 
 def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Labelled]:
@@ -104,12 +106,14 @@ def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> 
         pairs = load_pairs(config, tokenizer)
         answers = [Labelled(answer, is_chosen) for pair in pairs.examples
                    for answer, is_chosen in ((pair.chosen, True), (pair.rejected, False))]  # fmt: skip
-        return Examples(tuple(answers), pairs.n_rows, pairs.n_too_long)
+        rows_of = tuple(row for row in pairs.rows for _ in range(2))
+        return Examples(tuple(answers), rows_of, pairs.n_rows, pairs.n_too_long)
     _refuse_answers(config)
     rows = load_rows(config)
     for key in ("prompt_key", "response_key", "label_key"):
         require_column(rows, getattr(config, key), key, config.path)
     labelled: list[Labelled] = []
+    numbers: list[int] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
         is_desirable = _label(row[config.label_key], config.label_key, where)
@@ -119,8 +123,9 @@ def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> 
         )
         if example.n_tokens <= config.max_length:
             labelled.append(Labelled(example, is_desirable))
+            numbers.append(number)
     require_examples(labelled, len(rows), config.path, config.max_length)
-    return Examples(tuple(labelled), n_rows=len(rows), n_too_long=len(rows) - len(labelled))
+    return Examples(tuple(labelled), tuple(numbers), n_rows=len(rows), n_too_long=len(rows) - len(labelled))
 
 
 def _label(label: Any, key: str, where: str) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fivefold.config.schema.data import PROMPT, DatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.data.files import Row
-from fivefold.data.rows import fingerprint, load_rows, require_column, usage
+from fivefold.data.rows import drawn_apart, fingerprint, load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
@@ -56,16 +55,14 @@ class PromptDataset:
         numbered = tuple(replace(prompt, index=index) for index, prompt in enumerate(prompts))
         return cls(numbered, sum(each.n_rows for each in sets), sum(each.n_too_long for each in sets))
 
-    def held_apart(self, share: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
-        """Return the prompts without a share of them, and this share, drawn by `seed`: at least one prompt each.
+    def held_apart(self, hold_out: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
+        """Return the prompts to train on, and those that `train_dataset.hold_out` holds out, drawn by `seed`.
 
         Raises:
-            ValueError: there is one prompt alone.
+            ValueError: there is one prompt alone, or all are held out.
         """
-        if len(self) < 2:
-            raise ValueError("train_dataset.hold_out holds out some of the prompts, and there is one: drop it")
-        n = min(len(self) - 1, max(1, round(share * len(self))))
-        chosen = set(random.Random(f"{seed} held out").sample(range(len(self)), n))
+        chosen = drawn_apart(len(self), hold_out, seed)
+        n = len(chosen)
         kept, held = (
             [prompt for index, prompt in enumerate(self.prompts) if (index in chosen) is is_held]
             for is_held in (False, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 import struct
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,20 @@ def held_out_usage(usage: str, held_out: Iterable[Hashable], trained: Iterable[H
     known = set(trained)
     n = sum(tokens in known for tokens in held_out)
     return f"{usage}, {n:,} of them trained on too" if n else usage
+
+
+def drawn_apart(n_rows: int, hold_out: float, seed: int) -> frozenset[int]:
+    """Return which of `n_rows` rows `train_dataset.hold_out` holds out, drawn by `seed`: at least one of each kind.
+
+    Raises:
+        ValueError: there is one row alone, or `hold_out` asks for all.
+    """
+    if n_rows < 2 or hold_out >= max(1, n_rows):
+        raise ValueError(
+            f"train_dataset.hold_out={hold_out:g} leaves no rows to train on, for there are {n_rows:,}: lower it"
+        )
+    n = int(hold_out) if hold_out >= 1 else min(n_rows - 1, max(1, round(hold_out * n_rows)))
+    return frozenset(random.Random(f"{seed} held out").sample(range(n_rows), n))
 
 
 def fingerprint(sequences: Iterable[Sequence[int]], texts: Iterable[str] = ()) -> str:

@@ -87,16 +87,18 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
     for key in keys:
         require_column(rows, getattr(config, key), key, config.path)
     examples: list[SFTExample] = []
+    numbers: list[int] = []
     n_too_long = 0
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
         found = _examples(row, config, tokenizer, where)
         if all(example.n_tokens <= config.max_length for example in found):
             examples += found
+            numbers += [number] * len(found)
         else:
             n_too_long += 1
     require_examples(examples, len(rows), config.path, config.max_length)
-    return Examples(tuple(examples), n_rows=len(rows), n_too_long=n_too_long)
+    return Examples(tuple(examples), tuple(numbers), n_rows=len(rows), n_too_long=n_too_long)
 
 
 def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> list[SFTExample]:

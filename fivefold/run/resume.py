@@ -72,6 +72,8 @@ def state_at_start(
         evaluation_before=earlier.evaluation_before,
         evaluation_last=earlier.evaluation_last,
         kept_metric=earlier.kept_metric,
+        best_evaluation=earlier.best_evaluation,
+        stopped_early=earlier.stopped_early if earlier.has_stopped(recipe.evaluator.early_stopping) else None,
     )
     return kept, note
 

@@ -8,9 +8,10 @@ state ─> Training.step ─> problem? save? evaluate? ─> is a checkpoint due?
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from fivefold.checkpoints.checkpointer import Checkpointer
@@ -87,6 +88,8 @@ class _Loop:
     """Time on `time.perf_counter` at which the command was started."""
     saver: Schedule
     evaluator: Schedule
+    judge: Callable[[RunState], RunState] | None
+    """Compares the last evaluation with the best one, and says whether the run ends early; None: it never does."""
     ends_because: str | None = None
     is_copied: bool = field(default=False)
     """Whether the step has a checkpoint, whose state is copied and not written yet."""
@@ -94,9 +97,10 @@ class _Loop:
     def begin(self, state: RunState) -> RunState:
         """Prepare the first step, and evaluate models that are not trained yet. Returns the state then."""
         self.training.begin(state)
-        if state.step == 0 and self.setup.evaluates_first:
+        if state.step == 0 and self.setup.evaluations_due.before_training:
             evaluation = self.training.evaluate(0)
             state = replace(state, evaluation_before=evaluation, evaluation_last=evaluation)
+            state = self.judge(state) if self.judge is not None else state
         self.run.timers.take()
         self.models.take_moved()
         return state
@@ -120,7 +124,7 @@ class _Loop:
 
     def leave(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of a run that ends before its last step, unless there is one, or there are none."""
-        if self.setup.recipe.recover.is_enabled and not self.is_copied and state.step < state.total_steps:
+        if self._writes and not self.is_copied and not state.is_over:
             self.checkpoints.begin(state, metrics)
             self.is_copied = True
             self._logged(state)
@@ -130,19 +134,24 @@ class _Loop:
         """Save, evaluate and copy the state, as is due, and log the step's metrics, whatever fails."""
         step = state.step
         try:
-            if self.saver.is_due(step):
+            is_saved = self.saver.is_due(step)
+            if is_saved:
                 self._save(step)
                 self.saver.done()
             if self.evaluator.is_due(step):
                 state = replace(state, evaluation_last=self.training.evaluate(step))
                 metrics |= {f"eval/{name}": value for name, value in (state.evaluation_last or {}).items()}
                 self.evaluator.done()
+                state = self._judged(state)
+            if state.stopped_early and not is_saved:
+                self._save(step)
             state = replace(state, seconds=self.seconds_before + time.perf_counter() - self.began)
             if self.request.made:
                 self.ends_because = "it was asked to"
             elif self.limit.is_near(self.checkpoints.longest_write):
                 self.ends_because = "recover.save_before leaves no time for another step"
-            self.is_copied = self.ends_because is not None or self.checkpoints.is_due(step, metrics)
+            is_due = self.checkpoints.is_due(step, metrics) or (state.stopped_early and self._writes)
+            self.is_copied = self.ends_because is not None or bool(is_due)
             if self.is_copied:
                 self.checkpoints.begin(state, metrics)
             return state
@@ -151,6 +160,23 @@ class _Loop:
             # What is saved may take one more hand-over, which counts for the step.
             metrics |= {name: metrics.get(name, 0.0) + value for name, value in later.items()}
             self.metrics.write(step, metrics)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.setup.recipe.recover.is_enabled
+
+    def _judged(self, state: RunState) -> RunState:
+        """Compare the last evaluation with the best one, and tell the user if the run ends early."""
+        if self.judge is None or state.step == state.total_steps:
+            return state
+        state = self.judge(state)
+        if state.stopped_early:
+            self.run.screen.note(
+                f"the run ends early, after step {state.step} of {state.total_steps}: {state.stopped_early}",
+                style="cyan",
+            )
+        return state
 
     def _save(self, step: int) -> None:
         """Save the models that are trained as Hugging Face folders."""
@@ -173,7 +199,7 @@ class _Loop:
             self.metrics.sync()
             self.samples.sync()
         self.checkpoints.commit()
-        if state.step == state.total_steps:
+        if state.is_over:
             self.checkpoints.finish()
         elif self.ends_because is not None:
             self.checkpoints.finish()
@@ -215,7 +241,7 @@ def run_steps(
     with _loop(setup, training, models, run, state, owners, began) as loop:
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         state = loop.begin(state)
-        for _ in range(state.step, setup.total_steps):
+        while not state.is_over:
             state, metrics = loop.step(state)
             try:
                 yield Step(state.step, state.total_steps, dict(metrics))
@@ -272,7 +298,18 @@ def _loop(
             began=began,
             saver=setup.schedule(recipe.saver),
             evaluator=setup.schedule(setup.evaluations_due),
+            judge=_judge(setup),
         )
+
+
+def _judge(setup: RunSetup[Any]) -> Callable[[RunState], RunState] | None:
+    """Return what compares an evaluation with the best one; None: the run does not end early."""
+    config, metric = setup.evaluations_due.early_stopping, setup.compared()
+    if config is None or metric is None:
+        return None
+    from fivefold.run.early_stopping import judged
+
+    return partial(judged, config=config, metric=metric)
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from fivefold.checkpoints.start import Finished, FromScratch, Item, Resume
 from fivefold.cluster.machine import check_devices
 from fivefold.config.load import resolved_yaml
 from fivefold.config.schema.recipe import Recipe
-from fivefold.config.schema.run import PeriodicConfig
+from fivefold.config.schema.run import EvaluationsConfig, PeriodicConfig
 from fivefold.data.sampler import EpochSampler
 from fivefold.layout.parallel import describe
 from fivefold.observe.columns import Column
@@ -61,14 +61,26 @@ class RunSetup(ABC, Generic[Item]):
         """Names of what evaluations measure and the summary has."""
 
     @property
-    def evaluations_due(self) -> PeriodicConfig:
-        """When held-out data are evaluated, besides before the first step and after the last one."""
-        return PeriodicConfig()
+    def comparable(self) -> tuple[str, ...]:
+        """Names of what every evaluation measures, by which runs may end early; the most telling one first."""
+        return self.measured
 
     @property
-    def evaluates_first(self) -> bool:
-        """Whether held-out data are evaluated before the first step."""
-        return True
+    @abstractmethod
+    def evaluations_due(self) -> EvaluationsConfig:
+        """When held-out data are evaluated, besides after the last step."""
+
+    def compared(self) -> str | None:
+        """Return the measure that decides whether the run ends early; None: it does not.
+
+        Raises:
+            ValueError: the recipe names one that evaluations do not have.
+        """
+        if (config := self.evaluations_due.early_stopping) is None:
+            return None
+        from fivefold.run.early_stopping import watched
+
+        return watched(config, self.comparable)
 
     @property
     def expert_sampler(self) -> EpochSampler[Any] | None:
@@ -86,7 +98,8 @@ class RunSetup(ABC, Generic[Item]):
 
     def headline(self, state: RunState) -> str:
         """Return the title of the box at the end: the time, and the held-out data before and after training."""
-        took = f"finished in {state.seconds:.0f} s"
+        early = f"ended early, after step {state.step} of {self.total_steps}," if state.stopped_early else "finished"
+        took = f"{early} in {state.seconds:.0f} s"
         found = held_out(state.evaluation_before or {}, state.evaluation_last or {})
         return f"{took}: {found.label} {found.before:.3f} -> {found.after:.3f}" if found else took
 
@@ -137,6 +150,7 @@ def run_whole(
     if isinstance(start, Resume):
         setup = replace(setup, total_steps=start.state.last_step(recipe, setup.sampler.n_items))
     _check_profile(setup)
+    setup.compared()
     state, note = state_at_start(recipe, start, setup.sampler, setup.ground, setup.total_steps, setup.expert_sampler)
     banner = {
         "model": setup.ground.describe_model(recipe),
@@ -152,7 +166,8 @@ def run_whole(
         state = yield from execute(setup, start, run, state, began)
         summary = {
             **setup.evaluations(state),
-            "steps": setup.total_steps,
+            "steps": state.step,
+            **({"stopped_early": state.stopped_early} if state.stopped_early else {}),
             "seconds": round(state.seconds, 1),
             "versions": versions(),
             "recipe": resolved_yaml(recipe),

@@ -20,7 +20,10 @@ PREPARE = (
     "NeMo-RL's code makes its rows: write them to a file, or read them with train_dataset.reader, and name it in "
     "train_dataset.path (docs/data.md)"
 )
-SPLIT = "rows are held out by chance only where no file has them: write them to a file for valid_dataset.path"
+SPLIT = (
+    "rows are held out by chance only where no file has them: drop valid_dataset, or write both to one file for "
+    "valid_dataset.path"
+)
 GYM, MATH = "nemo_gym", "math"
 GAMES = ("sliding_puzzle_game",)
 OWN_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
@@ -47,6 +50,12 @@ HUB: Mapping[str, Rows] = {
     "gsm8k": Rows("openai/gsm8k:main", "train", "question", "answer"),
     "GSM8K": Rows("openai/gsm8k:main", "train", "question", "answer"),
 }
+DIVIDED: Mapping[str, float] = {
+    **dict.fromkeys(("OpenMathInstruct-2", "open_assistant", "tulu3_sft_mixture"), 0.05),
+    **dict.fromkeys(("ResponseDataset", "NuminaMath-1.5", "OpenR1-Math-220k", "Nemotron-Cascade-2-SFT-Math"), 0.0),
+    **dict.fromkeys(("arrow_text", "audiomcq", "avqa", "daily-omni", "mmpr-tiny", "general-conversation-jsonl"), 0.0),
+}
+"""Data sets whose rows NeMo-RL can divide, with the share that it holds out unless the source says otherwise."""
 SECTIONS = {"data.train.": "train_dataset.", "data.validation.": "valid_dataset."}
 
 
@@ -90,12 +99,7 @@ def _text_of_file(draft: Draft, key: str) -> None:
 def _convert_set(draft: Draft, section: str, to: str) -> None:
     name_key, path_key = f"{section}dataset_name", f"{section}data_path"
     name = draft.get(name_key, draft.get("data.default.dataset_name"))
-    split = f"{section}split_validation_size"
-    if share := draft.get(split):
-        if to == "train_dataset." and draft.schema is TrainRecipe and not draft.keys("data.validation.*"):
-            draft.mapped(split, "train_dataset.hold_out", number(share))
-        else:
-            draft.unsupported(split, SPLIT)
+    _division(draft, section, to, str(name))
     if draft.get(path_key) is not None:
         _own_file(draft, section, to, str(name))
     elif name in HUB and draft.schema is TrainRecipe:
@@ -118,6 +122,22 @@ def _convert_set(draft: Draft, section: str, to: str) -> None:
     repeat = f"{section}repeat"
     if draft.get(repeat, 1) == 1 or to != "valid_dataset.":
         draft.implied(repeat, "prompts are read once")
+
+
+def _division(draft: Draft, section: str, to: str, name: str) -> None:
+    """Convert the rows that are held out by chance: a share of them, or a number. Not all data sets have them."""
+    key = f"{section}split_validation_size"
+    if name not in DIVIDED:
+        draft.implied(key, f"NeMo-RL divides no rows of {name}")
+        return
+    if to == "train_dataset." and draft.schema is not TrainRecipe:
+        draft.assume({key: DIVIDED[name]})
+    if not draft.get(key):
+        draft.implied(key, "all rows are trained on")
+    elif to == "train_dataset." and not draft.keys("data.validation.*"):
+        draft.mapped(key, "train_dataset.hold_out", number(draft.get(key)))
+    else:
+        draft.unsupported(key, SPLIT)
 
 
 def _own_file(draft: Draft, section: str, to: str, name: str) -> None:

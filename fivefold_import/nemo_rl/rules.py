@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fivefold.config.schema.run import should_fall
 from fivefold.families.registry import find_family
 from fivefold_import import megatron, reasons
 from fivefold_import.agents import has_turns, player
@@ -21,6 +22,15 @@ SECTIONS = ("grpo.", "ppo.", "distillation.", "sft.", "dpo.", "rm.")
 WARMS_FROM_0 = "no step has rate 0: the first of the warm-up has the rate / its steps"
 SCHEDULES = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR": "linear"}
 """torch's schedules, by the last part of their names."""
+METRICS = {
+    "val:accuracy": "eval/accuracy",
+    "val:total_reward/mean": "eval/reward",
+    "val:val_loss": "eval/nll",
+    "val:validation-default_loss": "eval/loss",
+    "train:total_reward/mean": "reward/mean",
+    "train:loss": "loss",
+}
+"""Metrics by which checkpoints are kept."""
 
 
 def section_of_task(draft: Draft) -> str:
@@ -285,15 +295,16 @@ def _save_by(draft: Draft, source: str) -> None:
 def _best(draft: Draft, source: str) -> None:
     """Convert the metric by which checkpoints are kept: the best one, and the newest ones besides."""
     name = str(draft.get(source))
-    is_measured = "valid_dataset.path" in draft.recipe
-    if name == "val:accuracy" and draft.get("checkpointing.higher_is_better", True) is True and is_measured:
-        note = "and the newest recover.max_to_keep; NeMo-RL keeps no others than the best"
-        draft.mapped(source, "recover.keep_best", "eval/accuracy", note)
-    elif name.startswith("val:") and not is_measured:
+    metric = METRICS.get(name)
+    is_higher_better = draft.get("checkpointing.higher_is_better", True) is True
+    if name.startswith("val:") and not {"valid_dataset.path", "train_dataset.hold_out"} & set(draft.recipe):
         draft.implied(source, "without held-out prompts, nothing is evaluated")
+    elif metric is not None and should_fall(metric) is not is_higher_better:
+        note = "and the newest recover.max_to_keep; NeMo-RL keeps no others than the best"
+        draft.mapped(source, "recover.keep_best", metric, note)
     draft.unsupported(
         source,
-        "the newest checkpoints are kept: recover.keep_best names a metric of Fivefold's whose largest value is best",
+        "the newest checkpoints are kept: recover.keep_best names a metric of Fivefold's, by which the best one is too",
     )
 
 

@@ -72,12 +72,22 @@ class BatchesConfig(Section):
     """Draw a new order in every epoch; false: always the order of the data set."""
 
 
-class DatasetConfig(PromptRowsConfig, BatchesConfig):
+class DividedConfig(BatchesConfig):
+    """How rows are distributed over training steps and held-out ones."""
+
+    hold_out: NonNegativeFloat = 0.0
+    """Rows that are not trained on, drawn by the recipe's `seed`: below 1 their share, from 1 on their number. They are
+    evaluated in place of `valid_dataset`."""
+
+    @rule
+    def _whole_rows(self) -> Iterator[str]:
+        if self.hold_out > 1 and self.hold_out % 1:
+            yield f"hold_out={self.hold_out:g} is neither a share below 1 nor a whole number of rows: give one of them"
+
+
+class DatasetConfig(PromptRowsConfig, DividedConfig):
     """Prompts to train on."""
 
-    hold_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the prompts that are not trained on, drawn by the recipe's `seed`: they are evaluated in place of
-    `valid_dataset`."""
     source_weights: Annotated[dict[str, NonNegativeFloat], reads_if(equals("sampler", "epochs"))] = {}
     """Weights of the values of the column `data_source`: each source gets the share of its weight in every batch, as
     near as whole prompts allow, and all its prompts come once before any comes again. All sources must be named; empty:
@@ -112,11 +122,11 @@ class SFTRowsConfig(RowsConfig):
     reported."""
 
 
-class SFTDatasetConfig(SFTRowsConfig, BatchesConfig):
+class SFTDatasetConfig(SFTRowsConfig, DividedConfig):
     """Examples to train on."""
 
 
-class ExpertDatasetConfig(SFTDatasetConfig):
+class ExpertDatasetConfig(SFTRowsConfig, BatchesConfig):
     """Responses of an expert whose likelihood is a term of the loss, in addition to the rewards (docs/algorithms.md).
 
     `batch_size` examples are part of each training step, spread over its updates.
@@ -160,7 +170,7 @@ class PreferenceRowsConfig(RowsConfig):
     is reported."""
 
 
-class PreferenceDatasetConfig(PreferenceRowsConfig, BatchesConfig):
+class PreferenceDatasetConfig(PreferenceRowsConfig, DividedConfig):
     """Pairs to train on."""
 
 
@@ -174,5 +184,5 @@ class DPORowsConfig(PreferenceRowsConfig):
     rows are pairs."""
 
 
-class DPODatasetConfig(DPORowsConfig, BatchesConfig):
+class DPODatasetConfig(DPORowsConfig, DividedConfig):
     """Pairs or single answers to train on."""

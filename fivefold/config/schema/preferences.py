@@ -69,7 +69,8 @@ class DPORecipe(SupervisedConfig):
     )
     train_dataset: DPODatasetConfig
     valid_dataset: DPORowsConfig | None = None
-    """Held-out rows, which are evaluated before and after training; null: there are none."""
+    """Held-out rows, which are evaluated as `evaluator` says; null: there are none, unless `train_dataset.hold_out`
+    names some."""
 
     @rule
     def _pairs(self) -> Iterator[str]:
@@ -98,4 +99,5 @@ class RMRecipe(SupervisedConfig):
     actor: RMModelConfig
     train_dataset: PreferenceDatasetConfig
     valid_dataset: PreferenceRowsConfig | None = None
-    """Held-out pairs, which are evaluated before and after training; null: there are none."""
+    """Held-out pairs, which are evaluated as `evaluator` says; null: there are none, unless `train_dataset.hold_out`
+    names some."""

@@ -9,12 +9,31 @@ from pydantic import Field
 
 from fivefold.config.keys import known_keys
 from fivefold.config.limits import LARGEST_SEED
-from fivefold.config.schema.fields import NAME, Duration, NonNegative, OneLine, Passes, PathText, Positive, Section
+from fivefold.config.schema.fields import (
+    NAME,
+    Duration,
+    NonNegative,
+    NonNegativeFloat,
+    OneLine,
+    Passes,
+    PathText,
+    Positive,
+    Section,
+)
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.config.schema.rules import absent, differs, given, reads_if, rule
 
 _WRITES = reads_if(differs("mode", "disabled"), warns=True)
 """Condition of keys that shape the checkpoints of a run."""
+
+
+LOSSES = ("nll", "loss")
+"""Measures that should fall."""
+
+
+def should_fall(metric: str) -> bool:
+    """Return whether a metric is better the smaller it is; `metric` may begin with `eval/` or the like."""
+    return metric.rpartition("/")[2] in LOSSES
 
 
 class PeriodicConfig(Section):
@@ -30,6 +49,26 @@ class PeriodicConfig(Section):
     freq_secs: Duration | None = None
     """Time since the start or the last time, in seconds or as `15m`, after which the end of a step is the next time;
     null: time is not measured."""
+
+
+class EarlyStoppingConfig(Section):
+    """Ends a run early, once the held-out data show that it no longer gains (docs/recovery.md)."""
+
+    patience: Positive
+    """Number of evaluations in a row, none of them the best one so far, after which the run ends."""
+    metric: OneLine | None = None
+    """What is compared, such as `accuracy`; null: the first measure that the summary has, which is the loss (`nll`) in
+    `fivefold sft`, and else the accuracy. Losses should fall, and everything else should rise."""
+    min_gain: NonNegativeFloat = 0.0
+    """By how much an evaluation must exceed the best one so far to be the best one."""
+
+
+class EvaluationsConfig(PeriodicConfig):
+    """When the held-out data are evaluated, besides after the last step."""
+
+    before_training: bool = True
+    """Evaluate before the first step too."""
+    early_stopping: EarlyStoppingConfig | None = None
 
 
 class SaverConfig(PeriodicConfig):
@@ -58,8 +97,8 @@ class RecoverConfig(PeriodicConfig):
     max_to_keep: Annotated[Positive, _WRITES] = 2
     """Number of the newest checkpoints that are kept; older ones are deleted once a newer one is complete."""
     keep_best: Annotated[OneLine | None, _WRITES] = None
-    """Name of a metric, such as `eval/accuracy`: the checkpoint with its largest value is kept as well; null: only the
-    newest are kept."""
+    """Name of a metric, such as `eval/accuracy`: the checkpoint with its best value is kept as well, which is the
+    smallest one of a loss (`nll`, `eval/loss`), and else the largest; null: only the newest are kept."""
     verify: bool = True
     """Compare the checksum of every file before a run resumes from a checkpoint; false: compare only the sizes."""
     snapshot: Annotated[Literal["auto", "copy", "blocking"], _WRITES] = "auto"

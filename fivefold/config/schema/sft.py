@@ -13,4 +13,5 @@ class SFTRecipe(SupervisedConfig):
     actor: TrainedModelConfig
     train_dataset: SFTDatasetConfig
     valid_dataset: SFTRowsConfig | None = None
-    """Held-out examples, whose loss is computed before and after training; null: there are none."""
+    """Held-out examples, whose loss is computed as `evaluator` says; null: there are none, unless
+    `train_dataset.hold_out` names some."""

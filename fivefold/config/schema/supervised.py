@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.config.schema.data import DividedConfig, RowsConfig
+from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.rules import rule
-from fivefold.config.schema.run import RunConfig, StatsConfig
-
-LOSSES = ("nll", "loss")
-"""Metrics that should fall."""
+from fivefold.config.schema.run import EvaluationsConfig, RunConfig, StatsConfig
 
 
 class SupervisedConfig(RunConfig):
     """The keys of every recipe of supervised training."""
+
+    actor: TrainedModelConfig
+    train_dataset: DividedConfig
+    valid_dataset: RowsConfig | None = None
+    evaluator: EvaluationsConfig = EvaluationsConfig()
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out rows."""
+        return self.valid_dataset is not None or self.train_dataset.hold_out > 0
 
     @rule
     def _samples(self) -> Iterator[str]:
@@ -22,15 +31,20 @@ class SupervisedConfig(RunConfig):
                 yield f"stats.{name} is about completions, and this run samples none: drop it"
 
     @rule
-    def _best(self) -> Iterator[str]:
-        best = self.recover.keep_best
-        if best is not None and best.startswith("eval/"):
+    def _held_out(self) -> Iterator[str]:
+        if self.valid_dataset is not None and self.train_dataset.hold_out > 0:
             yield (
-                f"recover.keep_best={best} is measured after the last step alone, so it compares no checkpoints: name "
-                "a metric of the training steps"
+                f"train_dataset.hold_out={self.train_dataset.hold_out:g} and valid_dataset exclude each other: drop "
+                "one of them"
             )
-        if best in LOSSES:
+        if not self.has_held_out and self.evaluator != EvaluationsConfig():
             yield (
-                f"recover.keep_best={best} keeps the checkpoint with the largest value, which is the worst one of a "
-                "loss: name a metric that grows as the model improves, such as accuracy of pairs, or drop it"
+                "the section evaluator has no effect without held-out rows: set valid_dataset.path or "
+                "train_dataset.hold_out, or drop evaluator"
+            )
+        best = self.recover.keep_best
+        if not self.has_held_out and best is not None and best.startswith("eval/"):
+            yield (
+                f"recover.keep_best={best} is measured on held-out rows: set valid_dataset.path or "
+                "train_dataset.hold_out, or name a metric of the training steps"
             )

@@ -15,16 +15,14 @@ from fivefold.config.schema.rewards import RewardConfig
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.rules import above_0, equals, reads_if, rule
-from fivefold.config.schema.run import PeriodicConfig, RunConfig
+from fivefold.config.schema.run import EvaluationsConfig, RunConfig
 
 _SAMPLES = reads_if(equals("greedy", False))
 
 
-class EvaluatorConfig(PeriodicConfig):
+class EvaluatorConfig(EvaluationsConfig):
     """When and how the held-out prompts are evaluated. Sampling keys that are not here have the values of `gconfig`."""
 
-    before_training: bool = True
-    """Evaluate before the first step too."""
     max_new_tokens: Positive | None = None
     """Most tokens of a completion; null: `gconfig.max_new_tokens`."""
     n_samples: Annotated[Sequences, _SAMPLES] = 1

@@ -258,8 +258,27 @@ def test_texts_around_prompts_come_from_the_files_that_hold_them(tmp_path: Path)
 
 
 def test_rows_are_held_out_by_chance_where_no_file_has_them(tmp_path: Path) -> None:
-    train = "policy: {model_name: a/b}\ndata: {train: {dataset_name: gsm8k, split_validation_size: 0.05}%s}\n"
-    files = write(tmp_path, alone=train % "", both=train % ", validation: {dataset_name: gsm8k}")
-    assert convert_files("nemo_rl", [files["alone"]], [], {}).recipe["train_dataset.hold_out"] == 0.05
+    train = "policy: {model_name: a/b}\ndata: {train: {dataset_name: %s, split_validation_size: 0.05}%s}\n"
+    files = write(
+        tmp_path,
+        alone=train % ("OpenMathInstruct-2", ""),
+        both=train % ("OpenMathInstruct-2", ", validation: {dataset_name: gsm8k}"),
+        whole=train % ("DAPOMath17K", ", validation: {dataset_name: DAPOMathAIME2024}"),
+        counted="policy: {model_name: a/b}\ndata: {train: {dataset_name: ResponseDataset, data_path: rows.jsonl, "
+        "split_validation_size: 256}}\ngrpo: {val_period: 5}\n",
+        sft="policy: {model_name: a/b}\ndata: {train: {dataset_name: OpenMathInstruct-2}}\nsft: {max_num_steps: 60, "
+        "val_period: 10, val_at_start: false}\ncheckpointing: {enabled: true, metric_name: 'val:val_loss', higher_is_better: false}\n",
+    )
+    alone = convert_files("nemo_rl", [files["alone"]], [], {})
+    assert alone.recipe["train_dataset.hold_out"] == 0.05
     both = convert_files("nemo_rl", [files["both"]], [], {})
     assert "data.train.split_validation_size" in both.unsupported()
+    whole = convert_files("nemo_rl", [files["whole"]], [], {})
+    assert "train_dataset.hold_out" not in whole.recipe
+    assert "divides no rows of DAPOMath17K" in whole["data.train.split_validation_size"].note
+    counted = convert_files("nemo_rl", [files["counted"]], [], {})
+    assert (counted.recipe["train_dataset.hold_out"], counted.recipe["evaluator.freq_steps"]) == (256, 5)
+    # The share that this data set has without the key.
+    sft = convert_files("nemo_rl", [files["sft"]], [], {})
+    keys = ("train_dataset.hold_out", "evaluator.freq_steps", "evaluator.before_training", "recover.keep_best")
+    assert [sft.recipe.get(key) for key in keys] == [0.05, 10, False, "eval/nll"]

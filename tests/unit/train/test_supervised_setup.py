@@ -143,7 +143,9 @@ def test_kto_compares_no_held_out_answer_with_itself(tmp_path: Path) -> None:
     one, two = (
         load_recipe(RECIPES / "quickstart-dpo.yaml", [*keys, f"valid_dataset.path={file}"], DPORecipe) for file in files
     )
-    with pytest.raises(ValueError, match=r"valid_dataset has one answer \(1 of 1 rows\): add rows"):
+    with pytest.raises(
+        ValueError, match=r"compared with another one, and valid_dataset has 1 \(1 of 1 rows\): hold out more"
+    ):
         set_up(one, LabelledAnswers(one))
     assert set_up(two, LabelledAnswers(two)).facts()["held out"] == "2 of 2 rows"
 
@@ -184,8 +186,6 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(tmp_path: 
         ("stats.n_logged_samples=all", "stats.n_logged_samples is about completions, and this run samples none"),
         ("stats.logged_tokens=false", "stats.logged_tokens is about"),
         ("stats.shown_samples_freq_steps=null", "stats.shown_samples_freq_steps is about"),
-        ("recover.keep_best=nll", "recover.keep_best=nll keeps the checkpoint with the largest value"),
-        ("recover.keep_best=eval/accuracy", "recover.keep_best=eval/accuracy is measured after the last step alone"),
     ],
 )
 def test_keys_without_effect_are_refused(override: str, problem: str) -> None:
@@ -193,3 +193,29 @@ def test_keys_without_effect_are_refused(override: str, problem: str) -> None:
         load_recipe(RECIPES / f"{name}.yaml", ["stats.trackers=[]", "recover.keep_best=accuracy"], schema)
         with pytest.raises(ValueError, match=problem):
             load_recipe(RECIPES / f"{name}.yaml", [override], schema)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["valid_dataset=null", "evaluator.freq_steps=2"], "the section evaluator has no effect without held-out rows"),
+        (["valid_dataset=null", "recover.keep_best=eval/nll"], "keep_best=eval/nll is measured on held-out rows"),
+        (["valid_dataset.path=v", "train_dataset.hold_out=0.1"], "hold_out=0.1 and valid_dataset exclude each other"),
+        (["valid_dataset=null", "train_dataset.hold_out=2.5"], "hold_out=2.5 is neither a share below 1 nor a whole"),
+    ],
+)
+def test_held_out_rows_and_what_needs_them_are_consistent(overrides: list[str], problem: str) -> None:
+    for name, schema in (("tiny-moe-sft", SFTRecipe), ("quickstart-dpo", DPORecipe), ("quickstart-rm", RMRecipe)):
+        with pytest.raises(ValueError, match=problem):
+            load_recipe(RECIPES / f"{name}.yaml", overrides, schema)
+    load_recipe(RECIPES / "tiny-moe-sft.yaml", ["evaluator.freq_steps=2", "recover.keep_best=eval/nll"], SFTRecipe)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "response_length"])
+def test_a_measure_that_is_never_made_cannot_end_a_run(tmp_path: Path, metric: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": f"{n + 1}"}) + "\n" for n in range(4)))
+    keys = [f"train_dataset={{path: {rows}, batch_size: 2, hold_out: 1}}", "valid_dataset=null"]
+    stopping = [f"evaluator.early_stopping={{patience: 2, metric: {metric}}}", f"cluster.fileroot={tmp_path}"]
+    with pytest.raises(ValueError, match=rf"metric={metric} is no measure of the held-out data.*name one of nll"):
+        Run(load_recipe(RECIPES / "tiny-moe-sft.yaml", [*keys, *stopping], SFTRecipe)).finish()
