@@ -52,6 +52,7 @@ def judge_spec(recipe: TrainRecipe, placement: Placement, reserved: int = 0) -> 
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
         server_timeout_s=config.server_timeout_s,
+        section="reward.judge",
         deterministic=recipe.actor.is_deterministic,
         needs_text=False,
     )

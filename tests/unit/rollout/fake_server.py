@@ -141,7 +141,7 @@ FLAVOURS = {
         ),
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
-            "--enable-return-routed-experts"
+            "--enable-return-routed-experts --enable-weights-cpu-backup"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -616,7 +616,7 @@ class FakeServer:
             "/start_weight_update": self.start_update,
             "/update_weights": self.update_weights,
             "/finish_weight_update": self.finish_update,
-            "/sleep?level=2": lambda _: self.release(VLLM_MEMORY),
+            **{f"/sleep?level={level}": lambda _: self.release(VLLM_MEMORY) for level in (1, 2)},
             "/wake_up": lambda _: self.take_back(VLLM_MEMORY),
             **{f"/wake_up?tags={tag}": partial(self._wake, tag) for tag in VLLM_MEMORY},
         }
