@@ -560,12 +560,13 @@ class FakeServer:
         """Whether the memory of its weights is given back."""
         return "weights" in self.released
 
-    def release(self, tags: Sequence[str]) -> Reply:
-        """Give memory back; the real servers fail if it is not there."""
+    def release(self, tags: Sequence[str], *, keeps_weights: bool = False) -> Reply:
+        """Give memory back; the real servers fail if it is not there. Weights are lost unless the host keeps them."""
         if self.released.intersection(tags):
             return 500, {"error": {"message": f"{tags} are given back already", "code": 500}}
         self.released.update(tags)
-        self.load_format = "dummy"
+        if not (keeps_weights or self.options.get("--enable-weights-cpu-backup")):
+            self.load_format = "dummy"
         return 200, None
 
     def take_back(self, tags: Sequence[str]) -> Reply:
@@ -616,7 +617,8 @@ class FakeServer:
             "/start_weight_update": self.start_update,
             "/update_weights": self.update_weights,
             "/finish_weight_update": self.finish_update,
-            **{f"/sleep?level={level}": lambda _: self.release(VLLM_MEMORY) for level in (1, 2)},
+            "/sleep?level=1": lambda _: self.release(VLLM_MEMORY, keeps_weights=True),
+            "/sleep?level=2": lambda _: self.release(VLLM_MEMORY),
             "/wake_up": lambda _: self.take_back(VLLM_MEMORY),
             **{f"/wake_up?tags={tag}": partial(self._wake, tag) for tag in VLLM_MEMORY},
         }
