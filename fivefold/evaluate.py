@@ -45,6 +45,7 @@ from fivefold.roles.specs import model_shape
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import tokenizer_of
+from fivefold.rules.judge import judge_problems
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import check_tokens, sampling_problems
 from fivefold.rules.rollout import server_problems
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 LOGS = "fivefold_evaluation-"
 """Beginning of the names of folders with the logs of evaluations, in the temporary directory."""
+_EVALUATING = ("rollout", "reward", "judge")
+"""Roles that a model is evaluated with."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,7 @@ def evaluate(
 ) -> dict[str, float | int | str]:
     """Measure the accuracy of `model` (None: the recipe's actor) on the recipe's held-out prompts.
 
-    Only the rollout engine is started, and the reward model if there is one. `status` shows the progress.
+    Only the rollout engine is started, and the models of the rewards if there are any. `status` shows the progress.
 
     Args:
         recipe: the recipe.
@@ -275,17 +278,20 @@ def evaluate(
             f"the recipe's actor starts from the Megatron-Core checkpoint {checkpoint}, which a rollout engine cannot "
             "load: convert it with `fivefold convert`, and name the Hugging Face folder with --model"
         )
+    from fivefold.roles import judge_launch  # here, because training imports this module and most runs have no judge
+
     path = resolve_model_path(recipe.actor.path if model is None else model)
     folder = resolve_model_folder(path)
     shape = load_shape(folder)
     placement = _place(recipe, shape)
     check_weights(folder, shape)
     tokenizer = tokenizer_of(recipe, path)
-    frozen_roles = [role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"]
-    check_tokenizers(recipe, frozen_roles, shape, tokenizer)
-    check_weight_files(recipe, frozen_roles)
+    scoring = [role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"]
+    check_tokenizers(recipe, scoring, shape, tokenizer)
+    check_weight_files(recipe, scoring)
     spec = replica_spec(recipe, placement, path, load_weights=True)
     check_server(spec)
+    judge_texts = None if recipe.reward.judge is None else judge_launch.check_judge(recipe, placement)
     check_environment(recipe.environment, tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
     evaluator = Evaluator.of(recipe, tokenizer, rewards)
@@ -310,7 +316,11 @@ def evaluate(
         group = session.launch(rollout_role(placement, spec, followers))["rollout"]
         rollout = Rollout(group, shares_devices=False, is_server=is_server)
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
-        with Stream(recipe, rollout, rewards, timers, _no_weights, reward_model) as stream, timers.phase("evaluation"):
+        judge = None
+        if judge_texts is not None:
+            judge = judge_launch.judge_beside_rollout(session, recipe, placement, rollout, judge_texts, timers)
+        stream = Stream(recipe, rollout, rewards, timers, _no_weights, reward_model, judge)
+        with stream, timers.phase("evaluation"):
             result = _run(evaluator, stream, samples)
     return {
         "model": path,
@@ -342,7 +352,7 @@ def _run(evaluator: Evaluator, stream: Stream, file: Path | None) -> Evaluation:
 
 
 def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
-    """Place the rollout's replicas, and a reward model, as if they had the cluster alone.
+    """Place the rollout's replicas, and the models of the rewards, as if they had the cluster alone.
 
     The cluster may be too small for the actor.
 
@@ -350,14 +360,14 @@ def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
         RecipeError: replicas that the model, the cluster or a server does not allow.
     """
     allocation = recipe_allocation(recipe)
-    kept = (tuple(role for role in group if role.role in ("rollout", "reward")) for group in allocation.groups)
+    kept = (tuple(role for role in group if role.role in _EVALUATING) for group in allocation.groups)
     groups = Allocation(tuple(group for group in kept if group))
     placement = place_allocation(groups, recipe.cluster.n_nodes, recipe.cluster.n_gpus_per_node)
-    shapes = {"rollout": shape} | (
-        {"reward": model_shape(recipe, roles_of(recipe)["reward"])} if "reward" in placement else {}
-    )
+    roles = {name: role for name, role in roles_of(recipe).items() if name in placement and name != "rollout"}
+    shapes = {"rollout": shape} | {name: model_shape(recipe, role) for name, role in roles.items()}
     problems = [f"{role}: {line}" for role in shapes for line in layout_problems(placement[role].layout, shapes[role])]
     problems += [*replica_problems(placement), *server_problems(recipe), *sampling_problems(recipe, shape)]
+    problems += judge_problems(recipe, shapes)
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
     return placement

@@ -200,7 +200,9 @@ def _source(
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     recipe, timers = setup.recipe, run.timers
     resend = partial(roles.send_weights, timers=timers)
-    with Stream(recipe, roles.rollout, setup.rewards, timers, resend, setup.reward_model(roles)) as stream:
+    with Stream(
+        recipe, roles.rollout, setup.rewards, timers, resend, setup.reward_model(roles), setup.judge(roles, timers)
+    ) as stream:
         yield Source(
             recipe,
             setup.sampler,

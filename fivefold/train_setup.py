@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.algorithms.build import check_methods
 from fivefold.checkpoints.run_state import RunState
@@ -17,6 +17,8 @@ from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import end_token
 from fivefold.environments.build import check_environment
 from fivefold.evaluate import Evaluator, check_judged, check_lengths
+from fivefold.layout.placement import Placement
+from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.devices import Roles
@@ -32,6 +34,9 @@ from fivefold.update.expert_examples import ExpertExamples
 from fivefold.update.samples import check_prompts
 from fivefold.weights.table import choose_route
 from fivefold.weights.transport import Route
+
+if TYPE_CHECKING:
+    from fivefold.roles.judge import Judge, JudgeTexts
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class TrainSetup(RunSetup[Prompt]):
     """How weights travel from the actor to the rollout."""
     replay: str | None
     """What the banner says about router replay; None: nothing."""
+    judge_texts: JudgeTexts | None = None
+    """Turns questions into tokens of the model that judges; None: there is none."""
 
     def facts(self) -> Mapping[str, object]:
         """Return what the banner says about this kind of run."""
@@ -128,6 +135,14 @@ class TrainSetup(RunSetup[Prompt]):
         model = roles.frozen.get("reward")
         return None if model is None else RewardModel(model, end_token(self.ground.tokenizer))
 
+    def judge(self, roles: Roles, timers: PhaseTimers) -> Judge | None:
+        """Return the model that judges among the roles; None if there is none."""
+        if roles.judge is None or self.judge_texts is None:
+            return None
+        from fivefold.roles.judge import Judge  # here, because most runs have none
+
+        return Judge(roles.judge, self.recipe, self.judge_texts, timers)
+
 
 def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     """Check and load everything that needs no worker.
@@ -174,4 +189,11 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
         total_steps=recipe.n_steps(sampler.batches_per_epoch),
         route=route,
         replay=replay,
+        judge_texts=None if recipe.reward.judge is None else _judge_texts(recipe, ground.placement, began),
     )
+
+
+def _judge_texts(recipe: TrainRecipe, placement: Placement, began: datetime | None) -> JudgeTexts:
+    from fivefold.roles.judge_launch import check_judge  # here, because most runs have none
+
+    return check_judge(recipe, placement, began)

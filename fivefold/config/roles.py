@@ -6,6 +6,7 @@ ref       frozen; in the actor's processes unless it is placed; may follow the a
 critic    trains, with a value head
 reward    frozen, with the head of its weight files
 teacher   frozen
+judge     frozen, and generates
 
 A role that a recipe lacks is no row.
 """
@@ -19,11 +20,12 @@ from typing import TypeVar
 from fivefold.config.schema.engine import EngineConfig, TrainedModelConfig
 from fivefold.config.schema.fields import Section
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.rewards import JudgeConfig
 from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.rollout import RolloutConfig
 
 S = TypeVar("S", bound=Section)
-RoleSection = EngineConfig | FrozenReferenceConfig | RolloutConfig
+RoleSection = EngineConfig | FrozenReferenceConfig | RolloutConfig | JudgeConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class RoleSpec:
     generates: bool = False
     scores_samples: bool = False
     """Whether it scores samples while the rollout generates others."""
+    has_own_tokens: bool = False
+    """Whether it reads texts, with its own tokenizer; others read the actor's tokens."""
     host: str | None = None
     """The role in whose processes it lives unless it is placed; None: it always has its own."""
     state: str = ""
@@ -63,6 +67,7 @@ ROLES: Mapping[str, RoleSpec] = {
         RoleSpec("critic", "critic", state="critic"),
         RoleSpec("reward", "reward.model", scores_samples=True),
         RoleSpec("teacher", "teacher"),
+        RoleSpec("judge", "reward.judge", generates=True, has_own_tokens=True),
     )
 }
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.group import Group
@@ -34,6 +34,9 @@ from fivefold.roles.rollout_stream import RolloutStream
 from fivefold.rollout.protocol import GenerationRequest, n_begun
 from fivefold.types import Sample
 
+if TYPE_CHECKING:
+    from fivefold.roles.judge import Judge
+
 ENDING_S = 30.0
 """Seconds that threads have to end, which they do after their slice on the replicas or their rewards."""
 
@@ -49,6 +52,7 @@ class Stream:
         timers: PhaseTimers,
         resend: Callable[[int], None],
         reward_model: RewardModel | None = None,
+        judge: Judge | None = None,
     ) -> None:
         """Begin without a group.
 
@@ -60,12 +64,14 @@ class Stream:
             resend: sends the weights of the given version, which are the current ones, to all replicas: a server was
                 started again.
             reward_model: the model whose score is one of the rewards.
+            judge: the model that the rewards ask.
         """
         self._rollout = rollout
-        self._rewards = rewards
+        self._rewards = rewards if judge is None else rewards.asking(judge)
         self._timers = timers
         self._resend = resend
         self._reward_model = reward_model
+        self._judge_model = judge
         self._timeout_s = recipe.scheduler.timeout_s
         self._environment = recipe.environment
         self._retries = recipe.environment.retries if recipe.environment else 0
@@ -99,7 +105,8 @@ class Stream:
         """Gives the replicas the last weights while the main thread trains."""
         self.answered_at = self._progress = time.perf_counter()
         """Times at which the last group was answered, and at which the last one had its rewards."""
-        self._coroutines = ExitStack()
+        self._helpers = ExitStack()
+        """What runs next to the threads."""
         self._threads = [self._thread("rollout", self._answer)]
         n_at_once = (1 + recipe.rollout.max_head_offpolicyness) * recipe.train_dataset.batch_size
         n_judges = min(rewards.n_at_once, n_at_once) if self.is_ahead else 0
@@ -115,6 +122,10 @@ class Stream:
             groups: the groups.
             first: whether they go before all that wait.
         """
+        if self._judge_model is not None and self._judge_model.stops_rollout and not self._rollout.gate.is_open:
+            # It has slept while completions of this step, or of an evaluation, were judged.
+            self._resend(self._version)
+            self.weights_sent(self._version)
         with self.changed:
             numbered = {next(self._numbers): group for group in groups if not group.is_answered}
             jobs = [
@@ -194,6 +205,8 @@ class Stream:
     def take_died(self) -> str | None:
         """Return which servers were started again since the last call."""
         logs = [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]
+        if self._judge_model is not None:
+            logs += [f"logs/judge-{rank}.log" for rank in self._judge_model.take_died()]
         return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
 
     def take_failed(self) -> str | None:
@@ -302,7 +315,7 @@ class Stream:
                     self._failures_changed = False
                 if all(group.rewarded is not None or (not self.is_ahead and group.values) for group in groups):
                     return None
-                if self._answered and not self.is_ahead:
+                if self._answered and not self.is_ahead and not self._judges_later:
                     return self._take_answered()
                 if self._replicas.needs_weights:
                     return []
@@ -321,6 +334,12 @@ class Stream:
                         "scheduler.timeout_s"
                     )
                 self.changed.wait(left)
+
+    @property
+    def _judges_later(self) -> bool:
+        """Whether completions wait for all others, because the judge has its devices in turn, once for all of them."""
+        in_turn = self._judge_model is not None and self._judge_model.takes_turns
+        return in_turn and bool(self._groups or self._new)
 
     def _check_failures(self, groups: Sequence[Group], most: float) -> None:
         """End the run if too many episodes of `groups` have failed.
@@ -369,7 +388,8 @@ class Stream:
 
     def _judge(self, groups: Sequence[Group]) -> None:
         """Compute the rewards of groups together, without those that a reward model gives."""
-        values = iter(judged([group.samples for group in groups], self._rewards))
+        with nullcontext() if self._judge_model is None else self._judge_model.working():
+            values = iter(judged([group.samples for group in groups], self._rewards))
         with self.changed:
             self._progress = time.perf_counter()
             for group in groups:
@@ -407,7 +427,9 @@ class Stream:
 
     def __enter__(self) -> Self:
         if self._rewards.has_coroutines and self.is_ahead:
-            self._coroutines.enter_context(event_loop.beside())
+            self._helpers.enter_context(event_loop.beside())
+        if self._judge_model is not None:
+            self._helpers.enter_context(self._judge_model)
         for thread in self._threads:
             thread.start()
         return self
@@ -419,7 +441,7 @@ class Stream:
             self._has_ended = True
             self.changed.notify_all()
         self._rollout.gate.end()
-        self._coroutines.close()
+        self._helpers.close()
         until = time.monotonic() + ENDING_S
         for thread in [*self._threads, *filter(None, [self._update])]:
             thread.join(max(0.0, until - time.monotonic()))

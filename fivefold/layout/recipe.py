@@ -100,7 +100,7 @@ def _require(recipe: Recipe, problems: Iterable[str]) -> None:
 
 
 def _wrong_kind(role: RoleAllocation) -> str | None:
-    must_train = role.role != "rollout"
+    must_train = not ROLES[role.role].generates
     if role.is_training == must_train:
         return None
     does = "trains" if role.is_training else "only generates"
@@ -214,7 +214,7 @@ def _contradictions(recipe: TrainRecipe, roles: Mapping[str, RoleAllocation], *,
 def _colocation_contradictions(recipe: TrainRecipe, groups: Groups) -> Iterable[str]:
     """Yield a line for each model whose key `colocate` says something else than `allocation_mode`."""
     for name, row in roles_of(recipe).items():
-        if row.spec.generates or "colocate" not in row.section.model_fields_set:
+        if name == "rollout" or "colocate" not in row.section.model_fields_set:
             continue
         is_shared = any({"actor", name} <= {role.role for role in group} for group in groups)
         if row.section.takes_turns != is_shared:

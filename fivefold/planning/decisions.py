@@ -22,24 +22,24 @@ from fivefold.planning.recipe_inputs import Changes, recipe_inputs
 
 @dataclass(frozen=True)
 class WhileGenerating:
-    """How the roles that share the rollout's devices wait while it is awake."""
+    """How the roles that share the devices of a role that generates wait while it is awake."""
 
-    kept: int
-    """Bytes of each device that they keep."""
+    kept: Mapping[str, int]
+    """Bytes of each of its devices that other roles keep, by role that generates; missing: none."""
     offloaded: tuple[Offloadable, ...]
     """What the actor moves off the devices."""
     streams_frozen: bool = False
     """Whether weights that the actor does not train are sent to the rollout from host memory."""
 
 
-ALWAYS_ON_DEVICE = WhileGenerating(0, ())
-"""No role waits for the rollout."""
+ALWAYS_ON_DEVICE = WhileGenerating({}, ())
+"""No role waits."""
 
 
 def while_generating(
     recipe: TrainRecipe, folders: Mapping[str, Path | str], *, gpu_memory: int | None
 ) -> WhileGenerating:
-    """Return how other roles wait while the rollout is awake, as `fivefold plan` computes it.
+    """Return how other roles wait while the rollout or the judge is awake, as `fivefold plan` computes it.
 
     Args:
         recipe: the roles, their layouts and their cluster.
@@ -51,7 +51,8 @@ def while_generating(
             cluster.
     """
     found = _estimate(recipe, folders, gpu_memory, None)
-    return WhileGenerating(found.rollouts[0].others, found.offloaded, found.streams_frozen)
+    kept = {rollout.placed.role: rollout.others for rollout in found.rollouts}
+    return WhileGenerating(kept, found.offloaded, found.streams_frozen)
 
 
 def copies_state(

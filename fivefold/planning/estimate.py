@@ -6,7 +6,7 @@ Inputs ─> placement ─> each role alone ─> what leaves the actor's GPUs for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fivefold.config.schema.role import Offloadable
@@ -41,7 +41,7 @@ def estimate(inputs: Inputs) -> Estimate:
         models["actor"] = _with_sending(models["actor"], inputs, placement)
     sharing, rollouts = _offloading(Sharing(inputs, placement, models))
     models = {role: replace(model, others=sharing.others(role)) for role, model in models.items()}
-    copies_state, needed = _host_memory(inputs, placement, models, sharing.offloaded)
+    copies_state, needed = _host_memory(inputs, placement, models, sharing.offloaded, rollouts)
     found = Estimate(
         inputs,
         placement,
@@ -113,6 +113,8 @@ def _offload_steps(sharing: Sharing, generating: list[str]) -> Iterator[tuple[tu
 def _rollout(sharing: Sharing, placed: RolePlacement) -> RolloutEstimate:
     role, others = placed.role, sharing.others(placed.role)
     rollout = estimate_rollout(sharing.inputs, placed, others)
+    if sharing.inputs.generator(role) is not sharing.inputs.rollout:
+        return rollout  # its weights never change
     arriving = rollout.memory.weights + sharing.asleep(role) + others
     if "actor" in sharing.placement.sharers(role):
         stages = sharing.models["actor"].memory
@@ -125,19 +127,31 @@ def _has_room(rollout: RolloutEstimate, inputs: Inputs) -> bool:
     """Return whether a rollout holds as many of the longest sequences as it decodes at one time."""
     if any(rollout_problems(rollout, inputs)):
         return False
-    wanted = min(inputs.rollout.batch, -(-inputs.rollout.generated // rollout.placed.layout.dp))
+    generator = inputs.generator(rollout.placed.role)
+    wanted = min(generator.batch, -(-generator.generated // rollout.placed.layout.dp))
     return rollout.memory.sequences >= wanted
 
 
+def _kept_asleep(inputs: Inputs, placement: Placement, rollout: RolloutEstimate) -> int:
+    """Return the bytes of weights that a rank keeps in host memory to sleep: those that nobody sends it again."""
+    role = rollout.placed.role
+    keeps = inputs.on_gpus and inputs.generator(role) is not inputs.rollout and bool(placement.sharers(role))
+    return rollout.memory.weights if keeps else 0
+
+
 def _host_memory(
-    inputs: Inputs, placement: Placement, models: Mapping[str, ModelEstimate], offloaded: tuple[Offloadable, ...]
+    inputs: Inputs,
+    placement: Placement,
+    models: Mapping[str, ModelEstimate],
+    offloaded: tuple[Offloadable, ...],
+    rollouts: Sequence[RolloutEstimate],
 ) -> tuple[bool, dict[int, HostMemory]]:
     """Return whether trainers copy their state for checkpoints, and the host memory that the roles then need."""
     ranks = [
         (model.placed, model.memory, offloaded if role == "actor" else model.offloaded)
         for role, model in models.items()
     ]
-    generating = [placed for placed in placement.roles if not placed.layout.is_training]
+    generating = [(each.placed, _kept_asleep(inputs, placement, each)) for each in rollouts]
     without, copying = (
         host_memory(ranks, generating, copies_state=copies, copied_weights=copied_weights(inputs, placement))
         for copies in (False, True)

@@ -37,7 +37,7 @@ class HostMemory:
 
 def host_memory(
     models: Iterable[tuple[RolePlacement, tuple[RankMemory, ...], Collection[Offloadable]]],
-    generating: Iterable[RolePlacement],
+    generating: Iterable[tuple[RolePlacement, int]],
     *,
     copies_state: bool,
     copied_weights: Mapping[int, int],
@@ -46,7 +46,7 @@ def host_memory(
 
     Args:
         models: roles that train or score, each with the memory of its stages and what it moves to the host.
-        generating: roles that generate.
+        generating: roles that generate, each with the bytes of weights that a rank keeps on the host.
         copies_state: whether trainers copy their state to host memory for checkpoints.
         copied_weights: bytes of the weights on their way to the rollout, by node.
     """
@@ -57,9 +57,9 @@ def host_memory(
             memory = stages[rank // per_stage]
             of_rank = HostMemory(PROCESS_BYTES, memory.on_host(moved), memory.snapshot if copies_state else 0)
             needed[device.node] = needed.get(device.node, HostMemory()) + of_rank
-    for placed in generating:
+    for placed, kept in generating:
         for device in placed.devices:
-            needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES)
+            needed[device.node] = needed.get(device.node, HostMemory()) + HostMemory(PROCESS_BYTES, kept)
     for node, n_bytes in copied_weights.items():
         needed[node] += HostMemory(weights=n_bytes)
     return needed

@@ -65,24 +65,39 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
-class RolloutInputs:
-    """What the rollout generates, and how it gets its weights."""
+class GeneratorInputs:
+    """What a role generates."""
 
     batch: int
     """Most sequences that a replica of the embedded engine decodes together."""
     generated: int
     """Sequences that all replicas generate in a step."""
     element_bytes: int = 2
-    """Bytes of a weight as it is sent, and of a cached key or value."""
+    """Bytes of a weight, and of a cached key or value."""
     is_quantized: bool = False
     """Whether a server keeps the matrices of layers in one byte an element."""
     memory_fraction: float | None = None
     """Share of a GPU's memory that a server takes; None: its usual share, less what other roles keep there."""
+
+
+@dataclass(frozen=True)
+class RolloutInputs(GeneratorInputs):
+    """What the rollout generates with the actor's weights, and how it gets them."""
+
     transport: str = "auto"
     """How weights go from the actor to the rollout."""
     overlaps_sync: bool | None = False
     """Whether the actor trains on while a rollout on separate devices receives a copy of its weights; None: if they go
     through host memory anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeInputs(GeneratorInputs):
+    """What a frozen model generates that judges."""
+
+    shape: ModelShape
+    sequence_length: int
+    """Tokens of the longest question and answer together."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,8 @@ class Inputs:
     models: Mapping[str, ModelInputs]
     """Models by role. A reference that is not in the allocation lives in the actor's processes."""
     rollout: RolloutInputs
+    judge: JudgeInputs | None = None
+    """The frozen model that judges; None: there is none."""
     devices: Mapping[str, tuple[int, ...]] | None = None
     """Each role's devices, numbered across nodes; None: the allocation's `+` and `|` decide."""
     host_memory_gib: int | None = None
@@ -111,6 +128,17 @@ class Inputs:
     def actor(self) -> ModelInputs:
         """The model that the run trains."""
         return self.models["actor"]
+
+    def generator(self, role: str) -> GeneratorInputs:
+        """Return what a role generates."""
+        return self.judge if role == "judge" and self.judge is not None else self.rollout
+
+    def generated_with(self, role: str) -> tuple[ModelShape, int]:
+        """Return the model with which a role generates, and the tokens of its longest sequence."""
+        generator = self.generator(role)
+        if isinstance(generator, JudgeInputs):
+            return generator.shape, generator.sequence_length
+        return self.actor.shape, self.actor.work.sequence_length
 
     @property
     def on_gpus(self) -> bool:

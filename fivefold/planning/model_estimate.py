@@ -161,17 +161,17 @@ def _scoring_memory(layout: ParallelLayout, shape: ModelShape, work: Workload) -
 
 def estimate_rollout(inputs: Inputs, placed: RolePlacement, others: int) -> RolloutEstimate:
     """Return the estimate of a role that generates while other roles keep `others` bytes on the same GPUs."""
-    shape, rollout = inputs.actor.shape, inputs.rollout
+    (shape, length), generator = inputs.generated_with(placed.role), inputs.generator(placed.role)
     memory = rollout_memory(
         placed.layout,
         shape,
         inputs.gpu,
-        sequence_length=inputs.actor.work.sequence_length,
-        batch_size=min(rollout.batch, -(-rollout.generated // placed.layout.dp)),
-        element_bytes=rollout.element_bytes,
-        is_quantized=rollout.is_quantized,
+        sequence_length=length,
+        batch_size=min(generator.batch, -(-generator.generated // placed.layout.dp)),
+        element_bytes=generator.element_bytes,
+        is_quantized=generator.is_quantized,
         taken=others,
-        fraction=rollout.memory_fraction,
+        fraction=generator.memory_fraction,
     )
     if not inputs.on_gpus:
         memory = replace(memory, context=0)

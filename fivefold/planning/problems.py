@@ -23,7 +23,7 @@ def problems_of(estimate: Estimate) -> Iterator[str]:
     """Yield a line for each reason why a run cannot start."""
     inputs = estimate.inputs
     for rollout in estimate.rollouts:
-        for line in layout_problems(rollout.placed.layout, inputs.actor.shape):
+        for line in layout_problems(rollout.placed.layout, inputs.generated_with(rollout.placed.role)[0]):
             yield f"{rollout.placed.role}: {line}"
     yield from replica_problems(estimate.placement)
     for model in estimate.models:
@@ -53,12 +53,12 @@ def _model_problems(model: ModelEstimate, inputs: Inputs) -> Iterator[str]:
 
 def rollout_problems(rollout: RolloutEstimate, inputs: Inputs) -> Iterator[str]:
     """Yield a line if a rollout lacks memory."""
-    memory, room = rollout.memory, inputs.gpu.memory
+    memory, room, key = rollout.memory, inputs.gpu.memory, ROLES[rollout.placed.role].key
     relief = ["split replicas further (t)", "give roles separate devices"]
     if not rollout.placed.layout.is_server:
-        relief.append("lower rollout.max_batch_size")
-    elif inputs.rollout.memory_fraction is not None:
-        relief.append("lower rollout.memory_fraction")
+        relief.append(f"lower {key}.max_batch_size")
+    elif inputs.generator(rollout.placed.role).memory_fraction is not None:
+        relief.append(f"lower {key}.memory_fraction")
     besides = _besides(rollout.others)
     if memory.total + rollout.others > room:
         yield (
@@ -75,7 +75,7 @@ def rollout_problems(rollout: RolloutEstimate, inputs: Inputs) -> Iterator[str]:
     elif memory.sequences == 0:
         yield (
             f"{rollout.placed.role}: {gb(memory.weights)} GB of weights leave no room for the keys and values of one "
-            f"sequence of {inputs.actor.work.sequence_length} tokens{besides}; split replicas further (t)"
+            f"sequence of {inputs.generated_with(rollout.placed.role)[1]} tokens{besides}; split replicas further (t)"
         )
 
 

@@ -19,7 +19,7 @@ from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
-from fivefold.planning.inputs import Inputs, ModelInputs, RolloutInputs
+from fivefold.planning.inputs import Inputs, JudgeInputs, ModelInputs, RolloutInputs
 from fivefold.planning.workload import Recompute, StateBytes, Workload
 from fivefold.rules.recipe import recipe_problems
 from fivefold.rules.replay import with_replay
@@ -73,6 +73,7 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
         gpus_per_node=recipe.cluster.n_gpus_per_node,
         models=models,
         rollout=_rollout(recipe),
+        judge=_judge(recipe, others["judge"]) if "judge" in others else None,
         devices=recipe_devices(recipe),
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
@@ -108,6 +109,21 @@ def _rollout(recipe: Recipe) -> RolloutInputs:
         memory_fraction=rollout.memory_fraction,
         transport=rollout.weight_transport,
         overlaps_sync=rollout.overlap_weight_sync if rollout.max_head_offpolicyness else False,
+    )
+
+
+def _judge(recipe: Recipe, shape: ModelShape) -> JudgeInputs:
+    """Return the model that judges, asked once about each sample of a step."""
+    assert isinstance(recipe, TrainRecipe)
+    judge = recipe.reward.judge
+    assert judge is not None
+    return JudgeInputs(
+        batch=judge.max_batch_size,
+        generated=recipe.train_dataset.batch_size * recipe.gconfig.n_samples,
+        element_bytes=ELEMENT_BYTES[judge.dtype],
+        memory_fraction=judge.memory_fraction,
+        shape=shape,
+        sequence_length=judge.max_length,
     )
 
 
@@ -277,6 +293,11 @@ def _generation_notes(recipe: Recipe) -> Iterator[str]:
                 "a chat template that rewrites the past, as one that drops thoughts, makes several sequences of an "
                 "episode, whose time is not planned here (environment.keep_thinking)"
             )
+    if recipe.reward.judge is not None:
+        yield (
+            "reward.judge answers a question about each sample, which the time of a step does not count: on devices of "
+            "its own while others are generated, and on shared ones after all of them"
+        )
     if recipe.actor.advantage == "remax":
         yield "actor.advantage=remax also generates a greedy completion of each prompt, which is not planned here"
     if (age := recipe.rollout.max_head_offpolicyness) > 0:

@@ -98,7 +98,7 @@ class Cluster:
         engines = tuple(
             Engine.of(
                 estimate_rollout(inputs, placed, sum(sharing.kept(role, placed.role) for role in models)),
-                inputs.rollout.memory_fraction,
+                inputs.generator(placed.role).memory_fraction,
             )
             for placed in rollouts
         )

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import urllib3
 
+from fivefold.rewards.asking import NoScore
+
 Answer = TypeVar("Answer")
 
 SHOWN = 300
@@ -30,7 +32,7 @@ SETTINGS_FAULT = frozenset({401, 403, 404, 405})
 """Status codes that no other prompt would change: the key, the URL or the model is wrong."""
 
 
-class RequestFailed(Exception):
+class RequestFailed(NoScore):
     """A request without a usable answer."""
 
     def __init__(self, reason: str, *, again: bool, wait_s: float = 0.0, is_settings_fault: bool = False) -> None:

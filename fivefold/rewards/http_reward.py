@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fivefold.json_text import parsed
+from fivefold.rewards.asking import Question
 from fivefold.rewards.http_client import RequestFailed, shown
-from fivefold.rewards.service import Question, Service
+from fivefold.rewards.service import Service
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra_info")
 
@@ -47,7 +48,7 @@ class HTTPReward(Service):
         return "the service"
 
     def judge_prompt(self, prompt: Question, response: str) -> float:
-        """Return the score of one response, times `scale`; see `Service.judge_prompt`."""
+        """Return the score of one response, times `scale`; see `Asking.judge_prompt`."""
         values = {
             "prompt": prompt.text,
             "response": response,

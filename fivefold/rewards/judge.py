@@ -1,4 +1,4 @@
-"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response."""
+"""The reward `judge`: a model scores each response, behind an OpenAI-compatible URL or in processes of the run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from fivefold.json_text import parsed
+from fivefold.rewards.asking import Asking, NoScore, Question
 from fivefold.rewards.http_client import SHOWN, RequestFailed, shown
-from fivefold.rewards.service import Question, Service
+from fivefold.rewards.service import Service
 
 FIELDS = ("prompt", "response", "ground_truth")
 TEMPLATE = """\
@@ -29,14 +31,10 @@ Does the answer agree with the reference? Explain in one sentence. Then end with
 "Score: 0" if it does not."""
 
 
-@dataclass(frozen=True)
-class Judge(Service):
+@dataclass(frozen=True, kw_only=True)
+class Judging(Asking):
     """Asks a model for a score, which is found in its answer by a regular expression."""
 
-    base_url: str
-    """Address of the service, to which `/chat/completions` is added, such as `http://localhost:8000/v1`."""
-    model: str
-    """Name of the model, as the service knows it."""
     template: str = TEMPLATE
     """What is asked: `{prompt}`, `{response}` and `{ground_truth}` stand for the sample's."""
     temperature: float = 0.0
@@ -68,6 +66,43 @@ class Judge(Service):
         yield "temperature", (0, 100)
 
     @property
+    def title(self) -> str:
+        """What messages call the model."""
+        return "the judge"
+
+    def question(self, prompt: Question, response: str) -> str:
+        """Return the text that the model is asked."""
+        values = {"prompt": prompt.text, "response": response, "ground_truth": str(prompt.ground_truth)}
+        # In one pass, so that a response cannot bring further fields.
+        return re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], self.template)
+
+    def score(self, answer: str) -> float:
+        """Return the scaled score in an answer.
+
+        Raises:
+            NoScore: it has none.
+        """
+        matches = list(re.finditer(self.pattern, answer))
+        text = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
+        try:
+            score = float(text or "") * self.scale
+        except ValueError:
+            score = math.nan
+        if not math.isfinite(score):
+            raise NoScore(f"{self.pattern!r} finds no score in the answer {answer[-SHOWN:]!r}")
+        return score
+
+
+@dataclass(frozen=True)
+class Judge(Judging, Service):
+    """Asks a model behind a URL."""
+
+    base_url: str
+    """Address of the service, to which `/chat/completions` is added, such as `http://localhost:8000/v1`."""
+    model: str
+    """Name of the model, as the service knows it."""
+
+    @property
     def address(self) -> tuple[str, str]:
         """The key of the service's address, and its value."""
         return "base_url", self.base_url
@@ -77,40 +112,93 @@ class Judge(Service):
         """The URL that is asked."""
         return f"{self.base_url.rstrip('/')}/chat/completions"
 
-    @property
-    def title(self) -> str:
-        """What messages call the service."""
-        return "the judge"
-
     def judge_prompt(self, prompt: Question, response: str) -> float:
-        """Return the score of one response, times `scale`; see `Service.judge_prompt`."""
-        values = {"prompt": prompt.text, "response": response, "ground_truth": str(prompt.ground_truth)}
-        # In one pass, so that a response cannot bring further fields.
-        question = re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], self.template)
+        """Return the score of one response, times `scale`; see `Asking.judge_prompt`."""
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": self.question(prompt, response)}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        return self.asked(body, self._score)
+        return self.asked(body, self._read)
 
-    def _score(self, data: bytes) -> float:
-        """Return the scaled score in the answer that a reply holds.
+    def _read(self, data: bytes) -> float:
+        try:
+            return self.score(_content(data))
+        except RequestFailed:
+            raise
+        except NoScore as error:
+            raise RequestFailed(str(error), again=True) from error
+
+
+class Host(Protocol):
+    """Answers questions with a model in processes of the run. Any thread may ask."""
+
+    def answer(self, question: str, *, temperature: float, max_tokens: int, attempt: int) -> str:
+        """Return the model's answer, without special tokens.
+
+        Args:
+            question: the text of a user's only message.
+            temperature: 0: the most likely tokens are taken.
+            max_tokens: most tokens of the answer.
+            attempt: 0 for the first answer to a question; others have other random numbers.
 
         Raises:
-            RequestFailed: it has none.
+            NoScore: the model cannot read the question.
+            HostFailed: the model's processes failed.
         """
-        answer = _content(data)
-        matches = list(re.finditer(self.pattern, answer))
-        text = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
-        try:
-            score = float(text or "") * self.scale
-        except ValueError:
-            score = math.nan
-        if not math.isfinite(score):
-            raise RequestFailed(f"{self.pattern!r} finds no score in the answer {answer[-300:]!r}", again=True)
-        return score
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedJudge(Judging):
+    """Asks the model of the section `reward.judge`, once the run has started it."""
+
+    concurrency: int = 256
+    """Questions at the same time."""
+
+    def judge_prompt(self, prompt: Question, response: str) -> float:
+        """Refuse to judge: what `asking` returns does.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("the run has not started the model that judges")
+
+    def asking(self, host: Host) -> AskedHost:
+        """Return this reward with the model that answers."""
+        return AskedHost(self, host)
+
+
+@dataclass(frozen=True)
+class AskedHost:
+    """The reward of a model that the run has started."""
+
+    judge: HostedJudge
+    host: Host
+
+    def judge_prompt(self, prompt: Question, response: str) -> float:
+        """Return the score of one response, times `scale`; see `Asking.judge_prompt`."""
+        question = self.judge.question(prompt, response)
+        return self.judge.scored(lambda: self._ask(question))
+
+    def _ask(self, question: str) -> float:
+        """Return the first score that the model gives. The most likely answer, at temperature 0, is always the same.
+
+        Raises:
+            NoScore: it gave none.
+        """
+        judge = self.judge
+        attempts = 1 + judge.retries if judge.temperature > 0 else 1
+        for attempt in range(attempts):
+            answer = self.host.answer(
+                question, temperature=judge.temperature, max_tokens=judge.max_tokens, attempt=attempt
+            )
+            try:
+                return judge.score(answer)
+            except NoScore as error:
+                last = error
+        times = "its answer" if attempts == 1 else f"{attempts} answers"
+        raise NoScore(f"the judge gave no score in {times}: {last}")
 
 
 def _content(data: bytes) -> str:

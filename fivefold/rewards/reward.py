@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from fivefold.config.user_code import one_process, user_traceback
+from fivefold.rewards.asking import HostFailed
 from fivefold.rewards.time_limit import OutOfTime
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
@@ -255,8 +256,8 @@ _OTHER_CODE = (f"{Path(__file__).parent}/", importlib.__file__, "<frozen importl
 def explaining(message: Callable[[], str], passes: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turn what a user's code raises inside this context into a ValueError with `message` and its traceback.
 
-    SystemExit is turned too: it would end a run without a word, and even with exit code 0. KeyboardInterrupt and
-    `OutOfTime` pass, because the user's code does not raise them itself.
+    SystemExit is turned too: it would end a run without a word, and even with exit code 0. KeyboardInterrupt,
+    `OutOfTime` and `HostFailed` pass, because the user's code does not raise them itself.
 
     Args:
         message: returns what failed, and on what. It is called only if something was raised.
@@ -267,7 +268,7 @@ def explaining(message: Callable[[], str], passes: Callable[[], bool] = lambda: 
     """
     try:
         yield
-    except (KeyboardInterrupt, OutOfTime):
+    except (KeyboardInterrupt, OutOfTime, HostFailed):
         raise
     except BaseException as error:
         if passes():

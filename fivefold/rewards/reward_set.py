@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from fivefold.rewards.event_loop import N_AT_ONCE, judge_together
+from fivefold.rewards.judge import Host, HostedJudge
 from fivefold.rewards.reward import BuiltIn, GivenByEnvironment, InWork, Judged, NamedReward, ScoredByModel, describe
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.rewards.unscored import Unscored
@@ -84,6 +85,17 @@ class RewardSet:
     def has_coroutines(self) -> bool:
         """Whether one of the rewards is a coroutine function."""
         return any(each.reward.is_coroutine for each in self.rewards)
+
+    def asking(self, host: Host) -> RewardSet:
+        """Return the same rewards, with the model that the run hosts for those that ask it."""
+
+        def with_host(each: WeightedReward) -> WeightedReward:
+            judge = each.reward.reward
+            if not isinstance(judge, HostedJudge):
+                return each
+            return replace(each, reward=replace(each.reward, reward=judge.asking(host)))
+
+        return replace(self, rewards=tuple(map(with_host, self.rewards)))
 
     def slowest(self) -> InWork | None:
         """Return the response that has been judged for longest; None: none is being judged that has a limit."""

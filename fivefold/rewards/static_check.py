@@ -20,15 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from fivefold.config.paths import user_path
 from fivefold.config.problems import did_you_mean, show
-from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig
+from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig, is_hosted
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.http_reward import HTTPReward
-from fivefold.rewards.judge import Judge
+from fivefold.rewards.judge import HostedJudge, Judge
 from fivefold.rewards.math_reward import MathReward
 from fivefold.rewards.user_function import check_call
 
-BuiltInReward = ExactMatch | MathReward | Judge | HTTPReward | CodeReward
+BuiltInReward = ExactMatch | MathReward | Judge | HostedJudge | HTTPReward | CodeReward
 BUILT_IN: Mapping[str, type[BuiltInReward]] = {
     "exact_match": ExactMatch,
     "math": MathReward,
@@ -46,7 +46,7 @@ def built_in_reward(config: OneRewardConfig) -> BuiltInReward:
     Raises:
         ValueError: it does not take the keyword arguments.
     """
-    kind = BUILT_IN[config.fn]
+    kind: type[BuiltInReward] = HostedJudge if is_hosted(config) else BUILT_IN[config.fn]
     known = sorted(field.name for field in fields(kind) if field.init)
     if unknown := sorted(set(config.kwargs) - set(known)):
         raise ValueError(f"reward.kwargs has {unknown}, but the reward {config.fn!r} takes {known}")

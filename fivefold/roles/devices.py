@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fivefold.cluster.group import Remote
 from fivefold.engine.contract import Offloadable
@@ -14,6 +15,9 @@ from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.models import ModelHandle, TrainedModel, moved_metrics
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from fivefold.roles.judge import JudgeReplicas
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Roles(Models):
     rollout: Rollout
     sync: WeightSync
     """The way of the actor's weights to the rollout."""
+    judge: JudgeReplicas | None = None
+    """The model that judges; None: there is none."""
 
     @contextmanager
     def training(self, timers: PhaseTimers) -> Iterator[None]:

@@ -52,7 +52,9 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
     specs = trainer_specs(recipe, placement, n_steps, copies=_copies_state(session, recipe, placement))
     waiting = _while_generating(recipe, placement, session.gpu_memory)
     path = specs["actor"].model.path
-    replica = replica_spec(recipe, placement, path, load_weights=False, route=route, reserved=waiting.kept)
+    replica = replica_spec(
+        recipe, placement, path, load_weights=False, route=route, reserved=waiting.kept.get("rollout", 0)
+    )
     replicas = rollout_role(placement, replica, launch_followers(session, placement, replica))
     groups: dict[str, WorkerGroup] = {}
     together = [replicas]
@@ -60,6 +62,11 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
         # A server measures the free memory of its devices when it starts, and sleeps until the first weights are sent.
         groups, together = session.launch(replicas), []
         groups["rollout"].call(RolloutWorker.sleep)
+    if "judge" in placement:
+        from fivefold.roles import judge_launch  # here, because most runs have none
+
+        spec = judge_launch.judge_spec(recipe, placement, waiting.kept.get("judge", 0))
+        groups |= judge_launch.launch_judge(session, placement, spec)
     groups |= _start(session, recipe, placement, specs, together)
     models = _models(recipe, placement, specs, groups, waiting, verifies=route.checksum)
     in_turn = bool(placement.sharers("rollout"))
@@ -67,8 +74,11 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
     rollout = Rollout(groups["rollout"], shares_devices=in_turn, is_server=is_server)
     sync = WeightSync(route, groups["actor"], groups["rollout"])
     sync.meet()
+    judge = None
+    if "judge" in placement:
+        judge = judge_launch.judge_replicas(groups["judge"], placement, rollout, models.actor, waiting.offloaded)
     kind = RolesInTurn if in_turn else Roles
-    return kind(models.actor, models.further, models.frozen, rollout=rollout, sync=sync)
+    return kind(models.actor, models.further, models.frozen, rollout=rollout, sync=sync, judge=judge)
 
 
 def launch_models(session: Session, recipe: Recipe, placement: Placement, n_steps: int) -> Models:
@@ -149,9 +159,10 @@ def _models(
         verifies: whether the actor's weights have checksums where they are sent.
     """
     roles = roles_of(recipe)
+    in_turn = "rollout" in placement and "actor" in placement.sharers("rollout")
     actor = Actor(
         _trainer(groups["actor"], specs["actor"]),
-        waiting.offloaded,
+        waiting.offloaded if in_turn else (),
         streams_frozen=waiting.streams_frozen,
         verifies=verifies,
     )
@@ -264,12 +275,13 @@ def _folders(recipe: Recipe) -> dict[str, Path]:
 
 
 def _while_generating(recipe: TrainRecipe, placement: Placement, gpu_memory: int | None) -> WhileGenerating:
-    """Return how the roles on the rollout's devices wait while it is awake: as the plan says, on GPUs."""
-    sharers = placement.sharers("rollout")
+    """Return how roles wait while one that generates is awake on their devices: as the plan says, on GPUs."""
+    generating = [placed.role for placed in placement.roles if not placed.layout.is_training]
+    sharers = {sharer for role in generating for sharer in placement.sharers(role)}
     if not sharers:
         return ALWAYS_ON_DEVICE
     if placement.is_cpu:
-        return WhileGenerating(0, _asked(recipe) if "actor" in sharers else ())
+        return WhileGenerating({}, _asked(recipe) if "actor" in sharers else ())
     return while_generating(recipe, _folders(recipe), gpu_memory=gpu_memory)
 
 

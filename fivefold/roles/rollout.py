@@ -116,6 +116,11 @@ class Gate:
         self._is_open = True
         self._has_ended = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls pass."""
+        return self._is_open
+
     @contextmanager
     def passing(self) -> Iterator[bool]:
         """Wait until the gate is open, and keep it open inside the block. Yields False once the gate has ended."""

@@ -1,4 +1,4 @@
-"""The processes on the further nodes of rollout replicas that lie on several nodes each.
+"""The processes of replicas that generate, and those on the further nodes of replicas that lie on several nodes each.
 
 vllm:d2t8p2 on nodes of 8
 
@@ -20,32 +20,36 @@ from fivefold.rollout.replica import FollowerAddress, ReplicaSpec
 from fivefold.rollout.servers.follower import FollowerHost
 
 
-def launch_followers(session: Session, placement: Placement, spec: ReplicaSpec) -> list[tuple[FollowerAddress, ...]]:
-    """Start a process on each node of each replica but its first one, which waits for that one.
+def launch_followers(
+    session: Session, placement: Placement, spec: ReplicaSpec, name: str = "rollout"
+) -> list[tuple[FollowerAddress, ...]]:
+    """Start a process on each node of each replica of a role but its first one, which waits for that one.
 
     Returns:
         Where they are reached, by replica; nothing if all replicas are on one node.
     """
-    nodes = _replica_nodes(placement)
+    nodes = _replica_nodes(placement, name)
     devices = [device for replica in nodes for node in replica[1:] for device in node]
     if not devices:
         return []
-    role = Role("rollout-follower", devices, _follow, (spec,), devices_per_process=len(nodes[0][0]))
+    role = Role(f"{name}-follower", devices, _follow, (spec,), devices_per_process=len(nodes[0][0]))
     addresses = session.launch(role)[role.name].call(FollowerHost.address)
     n = len(nodes[0]) - 1
     return [tuple(addresses[first : first + n]) for first in range(0, len(addresses), n)]
 
 
-def rollout_role(placement: Placement, spec: ReplicaSpec, followers: Sequence[tuple[FollowerAddress, ...]]) -> Role:
-    """Return the role of the rollout's replicas, each with the followers that `launch_followers` has started for it."""
-    nodes = _replica_nodes(placement)
+def rollout_role(
+    placement: Placement, spec: ReplicaSpec, followers: Sequence[tuple[FollowerAddress, ...]], name: str = "rollout"
+) -> Role:
+    """Return the role of a role's replicas, each with the followers that `launch_followers` has started for it."""
+    nodes = _replica_nodes(placement, name)
     devices = [device for replica in nodes for device in replica[0]]
-    return Role("rollout", devices, RolloutWorker, (spec, followers), devices_per_process=len(nodes[0][0]))
+    return Role(name, devices, RolloutWorker, (spec, followers), devices_per_process=len(nodes[0][0]))
 
 
-def _replica_nodes(placement: Placement) -> list[list[tuple[Device, ...]]]:
+def _replica_nodes(placement: Placement, name: str) -> list[list[tuple[Device, ...]]]:
     """Return the devices of each node of each replica."""
-    placed = placement["rollout"]
+    placed = placement[name]
     n = placed.nodes_per_replica
     size = placed.layout.tp * placed.layout.pp // n
     parts = [placed.devices[first : first + size] for first in range(0, len(placed.devices), size)]

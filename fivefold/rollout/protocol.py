@@ -187,6 +187,11 @@ def turn_seed(seed: int, token_ids: tuple[int, ...]) -> int:
     return _hash_seed("turn", seed, *token_ids)
 
 
+def question_seed(seed: int, token_ids: tuple[int, ...], attempt: int) -> int:
+    """Return the seed of an answer to a judge's question: the same question has the same answers in every run."""
+    return _hash_seed("judge", seed, attempt, *token_ids)
+
+
 def _is_in_share(row: int, share: float) -> bool:
     """Return whether row `row` belongs to a share that is spread evenly over all rows."""
     return math.ceil((row + 1) * share) > math.ceil(row * share)
@@ -274,7 +279,10 @@ class RolloutEngine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Forget the weights, and give the device memory of weights and cache back."""
+        """Forget the weights, and give the device memory of weights and cache back.
+
+        An engine that has loaded its weights itself keeps them in host memory.
+        """
 
     def wake_weights(self) -> bool:
         """Take the device memory of the weights again, so that an update can bring them, and not yet the cache's.

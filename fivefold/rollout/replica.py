@@ -73,6 +73,8 @@ class ReplicaSpec:
     """Python program of the server's environment; None: this process's."""
     arguments: tuple[str, ...]
     """Further arguments of the server's command line."""
+    section: str = "rollout"
+    """The recipe's section that it follows from, which errors name."""
     quantization: str | None = None
     """How a server quantizes its weights; None: not."""
     needs_text: bool = True

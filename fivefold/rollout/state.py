@@ -55,13 +55,14 @@ class EngineState:
         """Record that all weights have `version`."""
         self._weight_version = version
 
-    def sleep(self) -> None:
-        """Record that the engine sleeps and has forgotten its weights."""
-        self._weight_version = None
+    def sleep(self, *, keeps_weights: bool = False) -> None:
+        """Record that the engine sleeps, and has forgotten its weights unless it keeps them on the host."""
+        if not keeps_weights:
+            self._weight_version = None
         self._memory = "none"
 
     def wake_weights(self) -> None:
-        """Record that an engine that slept has memory for its weights; they come with the next update."""
+        """Record that an engine that slept has memory for its weights, and those that it kept; others come next."""
         self._memory = "weights"
 
     def wake(self) -> None:

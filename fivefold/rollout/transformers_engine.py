@@ -37,6 +37,7 @@ class TransformersEngine:
         end_token_ids: Iterable[int],
         max_batch_size: int,
         weight_version: int | None,
+        keeps_weights: bool = False,
         recomputes: bool = False,
         receiver: Receiver | None = None,
         records_routes: bool = False,
@@ -49,7 +50,7 @@ class TransformersEngine:
             end_token_ids: tokens after which a completion ends.
             max_batch_size: most rows that are decoded at one time.
             weight_version: version of the weights in `model`; None: it has none before the first `update_weights`.
-            trust_remote_code: whether code of the tokenizer's folder is run.
+            keeps_weights: whether its weights are on the host while it sleeps; otherwise they are forgotten.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             receiver: takes weights from a transport's items; None: from the buckets of host memory.
             records_routes: whether completions tell the experts of their tokens.
@@ -65,6 +66,7 @@ class TransformersEngine:
             model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes, recorder=recorder
         )
         self._state = EngineState(weight_version)
+        self._keeps_weights = keeps_weights
         self._tensors = file_tensors(model)
         self._receiver = receiver or THROUGH_HOST.transport.receiver()
         self._staged: tuple[int, list[tuple[str, Tensor]]] | None = None
@@ -95,8 +97,8 @@ class TransformersEngine:
             device: device of the model.
             max_batch_size: most rows that are decoded at one time.
             tokenizer_path: like `path`; None: `path`.
-            load_weights: True: the checkpoint's weights, as version 0. False: the config alone is read, and the engine
-                waits for `update_weights`.
+            load_weights: True: the checkpoint's weights, as version 0, which it keeps while it sleeps. False: the
+                config alone is read, and the engine waits for `update_weights`.
             trust_remote_code: whether code of the tokenizer's folder is run.
             recomputes: whether new weights compute the keys and values of submitted requests again.
             transport: how weights come.
@@ -117,6 +119,7 @@ class TransformersEngine:
             end_token_ids=end_tokens(model, generation, tokenizer),
             max_batch_size=max_batch_size,
             weight_version=0 if load_weights else None,
+            keeps_weights=load_weights,
             recomputes=recomputes,
             receiver=receiver_of(transport, folder),
             records_routes=records_routes,
@@ -209,21 +212,23 @@ class TransformersEngine:
     def sleep(self) -> None:
         """Forget the weights, and the keys and values of submitted requests, and free their memory.
 
+        Weights that it has loaded itself are moved to the host, because nobody sends them again.
         Buffers such as rotary frequencies stay: they are small, and no update brings them.
         """
-        self._state.sleep()
+        self._state.sleep(keeps_weights=self._keeps_weights)
         self._stream.forget()
         for parameter in self._model.parameters():
-            parameter.data = parameter.data.new_empty(0)
+            parameter.data = parameter.data.cpu() if self._keeps_weights else parameter.data.new_empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_weights(self) -> bool:
-        """Allocate the weights, which `update_weights` then fills. An engine that has them allocated stays as it is."""
+        """Take the weights back, or allocate them for `update_weights`. An engine that has them stays as it is."""
         if self._state.memory != "none":
             return True
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
-            parameter.data = parameter.data.new_empty(shape)
+            kept = parameter.data.to(self._device) if self._keeps_weights else None
+            parameter.data = parameter.data.new_empty(shape) if kept is None else kept
         self._state.wake_weights()
         return True
 

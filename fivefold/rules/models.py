@@ -28,7 +28,7 @@ MOST_FULL = 16_384
 def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each role whose model needs the actor's vocabulary and has another; `shape` is the actor's."""
     for role, other in others.items():
-        if other.vocab != shape.vocab and not reads_tokens_alone(recipe, role):
+        if other.vocab != shape.vocab and not ROLES[role].has_own_tokens and not reads_tokens_alone(recipe, role):
             path = roles_of(recipe)[role].path
             sampled = " or set actor.distill.over=sampled" if role == "teacher" else ""
             yield (

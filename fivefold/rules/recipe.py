@@ -18,6 +18,7 @@ from fivefold.rewards.static_check import reward_problems
 from fivefold.rules.adapters import adapter_problems
 from fivefold.rules.engines import engine_problems
 from fivefold.rules.freezing import freezing_problems
+from fivefold.rules.judge import judge_problems, judge_turn_problems
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import (
     RoleShapes,
@@ -60,6 +61,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         *replica_problems(placement),
         *cache_problems(recipe, placement),
         *sync_problems(recipe, placement),
+        *judge_turn_problems(recipe, placement),
         *_profile_problems(recipe, layouts),
     ]
     problems += recipe_problems(recipe, shape, others)
@@ -71,6 +73,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
     yield from engine_problems(recipe, shape, others)
     yield from server_problems(recipe)
+    yield from judge_problems(recipe, others)
     yield from quantization_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)

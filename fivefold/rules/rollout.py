@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.config.schema.generator import GeneratorConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rules import OfServers, marked, said
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
-from fivefold.layout.backends import BACKENDS, server_titles
+from fivefold.layout.backends import BACKENDS, Backend, server_titles
 from fivefold.layout.placement import Placement
 from fivefold.layout.recipe import recipe_allocation
 
@@ -21,14 +22,8 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe):
         return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
-    if not backend.is_server:
-        for key, value, mark in marked(recipe.rollout, OfServers):
-            always = f", which always {mark.otherwise}" if mark.otherwise else ""
-            yield (
-                f"rollout.{key}={said(value)} is for servers ({server_titles()}), and the rollout runs "
-                f"{backend.name}{always}: drop it"
-            )
-    elif recipe.rollout.recompute_kv_cache is False and not backend.can_hold:
+    yield from key_problems("rollout", recipe.rollout, backend)
+    if backend.is_server and recipe.rollout.recompute_kv_cache is False and not backend.can_hold:
         yield (
             f"rollout.recompute_kv_cache=false is for vLLM and the embedded engine: {backend.title} computes the keys "
             "and values of running completions again when weights change; drop it"
@@ -41,6 +36,18 @@ def server_problems(recipe: Recipe) -> Iterator[str]:
                     f"{section}.temperature={value.temperature}: {backend.title} samples with {low} to {high}; "
                     "choose a temperature in this range"
                 )
+
+
+def key_problems(section: str, config: GeneratorConfig, backend: Backend) -> Iterator[str]:
+    """Yield a line for each key of a section that only servers read, if its role runs none."""
+    if backend.is_server:
+        return
+    for key, value, mark in marked(config, OfServers):
+        always = f", which always {mark.otherwise}" if mark.otherwise else ""
+        yield (
+            f"{section}.{key}={said(value)} is for servers ({server_titles()}), and the "
+            f"{section.rpartition('.')[2]} runs {backend.name}{always}: drop it"
+        )
 
 
 def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:

@@ -8,14 +8,17 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fivefold.config.schema.engine import FrozenModelConfig
-from fivefold.config.schema.fields import NAME, Section
+from fivefold.config.schema.fields import NAME, Dtype, PathText, Positive, Section
+from fivefold.config.schema.generator import GeneratorConfig
 from fivefold.config.schema.role import Head
-from fivefold.config.schema.rules import rule
+from fivefold.config.schema.rules import absent, needs, rule
 
 OF_MODEL = "model"
 """Value of `fn` for the score of the reward model."""
 OF_ENVIRONMENT = "environment"
 """Value of `fn` for what the environment gives."""
+JUDGE = "judge"
+"""Value of `fn` for the score that a model writes: at the URL `base_url` of its `kwargs`, or the model of the run."""
 
 
 class RewardModelConfig(FrozenModelConfig):
@@ -31,13 +34,34 @@ class RewardModelConfig(FrozenModelConfig):
         return "stored"
 
 
+class JudgeConfig(GeneratorConfig):
+    """A model that the run hosts, and that writes judgements for `fn: judge` without `base_url` (docs/rewards.md)."""
+
+    path: PathText
+    """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold; its tokenizer has a chat
+    template."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the engine's weights."""
+    max_length: Positive = 8192
+    """Most tokens of a question and its answer; a longer question has no score."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Values of the variables of the judge's chat template, such as `{enable_thinking: false}`."""
+    colocate: Annotated[bool, needs(True, absent("device_mapping"), "shares the actor's devices")] = False
+    """Share the actor's devices, in turn, which is for synchronous training; false: have its own devices."""
+
+    @property
+    def takes_turns(self) -> bool | None:
+        """Whether the judge shares the actor's devices, in turn."""
+        return self.colocate
+
+
 class OneRewardConfig(Section):
     """A function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), `judge` (a model behind a URL), `http` (a service), `code` (tests in a
-    sandbox), `model` (the score of `reward.model`), `environment` (what `environment` gives), or your own function as
-    `module:function` or `file.py:function`."""
+    """`exact_match`, `math` (math-verify), `judge` (the score that `reward.judge` writes, or a model behind a URL),
+    `http` (a service), `code` (tests in a sandbox), `model` (the score of `reward.model`), `environment` (what
+    `environment` gives), or your own function as `module:function` or `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -61,6 +85,7 @@ class RewardConfig(OneRewardConfig):
     """Name of the one of `rewards` by which a completion counts as right; null, or where it is not for the prompt: the
     first one that is."""
     model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
 
     @rule
     def _rewards(self) -> Iterator[str]:
@@ -110,3 +135,22 @@ class RewardConfig(OneRewardConfig):
             )
         if strays := [name for name in users if asked[name].kwargs]:
             yield (f"{strays[0]}kwargs={asked[strays[0]].kwargs}: a reward model has no keyword arguments: drop them")
+
+    @rule
+    def _judge(self) -> Iterator[str]:
+        users = [name for name, each in self.asked.items() if is_hosted(each)]
+        if users and self.judge is None:
+            yield (
+                f"{users[0]}fn=judge asks a model at a URL, or one that the run hosts, and there is neither: set "
+                f"{users[0]}kwargs.base_url and {users[0]}kwargs.model, or judge.path"
+            )
+        if self.judge is not None and not users:
+            yield (
+                "the section judge has no effect: set fn=judge without kwargs.base_url, or give one of rewards "
+                "fn: judge, or drop the section"
+            )
+
+
+def is_hosted(config: OneRewardConfig) -> bool:
+    """Return whether a reward asks the judge that the run hosts."""
+    return config.fn == JUDGE and "base_url" not in config.kwargs

@@ -7,21 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from fivefold.config.limits import MOST_SECONDS
 from fivefold.config.schema.fields import (
     ONE_LINE,
-    DeviceList,
     Dtype,
     Fraction,
     NonNegative,
-    PathText,
     Positive,
     PositiveFloat,
     Section,
     Sequences,
     Staleness,
 )
-from fivefold.config.schema.role import RoleConfig
+from fivefold.config.schema.generator import GeneratorConfig
 from fivefold.config.schema.rules import OfServers, above_0, reads_if, rule
 
 TokenId = Annotated[str, BeforeValidator(str), Field(pattern="^[0-9]+$")]
@@ -83,17 +80,11 @@ _ALTERING = ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", 
 _AHEAD = reads_if(above_0("max_head_offpolicyness"))
 
 
-class RolloutConfig(RoleConfig):
+class RolloutConfig(GeneratorConfig):
     """The engine that generates, and where it runs."""
 
-    backend: str = "transformers:d1"
-    """Engine and layout: `transformers:d2`, or a server such as `vllm:d4t2` (docs/rollout.md)."""
-    device_mapping: DeviceList | None = None
-    """GPUs of the replicas, written like `actor.device_mapping`."""
     dtype: Dtype | None = None
     """Dtype of the engine's weights; null: `actor.dtype`."""
-    max_batch_size: Sequences = 256
-    """Most sequences that one replica decodes at one time."""
     max_head_offpolicyness: Staleness = 0
     """Most training steps by which the weights that sample a token may be older than those that are trained on it
     (docs/async.md). Above 0, the next steps' prompts are answered while a step is trained; 0: one after the other."""
@@ -104,24 +95,11 @@ class RolloutConfig(RoleConfig):
     """When weights change while completions are sampled, compute keys and values of their tokens again; otherwise they
     continue with the old ones, which SGLang cannot, nor vLLM on shared devices. null: servers do, the embedded engine
     does not (docs/async.md)."""
-    max_server_restarts: Annotated[NonNegative, OfServers()] = 3
-    """Times that the server of a replica is started again if it dies or hangs; then the run ends. What it was answering
-    is asked for again, of the other replicas too (docs/async.md)."""
-    server_timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS), OfServers()] = 300.0
-    """Seconds without an answer after which a server must show that it still works: one that then samples no token for
-    a minute hangs, and is started again (docs/async.md). So is one that takes a minute longer than this to load weights
-    from files, to sleep or to wake."""
     new_tokens_per_chunk: Annotated[Positive | None, _AHEAD, OfServers()] = None
     """Most tokens of a completion that a server is asked for at one time with `max_head_offpolicyness` above 0, so that
     those before them outlive the server and are in checkpoints; null: all (docs/async.md)."""
     colocate: bool | None = None
     """Share the actor's devices, in turn; null: only if the cluster has too few devices for both."""
-    memory_fraction: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, OfServers()] = None
-    """Share of each GPU's memory that a server takes; null: its usual share, less what other roles keep there."""
-    server_python: Annotated[PathText | None, OfServers()] = None
-    """Python program of the environment in which the server is installed; null: Fivefold's own."""
-    server_args: Annotated[list[str | int | float], OfServers()] = []
-    """Further arguments of the server's command line, for example `[--enforce-eager]`."""
     quantization: Annotated[Literal["fp8_per_block", "fp8_per_tensor"] | None, OfServers()] = None
     """Let vLLM quantize each layer's weights to FP8 whenever new ones arrive, by blocks of 128 x 128 or a whole matrix.
     The actor stays as it is, and `actor.rollout_correction.method=auto` corrects from the first step on. null: not."""

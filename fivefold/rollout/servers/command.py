@@ -26,23 +26,26 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
     """
     if spec.python is None and find_spec(dialect.package) is None:
         raise ValueError(
-            f"rollout.backend is {spec.backend}, which is not installed next to Fivefold: install it, in a "
-            "separate environment if need be, whose Python rollout.server_python then names"
+            f"{spec.section}.backend is {spec.backend}, which is not installed next to Fivefold: install it, in a "
+            f"separate environment if need be, whose Python {spec.section}.server_python then names"
         )
     if spec.python is not None and shutil.which(spec.python) is None:
         raise ValueError(
-            f"rollout.server_python={spec.python} is no program: name the Python of the environment that has "
+            f"{spec.section}.server_python={spec.python} is no program: name the Python of the environment that has "
             f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
         )
     written = {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}
     if taken := _own_flags(dialect, spec) & written:
         raise ValueError(
-            f"rollout.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: drop it"
+            f"{spec.section}.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: "
+            "drop it"
         )
 
 
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
     node = ReplicaNode(n_nodes=2)
-    full = replace(spec, load_weights=False, can_sleep=True, memory_fraction=0.5, node=node)
-    return {word for word in dialect.arguments(full, address=0) if word.startswith("--")} | dialect.aliases
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
+    specs = [replace(full, load_weights=loads) for loads in (False, True)]
+    words = [word for each in specs for word in dialect.arguments(each, address=0)]
+    return {word for word in words if word.startswith("--")} | dialect.aliases

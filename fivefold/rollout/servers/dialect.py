@@ -212,8 +212,11 @@ class Dialect(Protocol):
     def arrived(self, http: HttpClient) -> Sequence[int]:
         """Return the checksum of what has arrived, by process of the server."""
 
-    def sleep(self, http: HttpClient) -> None:
-        """Make the server give back the device memory of its weights and its cache."""
+    def sleep(self, http: HttpClient, *, keeps_weights: bool) -> None:
+        """Make the server give back the device memory of its weights and its cache.
+
+        With `keeps_weights`, which is for servers that have loaded them, it has them again once it is awake.
+        """
 
     def wake_weights(self, http: HttpClient) -> None:
         """Make a server that sleeps take the device memory of its weights again, for an update to fill."""

@@ -397,6 +397,7 @@ class ServerEngine:
     def sleep(self) -> None:
         """Make the server forget its weights, and give back the memory of weights and cache.
 
+        Weights that it has loaded itself stay in host memory, because nobody sends them again.
         If no other role uses the devices, the server keeps its memory. An engine that sleeps stays as it is. A server
         that has died is started again before it sleeps.
         """
@@ -405,8 +406,8 @@ class ServerEngine:
             self.wake()  # servers cannot give back twice what they have not taken since
             with self._alive():
                 if self._spec.can_sleep:
-                    self._dialect.sleep(self._life.http)
-                self._state.sleep()
+                    self._dialect.sleep(self._life.http, keeps_weights=self._spec.load_weights)
+                self._state.sleep(keeps_weights=self._spec.load_weights)
 
     def wake_weights(self) -> bool:
         """Make the server take the memory of its weights again. An engine that has it stays as it is.

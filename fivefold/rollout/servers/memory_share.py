@@ -24,7 +24,7 @@ def with_share(spec: ReplicaSpec) -> ReplicaSpec:
     if left <= 0:
         raise ValueError(
             f"the roles that share a GPU with {spec.backend} keep {spec.reserved / 1e9:.1f} GB of it, which leaves "
-            "nothing for the server: give them separate devices (rollout.colocate=false), or split them further"
+            f"nothing for the server: give them separate devices ({spec.section}.colocate=false), or split them further"
         )
     return replace(spec, memory_fraction=round(left, 3))
 

@@ -123,6 +123,8 @@ class SGLangDialect:
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             # Otherwise its scheduler polls while it sleeps, and keeps a core from the role that works then.
             *(["--enable-memory-saver", "--sleep-on-idle"] if spec.can_sleep else []),
+            # Weights that it has loaded itself are copied back when it wakes; otherwise the actor sends them.
+            *(["--enable-weights-cpu-backup"] if spec.can_sleep and spec.load_weights else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),
         ]
@@ -208,7 +210,8 @@ class SGLangDialect:
     def arrived(self, http: HttpClient) -> Sequence[int]:
         raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")
 
-    def sleep(self, http: HttpClient) -> None:
+    def sleep(self, http: HttpClient, *, keeps_weights: bool) -> None:
+        # Whether it keeps them is settled by its command line.
         http.post("/release_memory_occupation", {"tags": [*_WEIGHTS, *_CACHE]})
 
     def wake_weights(self, http: HttpClient) -> None:

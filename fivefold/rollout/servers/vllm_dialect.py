@@ -222,9 +222,9 @@ class VLLMDialect:
         reply = http.post("/collective_rpc", {"method": "fivefold_weight_checksum"})
         return [int(checksum) for checksum in reply["results"]]
 
-    def sleep(self, http: HttpClient) -> None:
-        # Level 1 would copy the weights to host memory; the actor sends all of them again, so level 2 drops them.
-        http.post("/sleep?level=2")
+    def sleep(self, http: HttpClient, *, keeps_weights: bool) -> None:
+        # Level 1 copies the weights to host memory; level 2 drops them, because the actor sends all of them again.
+        http.post(f"/sleep?level={1 if keeps_weights else 2}")
 
     def wake_weights(self, http: HttpClient) -> None:
         http.post("/wake_up?tags=weights")

@@ -55,7 +55,7 @@ def test_an_actor_keeps_what_it_does_not_offload(folder: Path, offload: dict[str
     """bfloat16 weights and float32 gradients on every rank; float32 weights and two moments over the 8 ranks."""
     found = while_generating(recipe("vllm:d4t2|megatron:d8", offload=offload), {"actor": folder}, gpu_memory=None)
     state = bytes_each * find_shape("Qwen3-8B").n_parameters
-    assert found.kept == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
+    assert found.kept["rollout"] == pytest.approx(state + CUDA_CONTEXT + COMMUNICATOR, abs=1)
     assert set(found.offloaded) == {kind for kind, moves in offload.items() if moves}
 
 
@@ -79,7 +79,7 @@ def test_state_on_the_host_is_not_on_the_rollouts_devices(folder: Path) -> None:
     kept = [
         while_generating(
             recipe("vllm:d4t2|megatron:d8", offload=KEEP_ALL, megatron=m), {"actor": folder}, gpu_memory=None
-        ).kept
+        ).kept["rollout"]
         for m in ({}, megatron)
     ]
     assert kept[0] - kept[1] == pytest.approx(12 / 8 * find_shape("Qwen3-8B").n_parameters, abs=1)
@@ -90,7 +90,9 @@ def test_a_reference_in_the_actors_processes_adds_its_weights(folder: Path, refe
     model = reference or "Qwen3-8B"
     both = {"actor": folder} if reference is None else {"actor": folder, "ref": reference}
     with_reference, without = (
-        while_generating(recipe("vllm:d4t2|megatron:d8", kl_ctl, ref, offload=KEEP_ALL), folders, gpu_memory=None).kept
+        while_generating(recipe("vllm:d4t2|megatron:d8", kl_ctl, ref, offload=KEEP_ALL), folders, gpu_memory=None).kept[
+            "rollout"
+        ]
         for kl_ctl, ref, folders in ((0.1, reference, both), (0.0, None, {"actor": folder}))
     )
     assert with_reference - without == 2 * find_shape(model).n_parameters
@@ -100,7 +102,7 @@ def test_a_reference_has_its_own_dtype_and_may_be_offloaded(folder: Path) -> Non
     def kept(**ref: Any) -> int:
         asked = recipe("vllm:d4t2|megatron:d8", 0.1, offload=KEEP_ALL)
         asked = asked.model_copy(update={"ref": ReferenceConfig.model_validate(ref)})
-        return while_generating(asked, {"actor": folder}, gpu_memory=None).kept
+        return while_generating(asked, {"actor": folder}, gpu_memory=None).kept["rollout"]
 
     parameters = find_shape("Qwen3-8B").n_parameters
     assert kept(dtype="float32") - kept() == 2 * parameters
@@ -114,9 +116,11 @@ def test_a_reward_model_stays_whole_while_the_rollout_generates(folder: Path) ->
 
     def kept(**model: Any) -> int:
         asked = recipe("vllm[rollout]:d4t2|megatron[actor]:d8|megatron[reward]:d8", reward_model=model, **actor)
-        return while_generating(asked, {"actor": folder, "reward": "Qwen3-0.6B"}, gpu_memory=None).kept
+        return while_generating(asked, {"actor": folder, "reward": "Qwen3-0.6B"}, gpu_memory=None).kept["rollout"]
 
-    alone = while_generating(recipe("vllm:d4t2|megatron:d8", **actor), {"actor": folder}, gpu_memory=None).kept
+    alone = while_generating(recipe("vllm:d4t2|megatron:d8", **actor), {"actor": folder}, gpu_memory=None).kept[
+        "rollout"
+    ]
     weights = 2 * find_shape("Qwen3-0.6B").as_reward_model().n_parameters
     assert weights < kept() - alone < weights + 4e9
     assert kept(offload=True) == kept(offload=False)
@@ -124,4 +128,4 @@ def test_a_reward_model_stays_whole_while_the_rollout_generates(folder: Path) ->
 
 def test_roles_on_other_devices_keep_nothing(folder: Path) -> None:
     found = while_generating(recipe("vllm:d2t2+megatron:d4"), {"actor": folder}, gpu_memory=None)
-    assert (found.kept, found.offloaded) == (0, ())
+    assert (found.kept, found.offloaded) == ({"rollout": 0}, ())

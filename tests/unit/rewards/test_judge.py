@@ -192,7 +192,7 @@ def test_a_service_that_cannot_be_reached_is_refused_before_the_run(serve: Serve
 def test_many_failures_in_a_row_end_the_run_and_a_score_between_them_does_not(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fivefold.rewards.service.MOST_FAILED", 4)
+    monkeypatch.setattr("fivefold.rewards.asking.MOST_FAILED", 4)
     says_score = iter([False] * 3 + [True] + [False] * 4)
     service = serve(lambda *_: says("Score: 1") if next(says_score) else (500, b"down"))
     reward = resolve_reward(config(service, retries=0, on_failure=0.25))

@@ -67,7 +67,7 @@ def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_mem
     roles, recipe = launched(tmp_path, session)
     expected = while_generating(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
     assert roles.actor.away == expected.offloaded
-    assert session.roles["rollout"].args[0].reserved == expected.kept
+    assert session.roles["rollout"].args[0].reserved == expected.kept["rollout"]
 
 
 def test_the_replicas_are_told_when_a_server_hangs_and_how_often_it_may(tmp_path: Path) -> None:

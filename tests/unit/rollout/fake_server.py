@@ -141,7 +141,7 @@ FLAVOURS = {
         ),
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
-            "--enable-return-routed-experts"
+            "--enable-return-routed-experts --enable-weights-cpu-backup"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -560,12 +560,13 @@ class FakeServer:
         """Whether the memory of its weights is given back."""
         return "weights" in self.released
 
-    def release(self, tags: Sequence[str]) -> Reply:
-        """Give memory back; the real servers fail if it is not there."""
+    def release(self, tags: Sequence[str], *, keeps_weights: bool = False) -> Reply:
+        """Give memory back; the real servers fail if it is not there. Weights are lost unless the host keeps them."""
         if self.released.intersection(tags):
             return 500, {"error": {"message": f"{tags} are given back already", "code": 500}}
         self.released.update(tags)
-        self.load_format = "dummy"
+        if not (keeps_weights or self.options.get("--enable-weights-cpu-backup")):
+            self.load_format = "dummy"
         return 200, None
 
     def take_back(self, tags: Sequence[str]) -> Reply:
@@ -616,6 +617,7 @@ class FakeServer:
             "/start_weight_update": self.start_update,
             "/update_weights": self.update_weights,
             "/finish_weight_update": self.finish_update,
+            "/sleep?level=1": lambda _: self.release(VLLM_MEMORY, keeps_weights=True),
             "/sleep?level=2": lambda _: self.release(VLLM_MEMORY),
             "/wake_up": lambda _: self.take_back(VLLM_MEMORY),
             **{f"/wake_up?tags={tag}": partial(self._wake, tag) for tag in VLLM_MEMORY},

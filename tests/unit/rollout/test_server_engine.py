@@ -548,7 +548,7 @@ def test_weights_come_before_the_cache_takes_its_memory(served: Served) -> None:
 
 
 def test_a_server_that_cannot_sleep_is_not_asked_to(model_folder: Folder, tmp_path: Path) -> None:
-    options = {"can_sleep": False, "memory_fraction": None, "load_weights": True}
+    options = {"can_sleep": False, "memory_fraction": None}
     engine = start(spec_of("sglang", model_folder("qwen3_moe"), python=write_python(tmp_path), **options))
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep"):

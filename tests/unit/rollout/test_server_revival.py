@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import complete
+from fivefold.rollout.servers.command import server_command
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python
 from tests.unit.rollout.served import Served, requests_of, sampling, start
@@ -78,3 +80,30 @@ def test_a_server_that_lives_is_not_revived(served: Served) -> None:
     served.engine.revive()
     hand_over(served, 1)
     assert [row["pid"] for row in served.log.rows("start")] == [served.log.rows("load")[0]["pid"]]
+
+
+KEEPS = {"vllm": "/sleep?level=1", "sglang": "/release_memory_occupation"}
+
+
+@pytest.mark.parametrize("backend", KEEPS)
+def test_a_server_that_has_loaded_its_weights_keeps_them_while_it_sleeps(
+    backend: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    spec = spec_of(backend, model_folder("qwen3_moe"), python=write_python(tmp_path), load_weights=True, max_restarts=1)
+    command = server_command(DIALECTS[backend], spec, 81)
+    assert ("--enable-weights-cpu-backup" in command) is (backend == "sglang")
+    assert "dummy" not in command
+    engine = start(spec)
+    served = Served(spec, engine, tmp_path, {})
+    wanted = [completion.token_ids.tolist() for completion in complete(engine, requests_of(2), sampling())]
+    for _ in range(2):
+        assert served.posts_during(engine.sleep) == [KEEPS[backend]]
+        assert len(served.posts_during(engine.wake)) == 2
+        assert [completion.token_ids.tolist() for completion in complete(engine, requests_of(2), sampling())] == wanted
+    engine.sleep()
+    kill(served.log)
+    while not engine.wake_weights():
+        engine.revive()
+    engine.wake()
+    assert [completion.token_ids.tolist() for completion in complete(engine, requests_of(2), sampling())] == wanted
+    engine.close()

@@ -388,6 +388,24 @@ def test_a_tied_output_layer_is_not_sent(model_folder: Folder) -> None:
         engine.update_weights([*weights.items(), ("lm_head.weight", weights["model.embed_tokens.weight"])], version=1)
 
 
+def test_weights_that_the_engine_has_loaded_itself_outlive_its_sleep(model_folder: Folder) -> None:
+    engine = TransformersEngine.from_path(
+        str(model_folder("qwen3_moe")), dtype="float32", device="cpu", max_batch_size=64, tokenizer_path=None,
+        load_weights=True,
+    )  # fmt: skip
+    requests = group_requests(ragged_prompts(3), 1, ())
+    expected = complete(engine, requests, sampling())
+    for _ in range(2):
+        engine.sleep()
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            complete(engine, requests, sampling())
+        engine.wake()
+        engine.wake()
+        assert engine.has_weights
+        assert values_of(complete(engine, requests, sampling()), digits=6) == values_of(expected, digits=6)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
 def test_sleep_frees_the_weights_and_the_next_update_brings_them_back(family: str, model_folder: Folder) -> None:
     """`qwen2` has tied weights, and `mixtral` fused experts whose tensors in files are views."""
