@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.families.deepseek_v2 import DEEPSEEK_V2
 from fivefold.families.deepseek_v3 import DEEPSEEK_V3
 from fivefold.families.family import Family
+from fivefold.families.gemma3 import GEMMA3
 from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
 from fivefold.families.gpt_oss import GPT_OSS
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, Family] = {
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,
+        GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V2,

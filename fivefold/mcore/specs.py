@@ -28,6 +28,7 @@ from torch import nn
 
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.megatron import Kernels
+from fivefold.engine.embedding import embedding_scale
 from fivefold.families.shape import LayerKind, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import releases
@@ -47,6 +48,7 @@ from fivefold.mcore.layers import (
 )
 from fivefold.mcore.model import Decoder, ValueLayer
 from fivefold.mcore.router import Router, routers_of
+from fivefold.mcore.sandwich import SandwichLayer
 from fivefold.mcore.wide_norms import WideNormAttention
 
 
@@ -129,12 +131,15 @@ def _attention_spec(
     fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
     return ModuleSpec(
         module=WideNormAttention if shape.wide_qk_norm else PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={
+            "attn_mask_type": AttnMaskType.causal,
+            "is_local": window is not None and shape.local_rope_theta is not None,
+        },
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or provider.column_parallel_linear(),
             core_attention=(
                 partial(PackedCoreAttention, window=window, has_sinks=shape.sinks)
-                if window is not None or shape.sinks
+                if window is not None or shape.sinks or shape.score_scale is not None
                 else provider.core_attention()
             ),
             linear_proj=BiasedRowParallelLinear if shape.output_bias else provider.row_parallel_linear(),
@@ -156,7 +161,7 @@ def _layer_spec(
             releases.submodules(mlp).experts = ClampedExperts
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SandwichLayer if shape.sandwich_norms else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if is_fused else norm,
             self_attention=attention,
@@ -199,6 +204,7 @@ def build_chunks(
         )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
+        chunk.embedding_scale = embedding_scale(shape, config.params_dtype)
         chunk.routers = routers_of([chunk])
         if shape.router_shift:
             for router in chunk.routers:

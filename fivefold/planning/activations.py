@@ -78,11 +78,13 @@ def layer_costs(
         projections = _projections(shape, layout, work, tokens)
     mlp, mlp_forward, mlp_backward = (_moe if is_moe else _dense_mlp)(shape, layout, work, tokens)
     statistics = 2 * tokens / layout.tp * _FLOAT
+    # A norm on an output keeps it in float32.
+    normed = tokens / layout.tp * shape.hidden * _FLOAT if shape.sandwich_norms else 0.0
     return LayerCosts(
         input=int(stream),
-        attention=int(2 * stream + attention + statistics),
+        attention=int(2 * stream + attention + statistics + normed),
         mlp_input=int(2 * stream),
-        mlp=int(mlp),
+        mlp=int(mlp + normed),
         attention_backward=int(attention_backward + 2 * stream),
         core_attention=max(0, int(attention - projections)),
         expert_activation=int(_expert_activation(shape, layout, work, tokens)) if is_moe else 0,
