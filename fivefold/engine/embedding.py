@@ -1,14 +1,10 @@
-"""What embeddings are multiplied by before the first layer."""
+"""What embeddings are multiplied by before the first layer, in models that scale them."""
 
 from __future__ import annotations
 
 import torch
 
-from fivefold.families.shape import ModelShape
 
-
-def embedding_scale(shape: ModelShape, dtype: torch.dtype) -> float:
-    """Return the factor, rounded to the model's dtype as in transformers; 1 where there is none."""
-    if not shape.scaled_embedding:
-        return 1.0
-    return float(torch.tensor(shape.hidden**0.5, dtype=dtype, device="cpu"))
+def embedding_scale(hidden: int, dtype: torch.dtype) -> float:
+    """Return sqrt(hidden), rounded to the dtype of the model as in transformers."""
+    return float(torch.tensor(hidden**0.5, dtype=dtype, device="cpu"))

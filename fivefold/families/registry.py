@@ -47,6 +47,13 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+_HINTS = {
+    "kimi_k2": "; write deepseek_v3, as transformers calls Kimi-K2's models",
+    "gemma3": "; of Gemma 3, only models of text alone (gemma3_text) are supported",
+}
+"""What errors add for types that are near a family."""
+
+
 def family_in_memory(model_type: str) -> Family | None:
     """Return the family of a language model of transformers, as its own config names it; None: it is not known."""
     found = (family for family in FAMILIES.values() if model_type in (family.model_type, family.inner_type))
@@ -62,6 +69,6 @@ def find_family(model_type: Any) -> Family:
     # A config.json may hold anything, lists included, which no mapping takes as a key.
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        hint = "; write deepseek_v3, as transformers calls Kimi-K2's models" if model_type == "kimi_k2" else ""
+        hint = _HINTS.get(model_type, "") if isinstance(model_type, str) else ""
         raise ValueError(f"model_type is {model_type!r}; the families that are known are {', '.join(FAMILIES)}{hint}")
     return family

@@ -47,7 +47,7 @@ def read_rope(
 
 
 def local_theta(config: HFConfig) -> float:
-    """Return theta of the layers with a sliding window, where it is not that of the others.
+    """Return theta of the layers with a sliding window, where it differs from other layers'.
 
     Raises:
         ValueError: it is not a number above 0, or their frequencies are scaled.

@@ -131,7 +131,7 @@ def build_model(
         decoder.embed_tokens.padding_idx = None
         if groups.tp.size() > 1 or shape.scaled_embedding:
             # transformers keeps the scale in a buffer, which allocation would leave without content.
-            scale = embedding_scale(shape, dtype)
+            scale = embedding_scale(shape.hidden, dtype) if shape.scaled_embedding else 1.0
             decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp, scale)
         model = PackedModel(decoder, shape, head, groups)
         if shape.adapters is not None:

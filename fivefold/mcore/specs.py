@@ -28,13 +28,11 @@ from torch import nn
 
 from fivefold.bridge.mapping import padded_vocab
 from fivefold.config.schema.megatron import Kernels
-from fivefold.engine.embedding import embedding_scale
 from fivefold.families.shape import LayerKind, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
-from fivefold.mcore.clamped_experts import ClampedExperts
 from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.dispatcher import SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
@@ -48,7 +46,6 @@ from fivefold.mcore.layers import (
 )
 from fivefold.mcore.model import Decoder, ValueLayer
 from fivefold.mcore.router import Router, routers_of
-from fivefold.mcore.sandwich import SandwichLayer
 from fivefold.mcore.wide_norms import WideNormAttention
 
 
@@ -158,10 +155,18 @@ def _layer_spec(
     if is_moe:
         releases.submodules(mlp).router = BalancedRouter if has_auxiliary_losses(config) else Router
         if shape.expert_clamp is not None:
+            # Here and below, modules are imported for the few families that have such layers.
+            from fivefold.mcore.clamped_experts import ClampedExperts
+
             releases.submodules(mlp).experts = ClampedExperts
+    layer: type = TransformerLayer
+    if shape.sandwich_norms:
+        from fivefold.mcore.sandwich import SandwichLayer
+
+        layer = SandwichLayer
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
-        module=SandwichLayer if shape.sandwich_norms else TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if is_fused else norm,
             self_attention=attention,
@@ -204,7 +209,10 @@ def build_chunks(
         )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
-        chunk.embedding_scale = embedding_scale(shape, config.params_dtype)
+        if shape.scaled_embedding:
+            from fivefold.engine.embedding import embedding_scale
+
+            chunk.embedding_scale = embedding_scale(shape.hidden, config.params_dtype)
         chunk.routers = routers_of([chunk])
         if shape.router_shift:
             for router in chunk.routers:

@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fivefold.engine.kernels.varlen import with_sinks
 from fivefold.rollout.kv_cache import RowCache
 
 _PREFILL_TOKENS = 16384
@@ -239,6 +238,8 @@ def _attention(
 ) -> Tensor:
     """Compute attention, with sinks [heads, queries or 1] if there are any."""
     if sinks is not None:
+        from fivefold.sinks import with_sinks  # which few models have
+
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             mask = (mask.tril() if is_causal else mask)[None, None]

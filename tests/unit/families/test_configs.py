@@ -256,6 +256,7 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
     [
         (raw("llama", model_type="gpt2"), "model_type is 'gpt2'"),
         (raw("deepseek_v3", model_type="kimi_k2"), "model_type is 'kimi_k2'.*write deepseek_v3"),
+        (raw("gemma3_text", model_type="gemma3"), "model_type is 'gemma3'.*only models of text alone"),
         ({}, "model_type is None"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         (raw("mistral", sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2), "differs from"),
