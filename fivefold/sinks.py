@@ -1,4 +1,4 @@
-"""Attention sinks for kernels that know of none, in training and in the rollout."""
+"""Attention sinks for kernels that know of none, in training and in the embedded rollout."""
 
 from __future__ import annotations
 

@@ -139,11 +139,17 @@ def _layer(shape: ModelShape, family: Family, kind: LayerKind, *, is_moe: bool) 
             yield "self_attention.core_attention.softmax_offset", ("self_attn.sinks",)
         for part in ("weight", "bias") if shape.output_bias else ("weight",):
             yield f"self_attention.linear_proj.{part}", (f"self_attn.o_proj.{part}",)
-    yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)
+    if shape.sandwich_norms:
+        yield "post_self_attn_layernorm.weight", ("post_attention_layernorm.weight",)
+        yield "pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)
+    else:
+        yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)
     if is_moe:
         yield from _moe(family)
     else:
         yield from _mlp("mlp", family.mlp)
+    if shape.sandwich_norms:
+        yield "post_mlp_layernorm.weight", ("post_feedforward_layernorm.weight",)
 
 
 def _projections(shape: ModelShape) -> _Rows:

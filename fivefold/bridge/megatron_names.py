@@ -85,8 +85,13 @@ def check_layers(shape: ModelShape) -> None:
 
     Raises:
         ValueError: it has latent attention that turns channels half of the positional part apart, gated delta nets,
-            norms over all heads, or experts with a clamped activation.
+            norms over all heads or on the outputs of layers, or experts with a clamped activation.
     """
+    if shape.sandwich_norms:
+        raise ValueError(
+            f"{shape.family}: norms on the outputs of attention and MLP are not supported in torch_dist, because "
+            "Megatron-Core's layers have none: use the Hugging Face folder"
+        )
     if shape.expert_clamp is not None:
         raise ValueError(
             f"{shape.family}: experts with biases and a clamped activation are not supported in torch_dist, where "

@@ -11,15 +11,27 @@ from fivefold.families.shape import ModelShape, RopeScaling
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:
     """Return the rotation of each channel pair, in radians per position (Su et al. 2021, eq. 15): [rotated / 2]."""
-    rotated, scaling = shape.rotated_channels, shape.rope_scaling
-    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
-    periods = shape.rope_theta ** (exponents / rotated)
+    scaling = shape.rope_scaling
+    periods = _periods(shape.rope_theta, shape.rotated_channels, device)
     frequencies = 1.0 / periods
     if scaling is None:
         return frequencies
     if scaling.type == "linear":
         return frequencies / scaling.factor
     return _llama3(frequencies, scaling) if scaling.type == "llama3" else _yarn(periods, shape.rope_theta, scaling)
+
+
+def local_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor | None:
+    """Return the same of layers with a sliding window; None: they are other layers'."""
+    if shape.local_rope_theta is None:
+        return None
+    return 1.0 / _periods(shape.local_rope_theta, shape.rotated_channels, device)
+
+
+def _periods(theta: float, rotated: int, device: torch.device) -> torch.Tensor:
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
+    periods: torch.Tensor = theta ** (exponents / rotated)
+    return periods
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

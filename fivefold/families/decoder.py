@@ -26,6 +26,8 @@ def read_dense(
     qk_norm: bool = False,
     is_rotated_in_part: bool = False,
     has_delta_nets: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    rope_kind: str | None = None,
     latent: LatentAttention | None = None,
 ) -> ModelShape:
     """Return the shape of a decoder whose layers all have a dense MLP.
@@ -40,17 +42,19 @@ def read_dense(
         qk_norm: whether there is a norm on each query and key head.
         is_rotated_in_part: whether rotary positions turn a share of each head's channels.
         has_delta_nets: whether layers may be gated delta nets (`linear_attention` in `layer_types`).
+        activation: the key with the activation of the MLPs, and the only value that the family may have there.
+        rope_kind: the kind of layer whose rotary positions are read, where kinds have different ones.
         latent: sizes of multi-head latent attention; None for grouped-query attention.
 
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
     """
-    _refuse_unsupported(config, knows_attention_bias=knows_attention_bias)
+    _refuse_unsupported(config, *activation, knows_attention_bias=knows_attention_bias)
     _check_kinds(config, window_layers, {"linear_attention"} if has_delta_nets else set(), has_window=has_window)
     n_layers, hidden, n_heads = (
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    theta, scaling = read_rope(config, is_partial=is_rotated_in_part)
+    theta, scaling = read_rope(config, is_partial=is_rotated_in_part, kind=rope_kind)
     # In files of models with latent attention, head_dim means something else.
     head_dim = _head_dim(config, hidden, n_heads) if latent is None else latent.qk_dim
     return ModelShape(
@@ -205,9 +209,9 @@ def listed_windows(config: HFConfig, otherwise: Sequence[bool]) -> tuple[bool, .
     return tuple(kind == "sliding_attention" for kind in kinds) or tuple(otherwise)
 
 
-def _refuse_unsupported(config: HFConfig, *, knows_attention_bias: bool) -> None:
-    if (activation := config.get("hidden_act")) != "silu":
-        raise config.error(f"hidden_act={activation!r} is not supported; the MLPs are SwiGLU (silu)")
+def _refuse_unsupported(config: HFConfig, key: str, activation: str, *, knows_attention_bias: bool) -> None:
+    if (stated := config.get(key)) != activation:
+        raise config.error(f"{key}={stated!r} is not supported; the MLPs are gated by {activation}")
     if knows_attention_bias and config.flag("attention_bias"):
         raise config.error("attention_bias=true (a bias on the output projection as well) is not supported")
     if config.flag("mlp_bias"):

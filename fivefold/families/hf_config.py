@@ -8,7 +8,7 @@ Keys that real files leave out have the defaults of transformers. Sizes have non
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from fivefold.config.limits import LARGEST
@@ -96,6 +96,16 @@ class HFConfig:
                     f"{key}={_shown(self._raw[key])} is not supported; it must be {_shown(value)}, because "
                     "transformers does not read it"
                 )
+
+    def refuse(self, keys: Iterable[str]) -> None:
+        """Check that features which are not implemented are off: null, false or not stated.
+
+        Raises:
+            ValueError: the file turns one on.
+        """
+        for key in keys:
+            if (value := self._raw.get(key)) not in (None, False):
+                raise self.error(f"{key}={_shown(value)} is not supported; it must be null")
 
     def integer(self, key: str, least: int = 1) -> int:
         """Return a whole number of at least `least`.

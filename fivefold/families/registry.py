@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.families.deepseek_v2 import DEEPSEEK_V2
 from fivefold.families.deepseek_v3 import DEEPSEEK_V3
 from fivefold.families.family import Family
+from fivefold.families.gemma3 import GEMMA3
 from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
 from fivefold.families.gpt_oss import GPT_OSS
@@ -37,12 +38,20 @@ FAMILIES: Mapping[str, Family] = {
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,
+        GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
     )
 }
+
+
+_HINTS = {
+    "kimi_k2": "; write deepseek_v3, as transformers calls Kimi-K2's models",
+    "gemma3": "; of Gemma 3, only models of text alone (gemma3_text) are supported",
+}
+"""What errors add for types that are near a family."""
 
 
 def family_in_memory(model_type: str) -> Family | None:
@@ -60,6 +69,6 @@ def find_family(model_type: Any) -> Family:
     # A config.json may hold anything, lists included, which no mapping takes as a key.
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        hint = "; write deepseek_v3, as transformers calls Kimi-K2's models" if model_type == "kimi_k2" else ""
+        hint = _HINTS.get(model_type, "") if isinstance(model_type, str) else ""
         raise ValueError(f"model_type is {model_type!r}; the families that are known are {', '.join(FAMILIES)}{hint}")
     return family

@@ -18,17 +18,22 @@ _NEEDED = {
 """Fields that each supported type must state."""
 
 
-def read_rope(config: HFConfig, *, is_partial: bool = False) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    config: HFConfig, *, is_partial: bool = False, kind: str | None = None
+) -> tuple[float, RopeScaling | None]:
     """Return theta and the scaling; None where the frequencies are not scaled.
 
     Args:
         config: the model's config.json.
         is_partial: whether the family turns a part of the channels only (`rotary_part`).
+        kind: the kind of layer, in a family where the kinds have different positions.
 
     Raises:
         ValueError: a type or feature that is not supported, or a field that is missing or not a number.
     """
     rope = config.fields("rope_scaling") or config.fields("rope_parameters")
+    if kind is not None and any(isinstance(value, Mapping) for value in rope.values()):
+        rope = rope.get(kind) or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise config.error(f"rotary positions that differ by layer type ({', '.join(rope)}) are not supported")
     stated = rope.get("rope_theta", config.get("rope_theta"))
@@ -39,6 +44,19 @@ def read_rope(config: HFConfig, *, is_partial: bool = False) -> tuple[float, Rop
     if not isinstance(rope_type, str) or rope_type not in _NEEDED:
         raise config.error(f"rope type {rope_type!r} is not supported; use one of {', '.join(_NEEDED)}")
     return _positive(config, "rope_theta", stated), _scaling(config, rope_type, rope)
+
+
+def local_theta(config: HFConfig) -> float:
+    """Return theta of the layers with a sliding window, where it differs from other layers'.
+
+    Raises:
+        ValueError: it is not a number above 0, or their frequencies are scaled.
+    """
+    own = config.fields("rope_parameters").get("sliding_attention")
+    rope = own if isinstance(own, Mapping) else {}
+    if (rope_type := rope.get("rope_type", "default")) != "default":
+        raise config.error(f"rope type {rope_type!r} of sliding_attention is not supported; it must be default")
+    return _positive(config, "rope_local_base_freq", rope.get("rope_theta", config.get("rope_local_base_freq")))
 
 
 def _positive(config: HFConfig, key: str, value: Any) -> float:

@@ -191,6 +191,16 @@ class ModelShape:
     """Whether the router's logits have a bias, which is trained."""
     output_gate: bool = False
     """Whether sigmoid gates, which the projection of the queries makes, scale the channels of attention's output."""
+    local_rope_theta: float | None = None
+    """Theta of the rotary positions in layers with a sliding window, which are not scaled; None: as in other layers."""
+    score_scale: float | None = None
+    """What the products of queries and keys are multiplied by; None: 1 / sqrt(their width)."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden) before the first layer."""
+    sandwich_norms: bool = False
+    """Whether there are norms on the outputs of attention and MLP too, before they are added to the residual stream."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The activation of gates in MLPs."""
     zero_centered_norms: bool = False
     """Whether the norms of layers, query and key heads, and the last one multiply by 1 + weight."""
     value_head: bool = False
@@ -463,6 +473,7 @@ class ModelShape:
     def _parameters(self, experts_counted: int) -> int:
         moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
-        layers = sum(self.mixer_parameters(kind) + 2 * self.hidden for kind in self.layer_kinds)
+        norms = (4 if self.sandwich_norms else 2) * self.hidden
+        layers = sum(self.mixer_parameters(kind) + norms for kind in self.layer_kinds)
         output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.output_biases
         return layers + mlps + self.vocab * self.hidden + output + self.hidden

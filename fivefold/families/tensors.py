@@ -166,10 +166,14 @@ def _tensors(shape: ModelShape, family: Family) -> Iterator[WeightTensor]:
         else:
             yield from _attention(shape, layer)
         yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", shape.hidden, layer)
+        if shape.sandwich_norms:
+            yield _norm(f"model.layers.{layer}.pre_feedforward_layernorm.weight", shape.hidden, layer)
         if is_moe:
             yield from _moe(shape, family, layer)
         else:
             yield from _mlp(family.mlp, shape.hidden, shape.ffn_hidden, layer)
+        if shape.sandwich_norms:
+            yield _norm(f"model.layers.{layer}.post_feedforward_layernorm.weight", shape.hidden, layer)
     yield WeightTensor("model.norm.weight", (shape.hidden,))
     if shape.value_head:
         yield WeightTensor(VALUE_WEIGHT, (1, shape.hidden))

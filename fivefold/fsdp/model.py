@@ -27,6 +27,7 @@ from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.engine.adapters import Switch
 from fivefold.engine.context_parallel import copy_to_group
+from fivefold.engine.embedding import embedding_scale
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
 from fivefold.engine.sequences import MicroBatch
 from fivefold.families.shape import ModelShape
@@ -133,8 +134,10 @@ def build_model(
         decoder = _AUTO_MODEL.from_config(hf_config, attn_implementation=ATTENTION_NAME)
         # Tokens for padding would get no gradient, and packed sequences have no padding.
         decoder.embed_tokens.padding_idx = None
-        if groups.tp.size() > 1:
-            decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp)
+        if groups.tp.size() > 1 or shape.scaled_embedding:
+            # transformers keeps the scale in a buffer, which allocation would leave without content.
+            scale = embedding_scale(shape.hidden, dtype) if shape.scaled_embedding else 1.0
+            decoder.embed_tokens = VocabEmbedding(shape.vocab, shape.hidden, groups.tp, scale)
         model = PackedModel(decoder, shape, head, groups)
         if shape.adapters is not None:
             install_adapters(model, mappings, shape.adapters, switch)

@@ -26,10 +26,11 @@ _SHARED_BY_HEADS = {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_
 
 
 class VocabEmbedding(nn.Module):
-    """An embedding whose rows are spread over the ranks."""
+    """An embedding whose rows are spread over the ranks; what it returns is multiplied by `scale`."""
 
-    def __init__(self, vocab: int, hidden: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, vocab: int, hidden: int, group: dist.ProcessGroup, scale: float) -> None:
         super().__init__()
+        self._scale = scale
         self.rows = padded_vocab(vocab, group.size()) // group.size()
         self.weight = nn.Parameter(torch.empty(self.rows, hidden))
         self._group = group
@@ -39,7 +40,8 @@ class VocabEmbedding(nn.Module):
         own = tokens - self._group.rank() * self.rows
         is_own = (own >= 0) & (own < self.rows)
         embedded = F.embedding(own.clamp(0, self.rows - 1), self.weight) * is_own.unsqueeze(-1)
-        return SumOverGroup.apply(embedded, self._group)
+        whole: torch.Tensor = SumOverGroup.apply(embedded, self._group)
+        return whole if self._scale == 1 else whole * self._scale
 
 
 def split_layer(layer: Any, group: dist.ProcessGroup, *, wide_norms: bool) -> None:

@@ -42,7 +42,7 @@ from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share, attention_equals_rest_at
-from fivefold.engine.rope import inverse_frequencies
+from fivefold.engine.rope import inverse_frequencies, local_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.families.adapters import AdapterShape
@@ -132,6 +132,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         """What is offloaded."""
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
+        self._local_frequencies = local_frequencies(self.shape, self._device)
         self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
@@ -343,7 +344,14 @@ class MegatronEngine(EngineBase[Optimizer]):
     def _packed(self, local: LocalSequences) -> PackedSequences:
         dtype = getattr(torch, self.config.dtype)
         cos_T1D, sin_T1D = cos_sin(local.positions_T, self._frequencies, dtype, self.shape.rope_scaling)
-        return PackedSequences(qkv_format="thd", attention=local.attention, cos_T1D=cos_T1D, sin_T1D=sin_T1D)
+        own = self._local_frequencies
+        return PackedSequences(
+            qkv_format="thd",
+            attention=local.attention,
+            cos_T1D=cos_T1D,
+            sin_T1D=sin_T1D,
+            local=None if own is None else cos_sin(local.positions_T, own, dtype, None),
+        )
 
     def _predict(
         self, micro_batch: MicroBatch, decoder: Decoder, hidden: torch.Tensor, asked: Asked

@@ -72,10 +72,21 @@ class PackedSequences(PackedSeqParams):
     """[T, 1, rotated channels], in the model's dtype: cosines of the rotation at each token's position."""
     sin_T1D: torch.Tensor
     """[T, 1, rotated channels]: sines of the same rotation."""
+    local: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The same two of layers with a sliding window, where their rotation differs from other layers'."""
+
+    def rotation(self, *, is_local: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines of a layer."""
+        return self.local if is_local and self.local is not None else (self.cos_T1D, self.sin_T1D)
 
 
 class PackedSelfAttention(SelfAttention):
     """Megatron-Core's self-attention, its projections and q/k norms, on [T, 1, hidden] packed tokens."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, is_local: bool = False, **options: Any) -> None:
+        """Build the layer; with `is_local`, it has the rotation of layers with a sliding window."""
+        super().__init__(config, *args, **options)
+        self.is_local = is_local
 
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSequences, **_unused: Any
@@ -90,12 +101,13 @@ class PackedSelfAttention(SelfAttention):
     def _attend(self, projected: torch.Tensor, *, packed: PackedSequences) -> torch.Tensor:
         """Return the attention [T, 1, heads * D] of joint projections [T, 1, ...], before the output projection."""
         projected, gate = self._without_gate(projected.squeeze(1))
+        cos_T1D, sin_T1D = packed.rotation(is_local=self.is_local)
         query, key, value = split_heads(
             self.normalised(projected),
             self.q_layernorm.factor if self.config.qk_layernorm else None,
             self.k_layernorm.factor if self.config.qk_layernorm else None,
-            packed.cos_T1D,
-            packed.sin_T1D,
+            cos_T1D,
+            sin_T1D,
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
             self.hidden_size_per_attention_head,
@@ -123,6 +135,7 @@ class PackedCoreAttention(nn.Module):
     Args:
         config: Megatron-Core's configuration of the model.
         pg_collection: the groups of this rank.
+        softmax_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(their width).
         window: tokens that each token sees; None: all before it.
         has_sinks: whether each query head has a sink.
     """
@@ -132,12 +145,14 @@ class PackedCoreAttention(nn.Module):
         config: TransformerConfig,
         *,
         pg_collection: Any,
+        softmax_scale: float | None = None,
         window: int | None = None,
         has_sinks: bool = False,
         **_unused: Any,
     ) -> None:
         super().__init__()
         self.cp_group: dist.ProcessGroup = pg_collection.cp
+        self.scale = softmax_scale
         self.window = window
         self.softmax_offset: nn.Parameter | None = None
         if has_sinks:
@@ -155,7 +170,9 @@ class PackedCoreAttention(nn.Module):
         Returns:
             [T, heads, d].
         """
-        return packed_attention(query, key, value, packed, self.cp_group, window=self.window, sinks=self.softmax_offset)
+        return packed_attention(
+            query, key, value, packed, self.cp_group, self.scale, window=self.window, sinks=self.softmax_offset
+        )
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -21,6 +21,8 @@ class Decoder(GPTModel):
 
     routers: list[Router]
     """The routers of its layers."""
+    embedding_scale = 1.0
+    """What embeddings are multiplied by."""
     needs_gradient = False
     """Whether a backward pass reaches its layers, though the embedding before them may be frozen."""
 
@@ -29,6 +31,8 @@ class Decoder(GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
+            if self.embedding_scale != 1:
+                hidden = hidden * self.embedding_scale
             if self.needs_gradient and torch.is_grad_enabled() and not hidden.requires_grad:
                 # Reentrant checkpoints (recompute=full) give the weights inside them no gradient, without an error,
                 # unless an input requires one; and a pipeline's schedule differentiates the output of every stage.

@@ -56,7 +56,12 @@ def _leave(weight: torch.Tensor) -> None:
     """Initialise nothing."""
 
 
-_FUNCTIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "none": _leave}
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+_FUNCTIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "gelu_tanh": _gelu_tanh, "none": _leave}
 
 
 def _objects(values: Mapping[str, Any]) -> Values:

@@ -33,7 +33,6 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
-from fivefold.mcore.clamped_experts import ClampedExperts
 from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.dispatcher import SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
@@ -129,12 +128,15 @@ def _attention_spec(
     fused = provider.column_parallel_layer_norm_linear() if provider.fuse_layernorm_and_linear() else None
     return ModuleSpec(
         module=WideNormAttention if shape.wide_qk_norm else PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={
+            "attn_mask_type": AttnMaskType.causal,
+            "is_local": window is not None and shape.local_rope_theta is not None,
+        },
         submodules=SelfAttentionSubmodules(
             linear_qkv=fused or provider.column_parallel_linear(),
             core_attention=(
                 partial(PackedCoreAttention, window=window, has_sinks=shape.sinks)
-                if window is not None or shape.sinks
+                if window is not None or shape.sinks or shape.score_scale is not None
                 else provider.core_attention()
             ),
             linear_proj=BiasedRowParallelLinear if shape.output_bias else provider.row_parallel_linear(),
@@ -153,10 +155,18 @@ def _layer_spec(
     if is_moe:
         releases.submodules(mlp).router = BalancedRouter if has_auxiliary_losses(config) else Router
         if shape.expert_clamp is not None:
+            # Here and below, modules are imported for the few families that have such layers.
+            from fivefold.mcore.clamped_experts import ClampedExperts
+
             releases.submodules(mlp).experts = ClampedExperts
+    layer: type = TransformerLayer
+    if shape.sandwich_norms:
+        from fivefold.mcore.sandwich import SandwichLayer
+
+        layer = SandwichLayer
     norm, is_fused = provider.layer_norm(rms_norm=True), provider.fuse_layernorm_and_linear()
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if is_fused else norm,
             self_attention=attention,
@@ -199,6 +209,10 @@ def build_chunks(
         )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueLayer(shape.hidden, config.params_dtype, has_bias=shape.value_bias)
+        if shape.scaled_embedding:
+            from fivefold.engine.embedding import embedding_scale
+
+            chunk.embedding_scale = embedding_scale(shape.hidden, config.params_dtype)
         chunk.routers = routers_of([chunk])
         if shape.router_shift:
             for router in chunk.routers:

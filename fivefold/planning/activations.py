@@ -83,11 +83,13 @@ def layer_costs(
     statistics = 2 * tokens / layout.tp * _FLOAT
     sort = LayerSort(is_moe=is_moe, is_delta=is_delta)
     dropped = dropped_bytes(shape, sort, work.element_bytes, partial(_adapter_tokens, shape, layout, tokens))
+    # A norm on an output keeps it in float32.
+    normed = tokens / layout.tp * shape.hidden * _FLOAT if shape.sandwich_norms else 0.0
     return LayerCosts(
         input=int(stream),
-        attention=int(2 * stream + attention + statistics + dropped.mixer),
+        attention=int(2 * stream + attention + statistics + normed + dropped.mixer),
         mlp_input=int(2 * stream),
-        mlp=int(mlp + dropped.mlp),
+        mlp=int(mlp + normed + dropped.mlp),
         attention_backward=int(attention_backward + 2 * stream),
         core_attention=max(0, int(attention - projections)),
         expert_activation=int(_expert_activation(shape, layout, work, tokens)) if is_moe else 0,

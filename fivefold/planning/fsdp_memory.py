@@ -122,7 +122,7 @@ def _mixer(
     shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float, *, is_delta: bool
 ) -> tuple[float, float]:
     """Return the bytes of a layer's norms and of what mixes its tokens: (saved, needed by the backward pass)."""
-    norms = 2 * tokens * _norm(shape.hidden, work.element_bytes)
+    norms = (4 if shape.sandwich_norms else 2) * tokens * _norm(shape.hidden, work.element_bytes)
     if is_delta and shape.delta is not None:
         saved, backward = delta_net_bytes(shape.delta, layout, work, tokens)
         return norms + saved, backward

@@ -239,6 +239,8 @@ def _attention(
 ) -> Tensor:
     """Compute attention, with sinks [heads, queries or 1] if there are any."""
     if sinks is not None:
+        from fivefold.sinks import with_sinks  # which few models have
+
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             mask = (mask.tril() if is_causal else mask)[None, None]

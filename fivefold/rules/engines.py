@@ -113,6 +113,11 @@ def megatron_problems(
     yield from _bridge_problems(role, config, shape, layout.tp)
     yield from _kernel_problems(role, config, shape, layout.cp)
     yield from _router_problems(prefix, config, shape)
+    if config.megatron.transformer.bias_activation_fusion and shape.activation != "silu":
+        yield (
+            f"{prefix}.bias_activation_fusion=true fuses SwiGLU, and the MLPs of {shape.family} are gated by GELU: set "
+            "it to false"
+        )
     if config.megatron.optimizer.apply_wd_to_qk_layernorm and shape.latent is not None:
         yield (
             f"{role}.megatron.optimizer.apply_wd_to_qk_layernorm=true has no query and key norms to decay in "

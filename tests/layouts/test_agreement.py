@@ -122,7 +122,7 @@ def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tenso
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next", "gpt_oss", "gemma3_text"])
 def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     workers: Workers,
     models: Path,
@@ -149,7 +149,7 @@ def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     + [(FOLDED[0], "qwen3_moe", loss) for loss in OF_SEQUENCES]
     + [(layout, "qwen2", "token_mean") for layout in DENSE_LAYOUTS]
     + [(layout, "qwen3_next", "token_mean") for layout in HYBRID_LAYOUTS]
-    + [(FOLDED[0], "gpt_oss", "token_mean")],
+    + [(FOLDED[0], "gpt_oss", "token_mean"), (DENSE_LAYOUTS[0], "gemma3_text", "token_mean")],
 )
 def test_every_layout_trains_like_one_process(
     workers: Workers,

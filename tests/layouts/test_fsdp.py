@@ -56,6 +56,8 @@ CASES = [
     ("fsdp:c2", "qwen3"),
     ("fsdp:d2", "mixtral"),
     ("fsdp:d2", "gpt_oss"),
+    ("fsdp:d2", "gemma3_text"),
+    ("fsdp:t2c2", "gemma3_text"),
     ("fsdp:d3t2", "gpt_oss"),
     ("fsdp:c2", "gpt_oss"),
     ("fsdp:t2", "qwen2_moe"),

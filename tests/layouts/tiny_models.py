@@ -106,6 +106,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            **_BASE,
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {**_BASE, **_MOE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
@@ -195,9 +210,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Configuration class and arguments of each model. All have 4 layers, 8 heads and 0 or 8 experts."""
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_5")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5", "gemma3_text")
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Models with gated delta nets, whose norms multiply by 1 + weight."""
+"""Models with gated delta nets."""
+ZERO_CENTERED = (*HYBRID, "gemma3_text")
+"""Models whose norms multiply by 1 + weight."""
 ALIKE = ("mistral", "deepseek_v2", "glm4_moe_lite")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
@@ -214,7 +231,7 @@ def save_models(folder: Path) -> None:
         model = auto.from_config(config, dtype=torch.float32)
         generator = torch.Generator().manual_seed(len(name))
         for key, parameter in model.named_parameters():
-            _randomize(key, parameter.data, generator, is_zero_centered=name in HYBRID)
+            _randomize(key, parameter.data, generator, is_zero_centered=name in ZERO_CENTERED)
         offsets = {key: value for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")}
         for offset_E in offsets.values():
             offset_E.normal_(std=0.2, generator=generator)

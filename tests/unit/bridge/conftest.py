@@ -50,6 +50,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **base, num_local_experts=8, num_experts_per_tok=2, rope_parameters={"partial_rotary_factor": 0.5}
         ),
         "gpt_oss": hf.GptOssConfig(**base, num_local_experts=8, num_experts_per_tok=2),
+        "gemma3_text": hf.Gemma3TextConfig(**base),
         "glm4_moe": hf.Glm4MoeConfig(
             **base,
             n_routed_experts=8,

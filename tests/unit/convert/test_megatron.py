@@ -137,6 +137,11 @@ def test_norms_that_megatron_core_does_not_have_are_refused(tmp_path: Path) -> N
         MegatronWeights(tmp_path, find_shape("MiniMax-M2"))
 
 
+def test_norms_on_outputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gemma3_text: norms on the outputs of attention and MLP are not supported"):
+        MegatronWeights(tmp_path, find_shape("gemma-3-1b"))
+
+
 def test_experts_whose_rows_megatron_core_orders_otherwise_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gpt_oss: experts with biases and a clamped activation are not supported"):
         MegatronWeights(tmp_path, find_shape("gpt-oss-20b"))

@@ -67,6 +67,7 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window_pattern": 3},
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
@@ -103,7 +104,8 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     names = dict(model.named_parameters())
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in names)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in names)
-    assert shape.rotated_channels == 2 * len(model.model.rotary_emb.inv_freq)
+    frequencies = [buffer for name, buffer in model.model.rotary_emb.named_buffers() if name.endswith("inv_freq")]
+    assert {2 * len(each) for each in frequencies} == {shape.rotated_channels}
     routed = [any(name.startswith(f"model.layers.{i}.mlp.experts.") for name in names) for i in range(4)]
     assert list(shape.moe_layers) == routed
     unused = shape.n_moe_layers * (shape.n_experts - shape.top_k) * shape.expert_parameters
@@ -126,7 +128,9 @@ def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None
     hf_config = AutoConfig.for_model(**config).get_text_config()
     shape = read_shape(config)
     assert shape.rms_norm_eps == hf_config.rms_norm_eps
-    assert shape.rope_theta == hf_config.rope_parameters["rope_theta"]
+    rope = hf_config.rope_parameters
+    assert shape.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert shape.local_rope_theta == rope.get("sliding_attention", {}).get("rope_theta")
     assert shape.tied_embeddings == hf_config.tie_word_embeddings
     if shape.is_moe:
         assert shape.norm_topk_prob == (family in NORMALISING or hf_config.norm_topk_prob)
@@ -178,6 +182,7 @@ def test_generation_with_windows_keeps_the_tokens_in_them() -> None:
         (raw("mistral"), (None, ())),
         (raw("mixtral", sliding_window=64), (64, (True,) * 4)),
         (raw("gpt_oss", sliding_window=9), (9, (True, False, True, False))),
+        (raw("gemma3_text"), (4096, (True, True, False, True))),
         (raw("gpt_oss", layer_types=["full_attention"] * 4), (None, ())),
         (raw("gpt_oss", layer_types=["full_attention", "sliding_attention"] * 2), (128, (False, True) * 2)),
     ],
@@ -251,6 +256,7 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
     [
         (raw("llama", model_type="gpt2"), "model_type is 'gpt2'"),
         (raw("deepseek_v3", model_type="kimi_k2"), "model_type is 'kimi_k2'.*write deepseek_v3"),
+        (raw("gemma3_text", model_type="gemma3"), "model_type is 'gemma3'.*only models of text alone"),
         ({}, "model_type is None"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         (raw("mistral", sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2), "differs from"),
@@ -258,6 +264,14 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
         (raw("gpt_oss", layer_types=["sliding_attention"] * 3), "layer_types has 3 entries"),
         (raw("gpt_oss", layer_types=["chunked_attention"] * 4), "layer_types has chunked_attention"),
         (raw("gpt_oss", swiglu_alpha=1.5), "swiglu_alpha=1.5 is not supported"),
+        (raw("gemma3_text", hidden_activation="silu"), "hidden_activation='silu' is not supported; .* gelu_pytorch"),
+        (raw("gemma3_text", final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported; it must be"),
+        (raw("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention=true is not supported"),
+        (
+            raw("gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+            "rope type 'linear' of sliding_attention is not supported",
+        ),
+        (raw("gemma3_text", rope_local_base_freq=0), "rope_local_base_freq=0; it must be greater than 0"),
         (raw("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=2), "sliding_window=64"),
         (raw("qwen2", sliding_window=64, layer_types=["full_attention", "sliding_attention"] * 2), "sliding_window=64"),
         (raw("qwen3_moe", sliding_window=64, use_sliding_window=True), "sliding_window=64"),

@@ -37,6 +37,8 @@ PUBLISHED = {
     "Llama-3.1-70B": (70.6, 70.6),
     "Llama-3.1-405B": (405, 405),
     "MiniMax-M2": (230, 10),
+    "gemma-3-1b": (1.0, 1.0),
+    "gemma-3-270m": (0.268, 0.268),
     # The model card counts 3.6 and 5.1 of a token, without the embedding.
     "gpt-oss-20b": (20.9, 3.6 + 0.58),
     "gpt-oss-120b": (116.8, 5.1 + 0.58),

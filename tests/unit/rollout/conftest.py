@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -136,6 +137,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_expert_intermediate_size=40,
     ),
     "mistral": lambda: MistralConfig(**COMMON, head_dim=12, sliding_window=4),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        # Embeddings are scaled, and norms keep the size of what they add.
+        **{**COMMON, "initializer_range": 0.2, "num_hidden_layers": 3},
+        head_dim=12,
+        query_pre_attn_scalar=10,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "gpt_oss": lambda: GptOssConfig(
         **COMMON,
         head_dim=8,

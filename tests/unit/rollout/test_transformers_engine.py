@@ -38,7 +38,16 @@ from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3_moe", "qwen2_moe", "mixtral", "minimax_m2", "glm4_moe"]
-FAMILIES += ["gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+FAMILIES += [
+    "gpt_oss",
+    "gemma3_text",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+]
 VOCABULARY = 67
 END = 2
 

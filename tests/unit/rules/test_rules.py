@@ -270,6 +270,13 @@ def test_norms_over_all_heads_are_fivefolds_own(megatron: dict[str, Any]) -> Non
         check_recipe(recipe(actor=actor), find_shape("MiniMax-M2"))
 
 
+def test_gelu_is_not_fused_as_swiglu() -> None:
+    actor = {"path": "m", "backend": "megatron:d2", "megatron": {"transformer": {"bias_activation_fusion": True}}}
+    check_recipe(recipe(actor=actor), DENSE)
+    with pytest.raises(RecipeError, match=r"bias_activation_fusion=true fuses SwiGLU, and the MLPs of gemma3_text"):
+        check_recipe(recipe(actor=actor), find_shape("gemma-3-1b"))
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
