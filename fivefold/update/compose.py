@@ -79,7 +79,7 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
     """Yield what computes log-probs of tokens."""
     actor, temperature = recipe.actor, recipe.gconfig.temperature
     # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
-    needed = _penalizes(recipe) or actor.has_several_updates or loss.before is not None
+    needed = _penalizes(recipe) or actor.moves_from_old or loss.before is not None
     needed = needed and not loss.old_is_interpolated
     recomputes = needed if actor.recompute_logprob is None else actor.recompute_logprob
     records = actor.router_replay == "old_logprobs"

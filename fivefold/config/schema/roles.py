@@ -218,7 +218,7 @@ class ActorConfig(TrainedModelConfig):
     distill: DistillConfig = DistillConfig()
     recompute_logprob: bool | None = None
     """Whether the trainer computes the old log-probs; otherwise they are the rollout's. null: only if a step has more
-    than one update."""
+    than one update, or `lora.dropout` makes the first one's log-probs others."""
     prox_logp_method: Annotated[
         Literal["recompute", "loglinear"],
         needs("loglinear", above_0("rollout.max_head_offpolicyness"), "interpolates by the age of samples"),
@@ -305,9 +305,9 @@ class ActorConfig(TrainedModelConfig):
         return self.offload.by_part
 
     @property
-    def has_several_updates(self) -> bool:
-        """Whether a step has more than one update, so that the policy moves away from the old one."""
-        return self.updates_per_step > 1
+    def moves_from_old(self) -> bool:
+        """Whether updates compute other log-probs than a pass before them: from the second one on, or by dropout."""
+        return self.updates_per_step > 1 or (self.lora is not None and self.lora.dropout > 0)
 
     @property
     def whitens(self) -> bool:

@@ -270,7 +270,7 @@ class TrainRecipe(RunConfig):
                 "actor.kl_estimator=k1 has no expected gradient as a loss: use k2 or k3, actor.kl_unbiased=true, or "
                 "actor.kl_in=reward"
             )
-        moves = actor.has_several_updates or actor.recompute_logprob is False or actor.prox_logp_method == "loglinear"
+        moves = actor.moves_from_old or actor.recompute_logprob is False or actor.prox_logp_method == "loglinear"
         if actor.opsm_delta is not None and not moves:
             yield (
                 f"actor.opsm_delta={actor.opsm_delta} has no effect with one update a step, before which the policy is "
