@@ -257,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--episodes", type=int, default=4096, help="episodes of a step")
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024, help="mean tokens of a completion")
-    parser.add_argument("--seconds", type=float, default=30.0, help="seconds that the longest completion can take")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds that the longest completion can take")
     parser.add_argument("--processes", type=int, default=4, help="processes that stand in for replicas and ranks")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@ a rollout replica, log-probs of a trainer's replica. No piece passes through the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,31 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
+class Spans:
+    """Values of spans of tokens of N rows, such as the advantage of each move; all other tokens have 0.
+
+    They travel as they are, because a column of all tokens would grow with their number, in the driver too.
+    """
+
+    rows_N: tuple[Sequence[tuple[int, int, float]], ...]
+    """(place of the first token in the row, number of tokens, value) of each span of each row."""
+    dtype: npt.DTypeLike
+    """Dtype of the column."""
+
+    def select(self, indices: Iterable[int]) -> Spans:
+        """Return the rows at `indices`, in that order."""
+        return Spans(tuple(self.rows_N[index] for index in indices), self.dtype)
+
+    def column(self, lengths_N: Indices) -> npt.NDArray[Any]:
+        """Return the column [tokens of all rows] of rows of these lengths, which lie end to end."""
+        column_T = np.zeros(int(lengths_N.sum()), self.dtype)
+        for begin, row in zip((np.cumsum(lengths_N) - lengths_N).tolist(), self.rows_N, strict=True):
+            for start, n_tokens, value in row:
+                column_T[begin + start : begin + start + n_tokens] = value
+        return column_T
+
+
+@dataclass(frozen=True, eq=False)
 class RemoteBatch:
     """N rows by reference: their sizes, and pieces in the object store that hold their tokens.
 
@@ -57,6 +82,8 @@ class RemoteBatch:
     """float32 [N] each, by name: values of whole sequences, which `assemble` gives to each of their tokens."""
     cuts: Cuts | None = None
     """Tokens of each sequence of each row; None: each row is one sequence."""
+    spans: Mapping[str, Spans] = field(default_factory=dict)
+    """Values of spans of tokens, by name, which `assemble` makes columns of."""
 
     @staticmethod
     def of(columns: Columns) -> RemoteBatch:
@@ -95,6 +122,10 @@ class RemoteBatch:
         """Return a copy with further values of whole sequences."""
         return replace(self, scalars={**self.scalars, **scalars})
 
+    def with_spans(self, **spans: Spans) -> RemoteBatch:
+        """Return a copy with further values of spans of tokens."""
+        return replace(self, spans={**self.spans, **spans})
+
     def untrained(self, indices: Sequence[int]) -> RemoteBatch:
         """Return a copy in which no token of the sequences at `indices` is trained."""
         trained_N = self.trained_N.copy()
@@ -104,7 +135,7 @@ class RemoteBatch:
 
     @staticmethod
     def joined(batches: Sequence[RemoteBatch]) -> RemoteBatch:
-        """Return the sequences of several batches without scalars, one batch after the other."""
+        """Return the sequences of several batches without scalars and spans, one batch after the other."""
         pieces: dict[int, Piece] = {}
         start = 0
         for batch in batches:
@@ -133,6 +164,7 @@ class RemoteBatch:
             tuple(piece for piece in pieces if (piece.sequences_M >= 0).any()),
             {name: values[chosen] for name, values in self.scalars.items()},
             None if self.cuts is None else tuple(self.cuts[index] for index in chosen),
+            {name: spans.select(chosen) for name, spans in self.spans.items()},
         )
 
     def orders(self, plan: BatchPlan) -> list[tuple[ShareOrder, list[Remote]]]:
@@ -179,6 +211,7 @@ class RemoteBatch:
             plan.longest,
             totals,
             None if self.cuts is None else tuple(self.cuts[index] for index in own),
+            {name: spans.select(own) for name, spans in self.spans.items()},
         )
         return order, [self.pieces[index].columns for index in needed]
 
@@ -226,13 +259,15 @@ class ShareOrder:
     totals: Totals
     cuts: Cuts | None = None
     """As in `RemoteBatch`."""
+    spans: Mapping[str, Spans] = field(default_factory=dict)
+    """As in `RemoteBatch`."""
 
 
 def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     """Assemble a replica's share.
 
-    The columns `tokens` and `mask` become the batch's own, all others its fields. A value of a whole sequence becomes a
-    field with that value on every token; `kept` is multiplied with the mask.
+    The columns `tokens` and `mask` become the batch's own, all others its fields, and so do spans. A value of a whole
+    sequence becomes a field with that value on every token; `kept` is multiplied with the mask.
     """
     ends = np.cumsum(order.lengths)
     starts, total = ends - order.lengths, int(ends[-1]) if len(ends) else 0
@@ -253,6 +288,7 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     mask_T = torch.from_numpy(gathered.pop("mask")).float()
     fields = {name: torch.from_numpy(values_T) for name, values_T in gathered.items()}
     fields |= {name: torch.from_numpy(np.repeat(values, order.lengths)) for name, values in order.scalars.items()}
+    fields |= {name: torch.from_numpy(spans.column(order.lengths)) for name, spans in order.spans.items()}
     if KEPT in fields:
         mask_T = mask_T * fields.pop(KEPT)
     batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields, order.cuts)
@@ -260,7 +296,7 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
 
 
 def read_columns(batch: RemoteBatch, n: int) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the columns [tokens of the sequence] of each of the first `n` sequences of a batch, by name.
+    """Return the columns [tokens of the sequence] of each of the first `n` sequences of a batch by name, spans too.
 
     This is for logs: the pieces that hold these sequences come to this process.
     """
@@ -274,4 +310,7 @@ def read_columns(batch: RemoteBatch, n: int) -> list[dict[str, npt.NDArray[Any]]
         for row in rows:
             part = slice(ends[row] - columns.lengths_N[row], ends[row])
             found[piece.sequences_M[row]] |= {name: values_T[part] for name, values_T in columns.values.items()}
+    for name, spans in batch.spans.items():
+        for index, columns_of_row in enumerate(found):
+            columns_of_row[name] = spans.select([index]).column(batch.lengths_N[index : index + 1])
     return found

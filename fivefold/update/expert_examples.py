@@ -15,7 +15,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sampler import EpochSampler
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
-from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch
+from fivefold.roles.remote_batch import KEPT, Piece, RemoteBatch, Spans
 from fivefold.rules.models import check_examples
 from fivefold.run.setup import Groundwork
 from fivefold.update.step import Part, Prepared, StepOutcome
@@ -161,7 +161,7 @@ def with_imitation(batch: RemoteBatch, divisor: float, expert: ExpertTerm | None
 def _with_experts(batch: RemoteBatch, columns: Columns) -> RemoteBatch:
     """Return a copy with the sequences of `columns` after the others, which the scalar `is_expert` marks.
 
-    Their tokens are trained, and no total counts them. Their other scalars are 0.
+    Their tokens are trained, and no total counts them. Their other scalars and spans are 0.
     """
     n, m, own = len(batch), len(columns.lengths_N), RemoteBatch.of(columns)
     scalars = {name: np.concatenate([values, np.zeros(m, np.float32)]) for name, values in batch.scalars.items()}
@@ -174,4 +174,5 @@ def _with_experts(batch: RemoteBatch, columns: Columns) -> RemoteBatch:
         (*batch.pieces, *(Piece(piece.columns, n + piece.sequences_M) for piece in own.pieces)),
         scalars,
         joined_cuts([(batch.lengths_N.tolist(), batch.cuts), (own.lengths_N.tolist(), own.cuts)]),
+        {name: Spans((*spans.rows_N, *[()] * m), spans.dtype) for name, spans in batch.spans.items()},
     )

@@ -15,9 +15,7 @@ from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS
 from fivefold.algorithms.turns import Moves, returns
-from fivefold.batch import Columns
-from fivefold.cluster.group import put
-from fivefold.roles.remote_batch import Piece, RemoteBatch
+from fivefold.roles.remote_batch import RemoteBatch, Spans
 from fivefold.types import Sample
 from fivefold.update.step import Part, Prepared
 
@@ -91,12 +89,11 @@ def move_rewards(samples: Sequence[Sample], shaping: RewardShaping | None) -> li
 
 def _with_column(step: Prepared, name: str, values_M: npt.NDArray[Any], *, last: bool = False) -> RemoteBatch:
     """Return the step's batch with a column of a value for each move; `last`: on the move's last token alone."""
-    lengths_N = step.batch.lengths_N
-    column_T = np.zeros(step.batch.n_tokens, values_M.dtype)
-    values = iter(values_M)
-    for begin, sample in zip(np.cumsum(lengths_N) - lengths_N, step.samples, strict=True):
-        for move, value in zip(sample.moves, values, strict=False):
-            start, end = begin + move.start, begin + move.start + move.n_tokens
-            column_T[end - 1 if last else start : end] = value
-    columns = Columns(lengths_N.astype(np.int32), {name: column_T})
-    return step.batch.with_pieces([Piece(put(columns), np.arange(len(step.batch)))])
+    values, rows = iter(values_M.tolist()), []
+    for sample in step.samples:
+        moves = list(zip(sample.moves, values, strict=False))
+        if last:
+            rows.append([(move.start + move.n_tokens - 1, 1, value) for move, value in moves])
+        else:
+            rows.append([(move.start, move.n_tokens, value) for move, value in moves])
+    return step.batch.with_spans(**{name: Spans(tuple(rows), values_M.dtype)})

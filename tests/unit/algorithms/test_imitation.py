@@ -24,7 +24,7 @@ from fivefold.data.sft import SFTExample, sft_columns
 from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
-from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
+from fivefold.roles.remote_batch import Piece, RemoteBatch, Spans, assemble
 from fivefold.update.expert_examples import RIGHT, ExpertExamples, ExpertTerm, with_imitation
 from tests.unit.algorithms.random_batches import random_split, sample
 
@@ -84,7 +84,8 @@ def samples() -> RemoteBatch:
     piece = Piece(Columns(np.array(lengths, np.int32), values), np.arange(3))
     batch = RemoteBatch(np.array(lengths), np.array(trained), (piece,)).untrained([0])
     advantages, right = np.array([1.0, -1.0, 2.0], np.float32), np.array([1, 0, 1], np.float32)
-    return batch.with_scalars(**{"advantages": advantages, RIGHT: right})
+    turns = Spans((((2, 1, 7.0),), (), ((0, 3, 1.0),)), np.float32)
+    return batch.with_scalars(**{"advantages": advantages, RIGHT: right}).with_spans(turn=turns)
 
 
 @pytest.mark.parametrize(("aggregation", "n_replicas"), [("token_mean", 1), ("sequence_mean", 2), ("token_mean", 5)])
@@ -103,15 +104,18 @@ def test_shares_of_a_mini_batch_add_up_to_the_means_of_each_term(
         MicroBatchConfig(max_tokens_per_mb=64), parse_backend(f"megatron:d{n_replicas}"), quadratic_at=100.0
     )
     plan = planner.plan(mixed.lengths_N.tolist())
-    total = 0.0
+    total, turns = 0.0, []
     for replica, (order, columns) in enumerate(mixed.orders(plan)):
         share = assemble(order, columns).batch
+        turns += share.fields["turn"].tolist()
         assert {"advantages", "old_logprobs", EXPERT, NLL_WEIGHT} <= share.fields.keys(), replica
         # log p of a token that is the k-th of its sequence is -(k + 1) / 10.
         places = [torch.arange(n, dtype=torch.float32) for n in share.lengths]
         logprobs_T = -(torch.cat([*places, torch.empty(0)]) + 1) / 10
         predictions = {"logprobs": logprobs_T, "entropy": torch.zeros_like(logprobs_T)}
         total += float(loss(LossInputs(predictions, share.mask_T, share.lengths, share.fields))[0])
+
+    assert sorted(turns)[-5:] == [0, 1, 1, 1, 7], "an expert's tokens have none"
 
     def nll(first: int, last: int) -> list[float]:
         return [(place + 1) / 10 for place in range(first, last)]

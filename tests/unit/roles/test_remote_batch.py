@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fivefold.batch import Batch, Columns
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
-from fivefold.roles.remote_batch import Piece, RemoteBatch, assemble
+from fivefold.roles.remote_batch import Piece, RemoteBatch, Spans, assemble
 from fivefold.types import UNKNOWN_EXPERT
 
 N = 23
@@ -33,6 +34,7 @@ def whole_batch(seed: int) -> Batch:
             "rollout_logprobs": torch.randn(total, generator=generator),
             "routes": torch.randint(0, 8, (total, 2, 2), generator=generator, dtype=torch.int16),
             "old_logprobs": torch.randn(total, generator=generator),
+            "turn": torch.randint(0, 3, (total,), generator=generator, dtype=torch.int32),
             "advantages": torch.cat([torch.full((length,), float(i)) for i, length in enumerate(lengths)]),
         },
     )
@@ -55,9 +57,23 @@ def remote(batch: Batch) -> RemoteBatch:
         for order, wanted in zip(orders, names, strict=True)
     ]
     trained = np.array([int(mask.sum()) for mask in batch.split(batch.mask_T)])
-    return RemoteBatch(np.array(batch.lengths), trained, tuple(pieces)).with_scalars(
-        advantages=np.arange(N, dtype=np.float32)
+    turns = Spans(tuple(spans_of(turn_L.tolist()) for turn_L in batch.split(batch.fields["turn"])), np.int32)
+    return (
+        RemoteBatch(np.array(batch.lengths), trained, tuple(pieces))
+        .with_scalars(advantages=np.arange(N, dtype=np.float32))
+        .with_spans(turn=turns)
     )
+
+
+def spans_of(values: list[int]) -> list[tuple[int, int, float]]:
+    """Return (start, length, value) of each run of equal values other than 0."""
+    runs, start = [], 0
+    for value, run in groupby(values):
+        n = len(list(run))
+        if value:
+            runs.append((start, n, float(value)))
+        start += n
+    return runs
 
 
 def same(got: Share, want: Share) -> bool:

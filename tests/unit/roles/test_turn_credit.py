@@ -20,9 +20,8 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
-from fivefold.roles.remote_batch import RemoteBatch
+from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.types import Move, Prompt, Sample
-from fivefold.update import turn_credit
 from fivefold.update.compose import policy_update
 from fivefold.update.step import Prepared, UpdateState
 from fivefold.update.turn_credit import TurnRewards, move_rewards
@@ -44,17 +43,18 @@ def samples() -> list[Sample]:
     ]
 
 
-def columns(*keys: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, npt.NDArray[Any]]:
-    monkeypatch.setattr(turn_credit, "put", lambda columns: columns)
+def columns(*keys: str) -> dict[str, npt.NDArray[Any]]:
     recipe = load_recipe(QUICKSTART, [ONE_UPDATE, *GAME, *keys], TrainRecipe)
     update = policy_update(recipe, Models(RecordingActor()), PhaseTimers(), find_shape("package:tiny-moe"))
     state = UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()})
     batch = RemoteBatch(LENGTHS, np.array([3, 4]), ())
-    prepared = update.prepare(1, samples(), batch, (), state)
-    found: dict[str, npt.NDArray[Any]] = {}
-    for piece in prepared.batch.pieces:
-        found |= piece.columns.values  # type: ignore[attr-defined]
-    return found
+    return of_tokens(update.prepare(1, samples(), batch, (), state).batch)
+
+
+def of_tokens(batch: RemoteBatch) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of all tokens."""
+    rows = read_columns(batch, len(batch))
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 def test_rewards_of_moves_add_up_to_the_shaped_reward() -> None:
@@ -63,31 +63,29 @@ def test_rewards_of_moves_add_up_to_the_shaped_reward() -> None:
     assert move_rewards(samples(), shaping) == [[1.0, 2.5], [0.0, 0.0, 6.0]]
 
 
-def test_credit_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credit_by_turn() -> None:
     keys = ("actor.advantage=rloo", "actor.credit=turn", "actor.turn_discount=0.5")
-    advantages = columns(*keys, monkeypatch=monkeypatch)["advantages"]
+    advantages = columns(*keys)["advantages"]
     # earned from each move on: 0.5 + 0.5 = 1, 1 and 0.25 * 5 = 1.25, 2.5, 5; the third turn of one episode is alone
     whole = 5.0 - 1.5
     assert advantages.tolist() == [0, -0.25, -0.25, 0, -1.5, 0, 0, 0.25, 0, 1.5, 1.5, 0, whole]
 
 
-def test_credit_by_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credit_by_state() -> None:
     keys = ("algorithm=gigpo", "actor.advantage=rloo", "actor.turn_discount=1.0", "actor.state_weight=2.0")
-    advantages = columns(*keys, monkeypatch=monkeypatch)["advantages"]
+    advantages = columns(*keys)["advantages"]
     # in state s: 1.5 of the first episode, 5 and 5 of the second; the others are alone in theirs
     low, high = -3.5 + 2 * (1.5 - 5), 3.5 + 2 * (5 - 3.25)
     assert advantages.tolist() == [0, low, low, 0, -3.5, 0, 0, high, 0, high, high, 0, 3.5]
 
 
-def test_the_critic_learns_where_turns_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_credit, "put", lambda columns: columns)
+def test_the_critic_learns_where_turns_are() -> None:
     state = UpdateState(AlgorithmState(0.0), {})
     step = Prepared(1, samples(), RemoteBatch(LENGTHS, np.array([3, 4]), ()), state, np.zeros(2, np.float32))
-    batch = TurnRewards(None).prepare(step).batch
-    turn, rewards = (piece.columns.values for piece in batch.pieces)  # type: ignore[attr-defined]
+    found = of_tokens(TurnRewards(None).prepare(step).batch)
     sampled = [1, 2, 4, 7, 9, 10, 12]
-    assert turn[TURN][sampled].tolist() == [0, 0, 1, 0, 1, 1, 2]
-    assert rewards[TURN_REWARDS].tolist() == [0, 0, 0.5, 0, 1.0, 0, 0, 0, 0, 0, 0, 0, 5.0]
+    assert found[TURN][sampled].tolist() == [0, 0, 1, 0, 1, 1, 2]
+    assert found[TURN_REWARDS].tolist() == [0, 0, 0.5, 0, 1.0, 0, 0, 0, 0, 0, 0, 0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +107,9 @@ def test_credit_that_cannot_be_is_refused(keys: list[str], message: str) -> None
         load_recipe(Path(QUICKSTART), keys, TrainRecipe)
 
 
-def test_a_method_of_a_user_sees_the_moves_of_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_of_a_user_sees_the_moves_of_a_set() -> None:
     keys = (f"actor.advantage={__name__}:number_of_the_set", "actor.credit=turn")
-    advantages = columns(*keys, monkeypatch=monkeypatch)["advantages"]
+    advantages = columns(*keys)["advantages"]
     assert advantages.tolist() == [0, 2, 2, 0, 2, 0, 0, 2, 0, 2, 2, 0, 1]
 
 
