@@ -257,6 +257,10 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
             draft.demote(key, "there is no KL term", "implied")
         for key in [key for key in recipe if key.startswith("ref.")]:
             draft.demote(key, NO_REFERENCE, "implied")
+    if "ref.backend" not in recipe:
+        draft.demote(
+            "ref.offload", "the weights of a reference in the actor's processes move with the actor's", "implied"
+        )
     if not recipe.get(COEFF):
         for key in [key for key in recipe if key.startswith("teacher.")]:
             draft.demote(key, "the weight of the teacher is 0", "implied")

@@ -9,7 +9,7 @@ from fivefold.config.methods import ADVANTAGES
 from fivefold_import import reasons
 from fivefold_import.defaults import own_default
 from fivefold_import.draft import Draft, RolePlan, Rule
-from fivefold_import.values import ROLLOUT_ENGINE, Unfit, flag, number, top_k, whole
+from fivefold_import.values import ROLLOUT_ENGINE, Unfit, flag, number, positive, top_k, whole
 
 MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
 ADVANTAGE = "actor.advantage"
@@ -98,13 +98,24 @@ def template_variable(draft: Draft, source: str) -> None:
 
 def betas(draft: Draft, key: str) -> None:
     """Convert Adam's [beta1, beta2]."""
-    value = draft.get(key)
+    written = draft.get(key)
+    value = written.strip("[] ").split(",") if isinstance(written, str) else written
     if not isinstance(value, list) or len(value) != 2:
         raise Unfit(f"{value!r} is not a list of two numbers")
     beta1, beta2 = map(number, value)
     if draft.writes(key) or beta2 != own_default("actor.optimizer.beta2"):
         draft.recipe.setdefault("actor.optimizer.beta2", beta2)
     draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")
+
+
+def wsd_option(draft: Draft, key: str) -> None:
+    """Convert the shape or the length of the decay with which Megatron-Core's schedule WSD ends."""
+    if draft.get(f"{key.partition('lr_wsd_')[0]}lr_decay_style") not in ("wsd", "WSD"):
+        draft.implied(key, "only the schedule wsd reads this")
+    elif key.endswith("style"):
+        draft.mapped(key, "actor.optimizer.decay_shape", str(draft.get(key)))
+    else:
+        draft.mapped(key, "actor.optimizer.decay_steps", positive(draft.get(key)))
 
 
 # Conversions that a dialect calls

@@ -32,12 +32,33 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.yaml_reader import read_yaml
-from fivefold_import import agents, algorithms, checkpoints, corrections, critic, reasons, rules, settings, values
+from fivefold_import import (
+    agents,
+    algorithms,
+    checkpoints,
+    corrections,
+    critic,
+    reasons,
+    rules,
+    serving,
+    settings,
+    values,
+    variables,
+)
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.values import Convert, one_of
 
 FOLDER = Path(__file__).parent
-SHARED = {**vars(rules), **vars(settings), **vars(checkpoints), **vars(corrections), **vars(algorithms), **vars(agents)}
+SHARED = {
+    **vars(rules),
+    **vars(settings),
+    **vars(checkpoints),
+    **vars(corrections),
+    **vars(algorithms),
+    **vars(agents),
+    **vars(serving),
+    **vars(variables),
+}
 """The rules that all frameworks' tables can name."""
 
 

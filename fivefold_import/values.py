@@ -125,7 +125,9 @@ KL_ESTIMATOR = one_of(
     # The value of another estimator with the gradient of k2.
     **{f"{name}+": "k2" for name in ("kl", "k1", "mse", "k2", "k3", "low_var_kl", "abs")},
 )
-LR_SCHEDULE = one_of(constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine")
+LR_SCHEDULE = one_of(
+    constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine", wsd="wsd", WSD="wsd"
+)
 DTYPE = one_of(
     bfloat16="bfloat16", bf16="bfloat16", torch_bfloat16="bfloat16", float32="float32", fp32="float32", float="float32"
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,12 +42,18 @@ class Session:
     """The session of one run, which is a context manager."""
 
     def __init__(
-        self, nodes: Sequence[Node], logs: Path, timers: PhaseTimers, timeout_s: float, its_ray: LocalRay | JoinedRay
+        self,
+        nodes: Sequence[Node],
+        logs: Path,
+        timers: PhaseTimers,
+        scheduler: SchedulerConfig,
+        its_ray: LocalRay | JoinedRay,
     ) -> None:
         self.nodes = tuple(nodes)
         self.timers = timers
         self.logs = logs
-        self.timeout_s = timeout_s
+        self.timeout_s = scheduler.timeout_s
+        self._scheduler = scheduler
         self.watch = Watch(timers, on_failure=self.kill, cause=self._why_ray_ended)
         self._own_ray = None if isinstance(its_ray, JoinedRay) else its_ray
         """The Ray that this run has started; None if it has joined one."""
@@ -85,7 +92,7 @@ class Session:
         except BaseException:
             _leave(its_ray, ())
             raise
-        return cls(nodes, logs.resolve(), timers, scheduler.timeout_s, its_ray)
+        return cls(nodes, logs.resolve(), timers, scheduler, its_ray)
 
     @property
     def gpu_memory(self) -> int | None:
@@ -101,6 +108,11 @@ class Session:
         """Return how far roles are with the calls that the driver waits for, as their first ranks report it."""
         return self.watch.progress()
 
+    def _with_variables(self, role: Role) -> Role:
+        """Return a role with the environment variables that the recipe gives it."""
+        variables = self._scheduler.variables_of(role.name.partition("-")[0])
+        return replace(role, environment={**variables, **role.environment})
+
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
 
@@ -111,7 +123,7 @@ class Session:
         self.watch.reopen()
         if self._joined is not None:
             check_shared(self.logs.parent, [node for node in self.nodes if _writes_on(node, roles)])
-        groups = [WorkerGroup(self, role) for role in roles]
+        groups = [WorkerGroup(self, self._with_variables(role)) for role in roles]
         self._groups.update({group.name: group for group in groups})
         for group in groups:
             group.create()

@@ -210,7 +210,7 @@ def _moe_fields(config: MegatronConfig, layout: ParallelLayout, shape: ModelShap
         "moe_router_enable_expert_bias": shape.router_bias,
         "moe_router_bias_update_rate": own.moe_router_bias_update_rate,
         "moe_router_topk_scaling_factor": shape.router_scale if shape.router_scale != 1 else None,
-        "moe_router_dtype": "fp32" if config.router_dtype == "fp32" else None,
+        "moe_router_dtype": None if config.router_dtype == "model" else config.router_dtype,
         "moe_router_load_balancing_type": own.moe_router_load_balancing_type,
         "moe_router_num_groups": own.moe_router_num_groups or (shape.expert_groups if has_groups else None),
         "moe_router_group_topk": own.moe_router_group_topk or (shape.groups_per_token if has_groups else None),

@@ -77,7 +77,8 @@ class Router(TopKRouter):
         if self.training and torch.is_grad_enabled():
             counted = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
             self.load_E += counted.sum(0)
-        return probs, chosen
+        # The softmax is in float32: probabilities of float64 would only make what travels to the experts larger.
+        return probs.float() if probs.dtype == torch.float64 else probs, chosen
 
 
 def routers_of(chunks: Iterable[nn.Module]) -> list[Router]:

@@ -230,12 +230,6 @@ def _precision(draft: Draft, source: str) -> None:
     draft.mapped(source, "rollout.dtype", DTYPE(name))
 
 
-def _environment(draft: Draft, source: str) -> None:
-    if draft.get(source) in ("", None):
-        draft.implied(source, "it is empty")
-    draft.unsupported(source, reasons.OWN_ENVIRONMENT)
-
-
 def _tokenizer(draft: Draft, source: str) -> None:
     if draft.get(source) == draft.get("policy.model_name"):
         draft.implied(source, "it is the model's")

@@ -6,17 +6,16 @@ vllm_kwargs: {attention_backend: FLASH_ATTN, compilation_config: {backend: eager
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fivefold_import.draft import Draft
+from fivefold_import.serving import TO, of_vllm
 
 CACHES = "policy.generation.vllm_cfg.enable_prefix_caching"
 AT, EAGER = "policy.generation.vllm_kwargs.", "policy.generation.vllm_cfg.enforce_eager"
 OWN = ("max_num_seqs", "tokenizer", "max_model_len", "seed")
 """Options that have a key of the recipe, or that follow from others."""
 OF_IMAGES = ("mm_", "limit_mm_per_prompt", "skip_mm_profiling", "allowed_local_media_path", "language_model_only")
-TO = "rollout.server_args"
 
 
 def convert_server_options(draft: Draft) -> None:
@@ -29,9 +28,10 @@ def convert_server_options(draft: Draft) -> None:
         for section in sections:
             node = node.setdefault(section, {})
         node[name] = draft.get(key)
-    arguments = [_argument(name, value) for name, value in options.items() if value is not None]
+    given = (of_vllm(name, value) for name, value in options.items() if value is not None)
+    arguments = [argument for argument in given if argument is not None]
     if draft.get(CACHES) is not None:
-        arguments.append(_argument("enable_prefix_caching", draft.get(CACHES)))
+        arguments.append("--enable-prefix-caching" if draft.get(CACHES) else "--no-enable-prefix-caching")
         keys.append(CACHES)
     if draft.get(EAGER) is True:
         arguments.append("--enforce-eager")
@@ -39,11 +39,3 @@ def convert_server_options(draft: Draft) -> None:
     for key in keys:
         if draft.get(key) is not None:
             draft.mapped(key, TO, arguments)
-
-
-def _argument(name: str, value: Any) -> str:
-    """Return an option as vLLM's command line has it."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag}={value if isinstance(value, str | int | float) else json.dumps(value)}"

@@ -138,6 +138,25 @@ def _truncation(draft: Draft, source: str) -> None:
     return draft.mapped(source, "train_dataset.truncation", side)
 
 
+def _first_rows(to: str) -> Rule:
+    """Convert the most rows of a data set; verl may draw others than the first ones."""
+
+    def convert(draft: Draft, source: str) -> None:
+        most = whole(draft.get(source))
+        if most > 0:
+            return draft.mapped(source, to, most, "the first rows")
+        return draft.implied(source, "all rows are read")
+
+    return convert
+
+
+def _punished_from(draft: Draft, source: str) -> None:
+    """Report the length from which DAPO's punishment counts back, which is the longest response."""
+    if draft.get(source) == draft.get("data.max_response_length", 512):
+        return draft.implied(source, "it is gconfig.max_new_tokens")
+    return draft.unsupported(source, "the punishment ends at gconfig.max_new_tokens: set actor.overlong_tokens")
+
+
 def _own_function(draft: Draft, source: str) -> None:
     """Convert the file of a user's own reward function, which is called as verl calls it."""
     path = draft.get(source)

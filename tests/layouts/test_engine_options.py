@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
-from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.layout.parser import parse_backend
 
@@ -47,45 +48,74 @@ def gradients(workers: Workers, case: AnyCase, folder: Path, batch: Batch) -> me
 class Routing:
     hidden_TH: torch.Tensor
     weight_EH: torch.Tensor
+    logits_TE: torch.Tensor
     probs_TE: torch.Tensor
     chosen_TE: torch.Tensor
 
 
 def routings(case: Case, folder: Path, batch: Batch) -> list[Routing]:
     """In a worker: return inputs and outputs of the routers of this rank's layers."""
-    engine, found = case.engine(folder), []
+    engine, found, logits = case.engine(folder), [], list[torch.Tensor]()
+
+    def keep(gate: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        scores = gate(hidden)
+        logits.append(scores.flatten(0, 1).clone())
+        return scores
 
     def note(router: TopKRouter, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         probs, chosen = outputs
         hidden_TH, weight_EH = inputs[0].flatten(0, 1).clone(), router.weight.detach().clone()
-        found.append(Routing(hidden_TH, weight_EH, probs.clone(), chosen.clone()))
+        found.append(Routing(hidden_TH, weight_EH, logits.pop(), probs.clone(), chosen.clone()))
 
     for router in engine.modules_of(TopKRouter):
         router.register_forward_hook(note)
+        router.gating = partial(keep, router.gating)
     engine.logprobs_of(batch, temperature=1.0)
     return found
 
 
-def router_errors(workers: Workers, folder: Path, router_dtype: str) -> list[float]:
-    """Return the largest relative error of each router's probabilities against float64."""
+def router_errors(workers: Workers, folder: Path, router_dtype: str) -> list[tuple[float, float]]:
+    """Return the largest relative errors of each router's probabilities and scores against float64."""
     case = Case("megatron:d1", MegatronConfig(router_dtype=router_dtype), dtype="bfloat16")
     errors = []
     for routing in workers(1).run(routings, case, folder, ONE_SEQUENCE)[0]:
         assert routing.hidden_TH.dtype == routing.weight_EH.dtype == torch.bfloat16
         logits = routing.hidden_TH.double() @ routing.weight_EH.double().T
         wanted = logits.masked_fill(~routing.chosen_TE, -torch.inf).softmax(-1)
-        errors.append(float(((routing.probs_TE.double() - wanted).abs() / wanted)[routing.chosen_TE].max()))
+        of_probs = float(((routing.probs_TE.double() - wanted).abs() / wanted)[routing.chosen_TE].max())
+        errors.append((of_probs, float(((routing.logits_TE.double() - logits) / logits).abs().max())))
     return errors
 
 
 def test_the_router_of_a_bfloat16_model_computes_in_float32(workers: Workers, models: Path) -> None:
     errors = router_errors(workers, models / "qwen3_moe-bf16", "fp32")
     assert len(errors) == 4
-    assert max(errors) < 1e-5
+    assert max(of_probs for of_probs, _ in errors) < 1e-5
+    assert min(of_scores for _, of_scores in errors) > 1e-9
+
+
+def test_the_router_chooses_by_scores_in_float64_if_asked_to(workers: Workers, models: Path) -> None:
+    errors = router_errors(workers, models / "qwen3_moe-bf16", "fp64")
+    assert max(of_scores for _, of_scores in errors) < 1e-12
+    assert max(of_probs for of_probs, _ in errors) < 1e-6
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_routers_in_float64_train_the_same_on_every_layout(workers: Workers, models: Path, model: str) -> None:
+    """With auxiliary losses, scores by sigmoids and offsets, and probabilities that travel to other ranks."""
+    fields = MegatronTransformerFields(moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001)
+    of_64 = MegatronConfig(router_dtype="fp64", transformer=fields)
+    cases = [
+        Case("megatron:d1", MegatronConfig(transformer=fields)),
+        *(Case(layout, of_64) for layout in ("megatron:d1", FOLDED)),
+    ]
+    single, alone, folded = (gradients(workers, case, models / model, uneven_batch()) for case in cases)
+    for other in (alone, folded):
+        assert_close(other.gradients, single.gradients, 1e-5)
 
 
 def test_the_router_computes_in_the_models_dtype_if_asked_to(workers: Workers, models: Path) -> None:
-    assert min(router_errors(workers, models / "qwen3_moe-bf16", "model")) > 1e-4
+    assert min(router_errors(workers, models / "qwen3_moe-bf16", "model"))[0] > 1e-4
 
 
 @pytest.mark.parametrize("layout", ["megatron:d1", FOLDED, "megatron:p2v2", "megatron:(attn:c2d2|ffn:t2e2)"])

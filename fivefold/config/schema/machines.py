@@ -11,6 +11,12 @@ from fivefold.config.limits import MOST_DEVICES, MOST_SECONDS
 from fivefold.config.schema.fields import PathText, Section
 from fivefold.config.schema.rules import equals, reads_if, rule
 
+OWN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+    *("PYTHONSAFEPATH", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""Environment variables by which workers know their place."""
+
 
 class ClusterConfig(Section):
     """The machines of the run."""
@@ -51,5 +57,24 @@ class SchedulerConfig(Section):
     require_token: Annotated[bool, reads_if(equals("type", "ray"), "refuses a cluster", warns=True)] = True
     """With `type: ray`, refuse a cluster that takes commands without a token, from whoever reaches its ports; false:
     the network alone keeps others out (docs/security.md)."""
+    environment: dict[
+        Literal["all", "actor", "critic", "ref", "teacher", "reward", "rollout"],
+        dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str],
+    ] = {}
+    """Environment variables of worker processes, by role or for `all`: `{all: {NCCL_DEBUG: INFO}, rollout:
+    {VLLM_USE_DEEP_GEMM: "0"}}`. They come before the shell's. Secrets belong in the shell: the recipe is saved with
+    the run."""
     timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """Seconds that one phase may take, on a worker or with the rewards, before the run ends with an error."""
+
+    @rule
+    def _variables(self) -> Iterator[str]:
+        for role, variables in self.environment.items():
+            for name in variables:
+                if name in OWN_VARIABLES or name.startswith(("RAY_", "FIVEFOLD_")):
+                    yield f"environment.{role}.{name} is a variable that Fivefold or Ray sets: drop it"
+
+    def variables_of(self, role: str) -> dict[str, str]:
+        """Return the variables of the processes of a role."""
+        own = (variables for name, variables in self.environment.items() if name == role)
+        return {**self.environment.get("all", {}), **next(own, {})}

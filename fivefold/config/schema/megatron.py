@@ -198,12 +198,14 @@ class MegatronConfig(Section):
     too; they are slower."""
     virtual_pipeline_parallel_size: Positive = 1
     """Model chunks on each pipeline stage (interleaved 1F1B); the same as the `v` of a layout."""
-    router_dtype: Annotated[Literal["model", "fp32"], OfPart("is_moe", "experts", warns=True)] = "fp32"
-    """Dtype of the router's matmul: the model's, or float32. The router's softmax is in float32 either way."""
+    router_dtype: Annotated[Literal["model", "fp32", "fp64"], OfPart("is_moe", "experts", warns=True)] = "fp32"
+    """Dtype of the router's matmul, and so of the scores by which it chooses experts: the model's, float32 or float64.
+    The router's softmax is in float32 anyway, as Megatron-Core computes it. The embedded engine and FSDP have
+    transformers' routers, whose matmul is in the model's dtype."""
     token_dispatcher: Annotated[
         Literal["alltoall", "allgather", "flex"],
         OfPart("is_moe", "experts", warns=True),
-        needs("flex", equals("router_dtype", "fp32"), "sends probabilities in float32"),
+        needs("flex", equals("router_dtype", "fp32", "fp64"), "sends probabilities in float32"),
     ] = "alltoall"
     """How tokens come to their experts: by all-to-all, by all-gather, or (`flex`) by DeepEP's kernels, which have to be
     installed. None drops tokens."""

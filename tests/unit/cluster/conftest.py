@@ -22,7 +22,9 @@ def timers() -> PhaseTimers:
 def session(tmp_path_factory: pytest.TempPathFactory, timers: PhaseTimers) -> Iterator[Session]:
     """One Ray for all tests of this folder: a failure ends the workers, not Ray."""
     logs = tmp_path_factory.mktemp("logs")
-    with Session.open(SchedulerConfig(timeout_s=180), ClusterConfig(n_gpus_per_node=0), logs, timers) as session:
+    variables = {"all": {"GIVEN": "to all", "OF_ALL": "yes"}, "rollout": {"GIVEN": "to the rollout"}}
+    scheduler = SchedulerConfig.model_validate({"timeout_s": 180, "environment": variables})
+    with Session.open(scheduler, ClusterConfig(n_gpus_per_node=0), logs, timers) as session:
         yield session
 
 

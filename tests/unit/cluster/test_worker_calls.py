@@ -195,6 +195,18 @@ def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatc
     assert groups["chosen"].call_first(Engine.environment, "OMP_NUM_THREADS", "NCCL_DEBUG") == ["3", "INFO"]
 
 
+def test_processes_have_the_variables_of_their_role(session: Session) -> None:
+    """The recipe of the fixture gives some to all roles, and others to the rollout, whose followers have them too."""
+    names = ("actor", "rollout", "rollout-follower")
+    groups = session.launch(*(Role(name, [Device(0, 0)], Engine) for name in names))
+    found = {name: groups[name].call_first(Engine.environment, "GIVEN", "OF_ALL") for name in names}
+    assert found == {
+        "actor": ["to all", "yes"],
+        "rollout": ["to the rollout", "yes"],
+        "rollout-follower": ["to the rollout", "yes"],
+    }
+
+
 def test_a_process_with_several_devices_sees_them_and_its_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are two nodes with four GPUs, two for each process; another job has the first four of each node."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -350,6 +350,14 @@ def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: lis
         (["environment={game: a:B, keep_thinking: true}"], "environment.keep_thinking=true has no effect on a game"),
         (["environment={game: a:B, parser: glm-4.5}"], "environment.parser=glm-4.5 has no effect on a game"),
         (
+            ["scheduler.environment={all: {CUDA_VISIBLE_DEVICES: '0'}}"],
+            "environment.all.CUDA_VISIBLE_DEVICES is a variable that Fivefold or Ray sets: drop it",
+        ),
+        (
+            ["scheduler.environment={rollout: {RAY_ADDRESS: here}}"],
+            "environment.rollout.RAY_ADDRESS is a variable that Fivefold or Ray sets: drop it",
+        ),
+        (
             ["train_dataset.hold_out=0.1", "valid_dataset.path=v"],
             "train_dataset.hold_out=0.1 and valid_dataset exclude each other",
         ),

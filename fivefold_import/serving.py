@@ -1,0 +1,94 @@
+"""Options that a source hands on to the rollout's engine, as arguments of the server's command line.
+
+block_size: 16, compilation_config.cudagraph_mode: FULL
+──> rollout.server_args: [--block-size=16, --compilation-config.cudagraph_mode=FULL]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold_import import reasons
+from fivefold_import.draft import Draft
+
+TO = "rollout.server_args"
+SECTIONS = re.compile(r".*\b(?:strategy_config|engine_kwargs|rollout_model|rollout)\.")
+"""What precedes the name of an option in a key, as the frameworks write it."""
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("max_model_len", "context_length"), reasons.LENGTHS),
+    **dict.fromkeys(("enable_log_requests", "disable_log_stats", "log_level", "enable_metrics"), reasons.METRICS),
+    **dict.fromkeys(("seed", "random_seed"), reasons.ONE_SEED),
+    **dict.fromkeys(("load_format", "distributed_executor_backend"), reasons.WEIGHTS_IN_BUCKETS),
+    "skip_tokenizer_init": reasons.TOKEN_IDS,
+    "use_v1": reasons.OWN_CODE,
+}
+"""Options that follow from other keys, or have no effect."""
+OF_IMAGES = re.compile(r"mm_|.*_mm_|limit_mm|skip_mm|enable_multimodal|allowed_local_media_path|language_model_only")
+FOLLOWS = re.compile(
+    r".*parallel|dtype|model$|tokenizer|tp_size|pp_size|dp_size|ep_size|enable_sleep|enable_memory_saver|quant|"
+    r"trust_remote_code|worker_|scheduler_cls|logprobs|kv_cache_dtype|host$|port$|nnodes|node_rank"
+)
+"""Options that other keys of the recipe decide, or that would change what Fivefold relies on."""
+SGLANG: Mapping[str, tuple[Any, str]] = {
+    "enforce_eager": (True, "--disable-cuda-graph"),
+    "enable_prefix_caching": (False, "--disable-radix-cache"),
+    "enable_chunked_prefill": (False, "--chunked-prefill-size=-1"),
+}
+"""vLLM's names with which frameworks mean an argument of SGLang too: the value, and the argument."""
+OF_VLLM = ("max_num_batched_tokens", "cudagraph_capture_sizes", "cuda_graph_sizes", "block_size", "optimization_level")
+"""Options of vLLM alone."""
+
+
+def engine_option(draft: Draft, source: str) -> None:
+    """Convert an option of the engine; all of them are one list of arguments."""
+    match = SECTIONS.match(source)
+    name = source[match.end() :] if match else source
+    plan = draft.plans.get("rollout")
+    backend = plan.backend if plan is not None else str(draft.recipe.get("rollout.backend", "")).partition(":")[0]
+    for engine in ("vllm", "sglang"):
+        if name.startswith(f"{engine}."):
+            if engine != backend:
+                return draft.implied(source, f"the rollout's engine is {backend}")
+            name = name.removeprefix(f"{engine}.")
+    if backend not in ("vllm", "sglang"):
+        return draft.implied(source, "the embedded engine has no such option")
+    if name in REASONS:
+        return draft.implied(source, REASONS[name])
+    if OF_IMAGES.match(name):
+        return draft.implied(source, reasons.NO_MULTIMODAL)
+    if FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
+        return draft.unsupported(source, reasons.NO_ENGINE_OPTIONS)
+    argument = _of_sglang(name, draft.get(source)) if backend == "sglang" else of_vllm(name, draft.get(source))
+    if argument is None:
+        return draft.implied(source, f"{backend} does so without an argument")
+    arguments = draft.recipe.setdefault(TO, [])
+    if argument not in arguments:
+        arguments.append(argument)
+    return draft.mapped(source, TO, arguments)
+
+
+def of_vllm(name: str, value: Any) -> str | None:
+    """Return an option as vLLM's command line has it; None: it is off without an argument."""
+    section, dot, rest = name.partition(".")
+    flag = f"--{section.replace('_', '-')}{dot}{rest}"
+    if dot:
+        return f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
+    if name == "enforce_eager":
+        return "--enforce-eager" if value is True else None
+    if isinstance(value, bool):
+        return flag if value else f"--no-{section.replace('_', '-')}"
+    return f"{flag}={value if isinstance(value, str | int | float) else json.dumps(value)}"
+
+
+def _of_sglang(name: str, value: Any) -> str | None:
+    """Return an option as SGLang's command line has it; None: it is off without an argument, or vLLM's."""
+    if name in SGLANG:
+        told, argument = SGLANG[name]
+        return argument if value is told else None
+    if name in OF_VLLM or value is False:
+        return None
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag}={value if isinstance(value, str | int | float) else json.dumps(value)}"
