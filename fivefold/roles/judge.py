@@ -1,6 +1,6 @@
 """The model of the run that judges: its replicas, and who asks them.
 
-threads that judge ──answer──> the thread "judge" ──> a RolloutStream of its own ──> replicas
+threads that judge ──answer──> the thread "judge" ──> its RolloutStream ──> replicas
                    <──text────
 """
 
