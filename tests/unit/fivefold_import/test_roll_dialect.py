@@ -41,7 +41,7 @@ def test_a_model_that_writes_judgements_is_no_reward_model_with_a_score_head() -
         "reward.fn": "judge",
         "reward.kwargs.max_tokens": 100,
         "reward.judge.path": "some/judge",
-        "reward.judge.backend": "vllm:d8",
+        "reward.judge.backend": "vllm:d*",
         "reward.judge.colocate": True,
     }
     conversion = convert_words("roll", *words[:1], *words[2:])
@@ -168,7 +168,7 @@ def test_a_judge_in_processes_of_the_run_keeps_its_model_its_layout_and_its_leng
     text = dedent(roles) + f"pretrain: some/model\nrewards:{judge}"
     conversion = convert_text("roll", tmp_path, text)
     keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
-    assert len(keys) == 13
+    assert len(keys) == 14
     assert keys & conversion.unsupported() == {
         "rewards.judge.judge_prompt",
         "rewards.judge.generating_args.top_p",
