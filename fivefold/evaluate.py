@@ -318,8 +318,8 @@ def evaluate(
         reward_model = RewardModel(frozen["reward"], end_token(tokenizer)) if frozen else None
         judge = None
         if judge_texts is not None:
-            judge = judge_launch.judge_beside_rollout(session, recipe, placement, rollout, judge_texts, timers)
-        stream = Stream(recipe, rollout, rewards, timers, _no_weights, reward_model, judge)
+            judge = judge_launch.judge_beside_rollout(session, recipe, placement, rollout, judge_texts, timers, _tell)
+        stream = Stream(recipe, rollout, rewards, timers, _no_weights, reward_model, judge, tell=_tell)
         with stream, timers.phase("evaluation"):
             result = _run(evaluator, stream, samples)
     return {
@@ -334,6 +334,10 @@ def _no_weights(version: int) -> None:
     raise AssertionError("a server that is started again loads its weights itself")
 
 
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _run(evaluator: Evaluator, stream: Stream, file: Path | None) -> Evaluation:
     def write(samples: Sequence[Sample]) -> None:
         if file is not None:
@@ -345,10 +349,8 @@ def _run(evaluator: Evaluator, stream: Stream, file: Path | None) -> Evaluation:
     except ValueError as error:  # such as a reward that fails on a completion: a failure of the run, not of its setup
         raise RunFailed(str(error)) from error
     finally:
-        if failed := stream.take_failed():
+        if failed := stream.take_news():
             print(failed, file=sys.stderr)
-        if stream.take_died():
-            print("a server died and was started again; what it had not answered was asked again", file=sys.stderr)
 
 
 def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:

@@ -200,8 +200,10 @@ def _source(
     """Yield the source of the samples of all steps after `step`; `saved` are those that a checkpoint has."""
     recipe, timers = setup.recipe, run.timers
     resend = partial(roles.send_weights, timers=timers)
+    tell = partial(run.screen.note, style="yellow")
+    judge = setup.judge(roles, timers, tell)
     with Stream(
-        recipe, roles.rollout, setup.rewards, timers, resend, setup.reward_model(roles), setup.judge(roles, timers)
+        recipe, roles.rollout, setup.rewards, timers, resend, setup.reward_model(roles), judge, tell=tell
     ) as stream:
         yield Source(
             recipe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -135,13 +135,13 @@ class TrainSetup(RunSetup[Prompt]):
         model = roles.frozen.get("reward")
         return None if model is None else RewardModel(model, end_token(self.ground.tokenizer))
 
-    def judge(self, roles: Roles, timers: PhaseTimers) -> Judge | None:
-        """Return the model that judges among the roles; None if there is none."""
+    def judge(self, roles: Roles, timers: PhaseTimers, tell: Callable[[str], None]) -> Judge | None:
+        """Return the model that judges, None if there is none; `tell` tells the user what happens to it."""
         if roles.judge is None or self.judge_texts is None:
             return None
         from fivefold.roles.judge import Judge  # here, because most runs have none
 
-        return Judge(roles.judge, self.recipe, self.judge_texts, timers)
+        return Judge(roles.judge, self.recipe, self.judge_texts, timers, tell)
 
 
 def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:

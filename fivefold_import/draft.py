@@ -15,7 +15,7 @@ from fivefold_import.reasons import LEADS_NOWHERE
 from fivefold_import.values import Convert, Unfit, positive
 
 Outcome = Literal["mapped", "implied", "unsupported"]
-Role = Literal["actor", "rollout", "ref", "critic", "reward", "teacher"]
+Role = Literal["actor", "rollout", "ref", "critic", "reward", "teacher", "judge"]
 Degree = Literal["tp", "pp", "cp", "vpp", "ep", "etp"]
 
 Rule = Callable[["Draft", str], None]
@@ -58,7 +58,7 @@ class RolePlan:
     devices_key: str = ""
     """The source's key of the list of devices."""
     has_processes: bool = False
-    """Whether a reference has its own devices, and so its own processes."""
+    """Whether a reference or a judge has its own devices; a reference then has its own processes."""
 
     @property
     def shards_weights(self) -> bool:

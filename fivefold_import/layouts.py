@@ -126,6 +126,7 @@ def _settle_frozen(draft: Draft) -> None:
     """Convert the plans of a reward model and of a teacher; without one, they are laid out as the actor is."""
     if "allocation_mode" in draft.recipe:
         return
+    _settle_judge(draft)
     signs: Mapping[Role, str] = {"reward": "reward.model.path", "teacher": COEFF}
     for role, sign in signs.items():
         if sign not in draft.recipe:
@@ -134,6 +135,18 @@ def _settle_frozen(draft: Draft) -> None:
         for key in ("backend", "device_mapping"):
             if f"actor.{key}" in draft.recipe:
                 draft.recipe.setdefault(f"{ROLES[role].key}.{key}", draft.recipe[f"actor.{key}"])
+
+
+def _settle_judge(draft: Draft) -> None:
+    """Convert the plan of a model that judges, which takes turns on the actor's devices if it has no others."""
+    plan = draft.plans.get("judge")
+    if plan is None:
+        return
+    _settle(draft, "judge")
+    if "actor.device_mapping" in draft.recipe:
+        draft.recipe.setdefault("reward.judge.device_mapping", draft.recipe["actor.device_mapping"])
+    elif not plan.has_processes:
+        draft.recipe.setdefault("reward.judge.colocate", True)
 
 
 def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:

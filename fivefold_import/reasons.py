@@ -58,8 +58,12 @@ IN_REPLICAS = "episodes are played in the processes of the rollout's replicas"
 # Rewards
 
 NO_REWARD_MODEL = (
-    "models that write a judgement are not loaded: serve one behind an OpenAI-compatible URL, and write "
-    "reward.fn=judge; a model with a score head is reward.model, with reward.fn=model"
+    "a model that writes a judgement is reward.judge, or one behind an OpenAI-compatible URL, with reward.fn=judge and "
+    "its question in reward.kwargs.template; a model with a score head is reward.model, with reward.fn=model"
+)
+JUDGE_HOSTED = "the section reward.judge has the judge's model, engine, layout and lengths"
+OWN_QUESTION = (
+    "reward.fn=judge asks its own question: write this one as template, and how its score is found as pattern"
 )
 OWN_REWARD = "a response's reward is what reward.fn returns, or the weighted sum of reward.rewards"
 OWN_REWARD_KWARGS = f"{OWN_REWARD}; give reward.kwargs"

@@ -341,7 +341,7 @@ def _server_notes(recipe: Recipe) -> list[str]:
         return []
     return [
         f"{placed.layout.backend} has to be installed; if it needs other versions of torch or transformers, install it "
-        "in its own environment and name that in rollout.server_python"
+        f"in its own environment and name that in {ROLES[placed.role].key}.server_python"
         for placed in placement.roles
         if placed.layout.is_server
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.config.methods import ADVANTAGES
 from fivefold_import import reasons
 from fivefold_import.defaults import own_default
-from fivefold_import.draft import Draft, RolePlan, Rule
+from fivefold_import.draft import Draft, Role, RolePlan, Rule
 from fivefold_import.values import ROLLOUT_ENGINE, Unfit, flag, number, positive, top_k, whole
 
 MEAN_LEVEL, STD_LEVEL = "actor.reward_norm.mean_level", "actor.reward_norm.std_level"
@@ -214,9 +214,9 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
             draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
 
 
-def rollout_engine(draft: Draft, key: str) -> None:
-    """Read the rollout's engine into its plan; an engine that is not offered is replaced by vLLM."""
-    plan = draft.plans.setdefault("rollout", RolePlan())
+def rollout_engine(draft: Draft, key: str, role: Role = "rollout") -> None:
+    """Read the engine of a role that generates into its plan; an engine that is not offered is replaced by vLLM."""
+    plan = draft.plans.setdefault(role, RolePlan())
     value = draft.get(key)
     try:
         plan.backend = ROLLOUT_ENGINE(value)

@@ -53,6 +53,8 @@ class Stream:
         resend: Callable[[int], None],
         reward_model: RewardModel | None = None,
         judge: Judge | None = None,
+        *,
+        tell: Callable[[str], None],
     ) -> None:
         """Begin without a group.
 
@@ -65,11 +67,13 @@ class Stream:
                 started again.
             reward_model: the model whose score is one of the rewards.
             judge: the model that the rewards ask.
+            tell: tells the user at once that a server was started again; any thread may call it.
         """
         self._rollout = rollout
         self._rewards = rewards if judge is None else rewards.asking(judge)
         self._timers = timers
         self._resend = resend
+        self._tell = tell
         self._reward_model = reward_model
         self._judge_model = judge
         self._timeout_s = recipe.scheduler.timeout_s
@@ -199,17 +203,6 @@ class Stream:
                 raise self._failure
 
     def take_news(self) -> str | None:
-        """Return which servers were started again since the last call, and which episodes failed."""
-        return "\n".join(filter(None, (self.take_died(), self.take_failed()))) or None
-
-    def take_died(self) -> str | None:
-        """Return which servers were started again since the last call."""
-        logs = [f"logs/rollout-{rank}.log" for rank in self._replicas.take_died()]
-        if self._judge_model is not None:
-            logs += [f"logs/judge-{rank}.log" for rank in self._judge_model.take_died()]
-        return f"servers have died or hung, and were started again: see {', '.join(logs)}" if logs else None
-
-    def take_failed(self) -> str | None:
         """Return which episodes failed since the last call."""
         with self.changed:
             failures = [failure for group in self._with_failures for failure in group.failures]
@@ -274,6 +267,8 @@ class Stream:
         for jobs, first in new:
             self._replicas.submit(sorted(jobs, key=self._place_in_queue), first=first)
         answers = self._replicas.advance()
+        for restart in self._replicas.take_restarts():
+            self._tell(restart)
         with self.changed:
             for job in self._replicas.take_lost():
                 self._groups[job.number].resume(job)

@@ -1,13 +1,13 @@
 """The model of the run that judges: its replicas, and who asks them.
 
-threads that judge ──answer──> the thread "judge" ──> a RolloutStream of its own ──> replicas
+threads that judge ──answer──> the thread "judge" ──> its RolloutStream ──> replicas
                    <──text────
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
@@ -146,7 +146,14 @@ def judge_texts(recipe: TrainRecipe, began: datetime | None = None) -> JudgeText
 class Judge:
     """Answers questions of any thread. It is a context manager, in whose block its thread runs."""
 
-    def __init__(self, handle: JudgeReplicas, recipe: TrainRecipe, texts: JudgeTexts, timers: PhaseTimers) -> None:
+    def __init__(
+        self,
+        handle: JudgeReplicas,
+        recipe: TrainRecipe,
+        texts: JudgeTexts,
+        timers: PhaseTimers,
+        tell: Callable[[str], None],
+    ) -> None:
         """Begin without a question.
 
         Args:
@@ -154,9 +161,10 @@ class Judge:
             recipe: the recipe, which has a judge.
             texts: turns questions into tokens.
             timers: name the phase in errors.
+            tell: tells the user at once that a server was started again.
         """
         assert recipe.reward.judge is not None, "the recipe has a judge"
-        self._handle, self._texts, self._timers = handle, texts, timers
+        self._handle, self._texts, self._timers, self._tell = handle, texts, timers, tell
         self._stream = RolloutStream(handle.replicas, recipe.reward.judge.max_batch_size)
         self._seed, self._timeout_s = recipe.seed, recipe.scheduler.timeout_s
         self._changed = threading.Condition()
@@ -227,6 +235,8 @@ class Judge:
             while self._take_new():
                 with self._timers.named("judge"):
                     done = self._stream.advance()
+                for restart in self._stream.take_restarts():
+                    self._tell(restart)
                 with self._changed:
                     texts = {answer.number: answer.samples[0].response_text for answer in done}
                     self._answers |= {number: text for number, text in texts.items() if number in self._waiting}
@@ -243,10 +253,6 @@ class Judge:
             new, self._new = self._new, []
         self._stream.submit(new)
         return not self._has_ended
-
-    def take_died(self) -> list[int]:
-        """Return the replicas whose server was started again since the last call."""
-        return self._stream.take_died()
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from uuid import uuid4
 
@@ -80,6 +81,7 @@ def judge_beside_rollout(
     rollout: Rollout,
     texts: JudgeTexts,
     timers: PhaseTimers,
+    tell: Callable[[str], None],
 ) -> Judge:
     """Start the model that judges, next to a rollout that has loaded its weights itself, and without an actor."""
     sharers, reserved = placement.sharers("judge"), 0
@@ -89,7 +91,7 @@ def judge_beside_rollout(
     groups = launch_judge(session, placement, judge_spec(recipe, placement, reserved))
     if "rollout" in sharers:
         rollout.wake()
-    return Judge(judge_replicas(groups["judge"], placement, rollout), recipe, texts, timers)
+    return Judge(judge_replicas(groups["judge"], placement, rollout), recipe, texts, timers, tell)
 
 
 def launch_judge(session: Session, placement: Placement, spec: ReplicaSpec) -> dict[str, WorkerGroup]:

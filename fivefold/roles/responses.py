@@ -87,6 +87,8 @@ class Responses:
     """Jobs that were lost with their server, by number: requests with their tokens so far."""
     has_weights: bool = True
     """Whether the replica may get further jobs before the next weights."""
+    restarts: Sequence[str] = ()
+    """Why its server was started again since the report before."""
 
     @staticmethod
     def of(

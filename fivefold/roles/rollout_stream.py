@@ -60,8 +60,8 @@ class RolloutStream:
         """Replicas whose server was started again, and which get no jobs before the next weights."""
         self._lost: list[Job] = []
         """Jobs that replicas have lost, with their tokens so far; `take_lost` forgets them."""
-        self._died: set[int] = set()
-        """Replicas whose server was started again; `take_died` forgets them."""
+        self._restarts: list[str] = []
+        """Which servers were started again, and why; `take_restarts` forgets them."""
         self.work = [Work()] * n
         """What each replica has done, as far as it has reported."""
 
@@ -111,10 +111,10 @@ class RolloutStream:
         lost, self._lost = self._lost, []
         return lost
 
-    def take_died(self) -> list[int]:
-        """Return the replicas whose server was started again since the last call; any thread may call this."""
-        died, self._died = self._died, set()
-        return sorted(died)
+    def take_restarts(self) -> list[str]:
+        """Return which servers were started again since the last call, and why, once for each time."""
+        restarts, self._restarts = self._restarts, []
+        return restarts
 
     def _begin_slices(self) -> bool:
         """Start a slice on each replica that has jobs and is in none; return False if there are no more slices."""
@@ -179,8 +179,9 @@ class RolloutStream:
     def _done(self, call: KeptCall[Responses], report: Responses) -> list[Answer]:
         jobs = self._jobs[call.rank]
         self.work[call.rank] += Work.of(report)
-        if report.lost or not report.has_weights:
-            self._died.add(call.rank)
+        for why in report.restarts:
+            name = self._rollout.group.name
+            self._restarts.append(f"{name} rank {call.rank}: {why}\nLog: logs/{name}-{call.rank}.log")
         if not report.has_weights:
             self._without_weights.add(call.rank)
             # What it was to get with its next call goes to others too.

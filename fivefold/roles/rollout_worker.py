@@ -74,7 +74,8 @@ class RolloutWorker:
         if not self.engine.has_weights:
             # Its server has died while it took weights, which is reported here.
             self._told = self._take_lost() | {job.number: list(job.requests) for job in jobs}
-            return replace(self._reported((), began)[0], lost=self._told, has_weights=False), None
+            report, _ = self._reported((), began)
+            return replace(report, lost=self._told, has_weights=False, restarts=self.engine.take_restarts()), None
         for job in jobs:
             self._jobs[job.number] = job
             self._player.begin(job.number, [Task(job.prompt, request, job.sampling) for request in job.requests])
@@ -84,7 +85,8 @@ class RolloutWorker:
         n_running, has_weights = self._player.n_running, self.engine.has_weights
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
-        return replace(report, n_running=n_running, lost=self._told, has_weights=has_weights), columns
+        report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights)
+        return replace(report, restarts=self.engine.take_restarts()), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:
         """Forget the jobs that the engine has lost; return their requests with what is known of their completions."""

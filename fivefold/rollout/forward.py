@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fivefold.rollout.kv_cache import RowCache
-from fivefold.sinks import with_sinks
 
 _PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""

@@ -235,6 +235,9 @@ class RolloutEngine(Protocol):
         lost them has started again. If it then has no weights, it needs an update before it gets further requests.
         """
 
+    def take_restarts(self) -> list[str]:
+        """Return why a server was started again since the last call, once for each time."""
+
     @property
     def has_weights(self) -> bool:
         """Whether the engine has a complete set of weights."""

@@ -160,6 +160,10 @@ class TransformersEngine:
         """Return nothing: the engine is in this process, which ends with it."""
         return {}
 
+    def take_restarts(self) -> list[str]:
+        """Return nothing: there is no server."""
+        return []
+
     @property
     def has_weights(self) -> bool:
         """Whether the engine has a complete set of weights."""

@@ -47,6 +47,6 @@ def judge_turn_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
     if others := placement.sharers("judge"):
         yield (
             f"the judge has devices in turn with {' and '.join(others)}, which asynchronous training "
-            f"(rollout.max_head_offpolicyness={recipe.rollout.max_head_offpolicyness}) keeps at work: give it devices "
-            "of its own (reward.judge.colocate=false, or another device_mapping)"
+            f"(rollout.max_head_offpolicyness={recipe.rollout.max_head_offpolicyness}) keeps at work: give it "
+            "other devices (reward.judge.colocate=false, or another device_mapping)"
         )

@@ -41,7 +41,7 @@ def lay_out(draft: Draft, train: str = TRAIN) -> None:
         if draft.keys(section + "*"):
             _lay_out_trainer(draft, role, section)
     if draft.keys(INFER + "*"):
-        _lay_out_rollout(draft)
+        lay_out_engine(draft, "rollout", INFER)
     switch = train + NO_CHECKPOINTING
     is_on = not draft.read(switch, flag)
     if (plan := draft.plans.get("actor")) is not None and plan.shards_weights:
@@ -90,18 +90,20 @@ def _lay_out_trainer(draft: Draft, role: Role, section: str) -> None:
         del draft.plans[role]
 
 
-def _lay_out_rollout(draft: Draft) -> None:
-    key = INFER + "device_mapping"
-    plan = draft.plans["rollout"] = _plan(draft, key)
+def lay_out_engine(draft: Draft, role: Role, section: str) -> RolePlan:
+    """Read how a role that generates is laid out; `section` is the beginning of its keys."""
+    key = section + "device_mapping"
+    plan = draft.plans[role] = _plan(draft, key)
     plan.backend = "vllm"
-    if draft.writes(INFER + STRATEGY):
-        rollout_engine(draft, INFER + STRATEGY)
-    tensor = [INFER + CONFIG + name for name in ("tensor_parallel_size", "tp_size")]
+    if draft.writes(section + STRATEGY):
+        rollout_engine(draft, section + STRATEGY, role)
+    tensor = [section + CONFIG + name for name in ("tensor_parallel_size", "tp_size")]
     for written in filter(draft.writes, tensor):
-        draft.lay_out(written, "rollout", "tp")
-    if draft.writes(INFER + CONFIG + "pipeline_parallel_size"):
-        draft.lay_out(INFER + CONFIG + "pipeline_parallel_size", "rollout", "pp")
-    per_worker = INFER + "num_gpus_per_worker"
+        draft.lay_out(written, role, "tp")
+    if draft.writes(section + CONFIG + "pipeline_parallel_size"):
+        draft.lay_out(section + CONFIG + "pipeline_parallel_size", role, "pp")
+    per_worker = section + "num_gpus_per_worker"
     if plan.backend == "sglang" and draft.writes(per_worker) and not any(map(draft.writes, tensor)):
-        draft.lay_out(per_worker, "rollout", "tp")
-    draft.implied(per_worker, "it follows from the rollout's degrees")
+        draft.lay_out(per_worker, role, "tp")
+    draft.implied(per_worker, f"it follows from the {role}'s degrees")
+    return plan

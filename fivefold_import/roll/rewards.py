@@ -1,11 +1,11 @@
-"""ROLL's rewards: rules, code, judges behind a URL, and models with a head for a score."""
+"""ROLL's rewards: rules, code, judges, and models with a head for a score."""
 
 from __future__ import annotations
 
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
-from fivefold_import.roll.layout import lay_out_frozen
-from fivefold_import.values import DTYPE
+from fivefold_import.roll.layout import lay_out_engine, lay_out_frozen
+from fivefold_import.values import DTYPE, number, positive
 
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
 """The keys of a reward that say where it runs."""
@@ -36,6 +36,9 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
     worker = str(draft.get(f"{own}worker_cls", ""))
     if _is_behind_url(draft, own):
         _judge_behind_url(draft, own, to)
+        return True
+    if _is_hosted(draft, own):
+        _hosted_judge(draft, own, to)
         return True
     if _is_scored(draft, own):
         _score_model(draft, own, to)
@@ -100,6 +103,37 @@ def _judge_behind_url(draft: Draft, own: str, to: str) -> None:
     draft.implied(f"{own}judge_model_type", "the judge is behind a URL")
     draft.unsupported(f"{own}judge_api_key", f"export the key, and name its variable in {to}kwargs.api_key_env")
     draft.unsupported(f"{own}judge_prompt", f"write the prompt as {to}kwargs.template")
+
+
+def _is_hosted(draft: Draft, own: str) -> bool:
+    """Return whether a reward is a judge in ROLL's own processes, the first of its kind: a run hosts one."""
+    path = draft.get(f"{own}model_args.model_name_or_path")
+    is_first = draft.recipe.get("reward.judge.path", path) == path
+    return draft.get(f"{own}judge_model_type") == "inference" and path is not None and is_first
+
+
+def _hosted_judge(draft: Draft, own: str, to: str) -> None:
+    path, dtype = f"{own}model_args.model_name_or_path", f"{own}model_args.dtype"
+    draft.sets(f"{own}worker_cls", f"{to}fn", "judge", "the score that reward.judge writes")
+    draft.implied(f"{own}judge_model_type", "without kwargs.base_url, the run hosts the judge")
+    draft.sets(path, "reward.judge.path", draft.get(path))
+    if draft.writes(dtype):
+        draft.mapped(dtype, "reward.judge.dtype", draft.read(dtype, DTYPE))
+    for key, name, convert in (("max_new_tokens", "max_tokens", positive), ("temperature", "temperature", number)):
+        if draft.writes(written := f"{own}generating_args.{key}"):
+            draft.mapped(written, f"{to}kwargs.{name}", draft.read(written, convert))
+    for key in draft.keys(f"{own}generating_args.*"):
+        draft.unsupported(key, f"a judge samples with {to}kwargs.temperature alone")
+    draft.unsupported(f"{own}judge_prompt", reasons.OWN_QUESTION)
+    draft.implied(f"{own}data_args.template", "the judge's own chat template renders the question")
+    plan = lay_out_engine(draft, "judge", own) if "judge" not in draft.plans else draft.plans["judge"]
+    for key in draft.keys(f"{own}*"):
+        if key != f"{own}tag_included" and key not in plan.keys:
+            draft.implied(key, reasons.JUDGE_HOSTED)
+    draft.notes.append(
+        f"{to}fn=judge asks whether the answer agrees with the reference; ROLL asks for a score from 0 to 10, and "
+        f"takes a tenth of it: for that, write the question as {to}kwargs.template, with {to}kwargs.scale=0.1"
+    )
 
 
 def _judges_with_a_model(draft: Draft, own: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fivefold_import.draft import Draft
 from fivefold_import.values import positive
+from fivefold_import.verl.pools import ROLLOUTS, TRAINERS, one_cluster
 from fivefold_import.verl.rules import ACTOR
 
 BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}ppo_mini_batch_size"
@@ -16,10 +17,6 @@ SECTION = "async_training."
 REQUIRED, UPDATES = f"{SECTION}require_batches", f"{SECTION}trigger_parameter_sync_step"
 DEFAULT_UPDATES = 4
 """verl's default of `trigger_parameter_sync_step`."""
-TRAINERS = ("trainer.nnodes", "trainer.n_gpus_per_node")
-ROLLOUTS = ("rollout.nnodes", "rollout.n_gpus_per_node")
-MOST_ON_A_NODE = 8
-"""GPUs of a node that verl's trainer and rollout may share, each with some of them."""
 
 
 def prompts_of_step(draft: Draft) -> object:
@@ -55,11 +52,8 @@ def lay_out_apart(draft: Draft) -> int | None:
     if not all(draft.writes(key) for key in ROLLOUTS):
         return None
     nodes, gpus, others, their_gpus = (draft.read(key, positive) for key in (*TRAINERS, *ROLLOUTS))
-    if nodes == others and gpus + their_gpus <= MOST_ON_A_NODE:
-        cluster = (nodes, gpus + their_gpus)
-    elif gpus == their_gpus:
-        cluster = (nodes + others, gpus)
-    else:
+    cluster = one_cluster((nodes, gpus), (others, their_gpus))
+    if cluster is None:
         for key in ROLLOUTS:
             draft.unsupported(
                 key, f"nodes of {gpus} GPUs that train and of {their_gpus} that generate are no one cluster"

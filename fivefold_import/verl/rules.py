@@ -12,7 +12,8 @@ from fivefold_import.draft import Draft, Rule
 from fivefold_import.rules import to
 from fivefold_import.tables import Table, read_tables
 from fivefold_import.values import LOSS_AGGREGATION, flag, number, one_of, text, whole
-from fivefold_import.verl import adapters, agents, distillation
+from fivefold_import.verl import adapters, agents, distillation, judge
+from fivefold_import.verl.judge import has_judge
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -162,6 +163,8 @@ def _own_function(draft: Draft, source: str) -> None:
     path = draft.get(source)
     if path in (None, ""):
         return draft.implied(source, "it is switched off")
+    if has_judge(draft):
+        return draft.unsupported(source, f"it asks the model that judges: {reasons.OWN_QUESTION}")
     if not str(path).endswith(".py"):
         return draft.unsupported(source, "write it as reward.fn=module:function")
     function = draft.get(source.removesuffix("path") + "name", "compute_score")
@@ -237,7 +240,9 @@ def _after_each(frequency: str, epochs: str) -> Rule:
 
 
 TABLES: Mapping[str, Table] = read_tables(
-    "verl", {**globals(), **vars(distillation), **vars(agents), **vars(adapters)}, {"megatron": megatron.TABLES}
+    "verl",
+    {**globals(), **vars(distillation), **vars(agents), **vars(adapters), **vars(judge)},
+    {"megatron": megatron.TABLES},
 )
 
 RULES = (

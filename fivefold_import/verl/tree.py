@@ -25,6 +25,7 @@ from fivefold_import.values import KL_ESTIMATOR, LOSS_AGGREGATION, Unfit, flag, 
 from fivefold_import.verl.adapters import convert_adapters
 from fivefold_import.verl.agents import convert_agents
 from fivefold_import.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
+from fivefold_import.verl.judge import lay_out_judge
 from fivefold_import.verl.rules import ACTOR, AGGREGATION, CRITIC, MODEL, OF_CRITICS, OVERRIDE, REF, ROLLOUT
 
 
@@ -45,6 +46,8 @@ def convert_tree(draft: Draft, tree: Tree) -> None:
     lay_out_trainers(draft, tree)
     lay_out_critic(draft, tree)
     _lay_out_reward_model(draft, tree)
+    if not tree.prefix:
+        lay_out_judge(draft)
     convert_adapters(draft, at + MODEL, at + MODEL + "path", at + CRITIC + "model.")
     recompute(draft, at)
     router(draft, at, at + MODEL + "path")

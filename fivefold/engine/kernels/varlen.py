@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan, flash_attention
-from fivefold.sinks import with_sinks
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
 from fivefold.rollout.servers.life import ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
-from fivefold.rollout.servers.process import ServerDied
+from fivefold.rollout.servers.process import ServerDied, last_said
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.updates import ServerUpdates
 from fivefold.rollout.servers.weights import StagedWeights
@@ -90,6 +90,8 @@ class ServerEngine:
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""
         self._n_restarts = 0
+        self._restarts: list[str] = []
+        """Why the server was started again, as far as `take_restarts` has not told."""
         self._quiet_since = 0.0
         """When the server last showed that it works, on the clock of `time.monotonic`."""
         self._start()
@@ -144,6 +146,11 @@ class ServerEngine:
         lost, self._lost = self._lost, {}
         return lost
 
+    def take_restarts(self) -> list[str]:
+        """Return why the server was started again since the last call, each with its last messages."""
+        restarts, self._restarts = self._restarts, []
+        return restarts
+
     def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
         """Ask the server, and return its reply; any thread may."""
         life = self._life
@@ -177,7 +184,8 @@ class ServerEngine:
         """
         if self._life.is_ready:
             return
-        with counting("starting the server"):
+        again = f" again ({self._n_restarts} of {self._spec.max_restarts} times)" if self._n_restarts else ""
+        with counting(f"starting the server{again}"):
             while not self._life.is_ready:
                 try:
                     self._life.wait_until_ready()
@@ -221,7 +229,9 @@ class ServerEngine:
         self._n_restarts += 1
         if self._n_restarts > self._spec.max_restarts:
             raise death
-        print(f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)", flush=True)
+        note = f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)"
+        self._restarts.append(f"{note}. Its last messages:\n{last_said()}")
+        print(note, flush=True)
         self._life.close()
         self._lost |= self._stream.lose()
         self._start()

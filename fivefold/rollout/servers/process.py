@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ from fivefold.rollout.servers.client import HttpClient
 from fivefold.rollout.servers.place import Place
 
 GUARD = Path(__file__).with_name("guard.py")
+LAST_LINES, LAST_BYTES, WIDEST = 5, 8192, 300
+"""Lines that `last_said` returns at most, out of so many bytes at the end, and characters of each of them."""
 POLL_S = 0.25
 """Seconds between two questions whether the server is ready."""
 WORKERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -25,6 +28,17 @@ WORKERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 class ServerDied(RuntimeError):
     """The server's process has ended."""
+
+
+def last_said() -> str:
+    """Return the last lines of this process's log, to which its server writes too; nothing if that is no file."""
+    about = os.fstat(1)
+    if not stat.S_ISREG(about.st_mode):
+        return ""
+    with open("/proc/self/fd/1", "rb") as log:
+        log.seek(max(0, about.st_size - LAST_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join([line[:WIDEST] for line in lines if line.strip()][-LAST_LINES:])
 
 
 class Part(Protocol):

@@ -78,6 +78,8 @@ class LocalWorker(EngineWorker):
 class LocalGroup(WorkerGroup):
     """Workers whose calls run in threads of this process."""
 
+    name = "rollout"
+
     def __init__(self, workers: Sequence[Any]) -> None:
         self._replicas = list(workers)
         self._threads = [ThreadPoolExecutor(1) for _ in workers]

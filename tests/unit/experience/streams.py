@@ -70,6 +70,8 @@ class Parts:
     rewards: RewardSet
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     reward_model: RewardModel | None = None
+    told: list[str] = field(default_factory=list)
+    """What the user was told."""
 
     @contextmanager
     def source(
@@ -84,7 +86,8 @@ class Parts:
         """Yield a source over a stream that runs inside the block."""
         sampling = SamplingParams.for_training(self.recipe)
         steps = {"first_step": first_step, "last_step": last_step}
-        with Stream(self.recipe, self.rollout, self.rewards, self.timers, resend, self.reward_model) as stream:
+        parts = (self.recipe, self.rollout, self.rewards, self.timers, resend, self.reward_model)
+        with Stream(*parts, tell=self.told.append) as stream:
             yield Source(
                 self.recipe, self.sampler, sampling, stream, self.timers, **steps, saved=saved, corrects=corrects
             )
@@ -150,7 +153,8 @@ class ScriptedWorker(RolloutWorker):
         if self._n_slices in self._dies:
             lost = {job.number: [begun(request) for request in job.requests] for job in self._waiting}
             self._waiting, self.has_weights = [], False
-            return replace(Responses.of([], [], []), lost=lost, has_weights=False), None
+            report = replace(Responses.of([], [], []), lost=lost, has_weights=False)
+            return replace(report, restarts=[f"it ended in slice {self._n_slices}"]), None
         job = self._waiting.pop(0)
         if job.prompt.index in self._fails:
             raise OSError("the replica is gone")
@@ -161,11 +165,16 @@ class ScriptedWorker(RolloutWorker):
 
 
 def scripted(
-    worker: ScriptedWorker, reward: Reward | PromptReward | RewardModel, *overrides: str, **options: Any
+    worker: ScriptedWorker,
+    reward: Reward | PromptReward | RewardModel,
+    *overrides: str,
+    told: list[str] | None = None,
+    **options: Any,
 ) -> AbstractContextManager[Source]:
     recipe = recipe_of("rollout.max_head_offpolicyness=2", *overrides)
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(40)]
     parts = common(recipe, LocalGroup([worker]), full_marks, prompts)
+    parts.told = [] if told is None else told
     if isinstance(reward, RewardModel):
         parts.reward_model = reward
         parts.rewards = resolve_rewards(RewardConfig.model_validate({"fn": "model", "model": {"path": "m"}}))

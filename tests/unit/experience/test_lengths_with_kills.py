@@ -36,6 +36,9 @@ class TossingEngine:
     def n_running(self) -> int:
         return len(self._requests)
 
+    def take_restarts(self) -> list[str]:
+        return []
+
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 

@@ -55,6 +55,9 @@ class SleepingEngine:
     def n_running(self) -> int:
         return len(self._left) + len(self._waiting)
 
+    def take_restarts(self) -> list[str]:
+        return []
+
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import dedent
 
 from dialect_conversion import FIXTURES, convert_fixture, convert_text, convert_words
 
@@ -26,6 +27,7 @@ def test_modules_that_are_recomputed_may_be_one_text() -> None:
 
 
 def test_a_model_that_writes_judgements_is_no_reward_model_with_a_score_head() -> None:
+    """Whatever its `model_type` says."""
     own = "rewards.judged."
     words = [
         f"{own}worker_cls=roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
@@ -34,10 +36,17 @@ def test_a_model_that_writes_judgements_is_no_reward_model_with_a_score_head() -
         f"{own}model_args.model_type=trl",
         f"{own}generating_args.max_new_tokens=100",
     ]
-    conversion = convert_words("roll", *words)
+    recipe = convert_words("roll", *words).recipe
+    assert {key: value for key, value in recipe.items() if key.startswith("reward.")} == {
+        "reward.fn": "judge",
+        "reward.kwargs.max_tokens": 100,
+        "reward.judge.path": "some/judge",
+        "reward.judge.backend": "vllm:d*",
+        "reward.judge.colocate": True,
+    }
+    conversion = convert_words("roll", *words[:1], *words[2:])
     assert not [key for key in conversion.recipe if key.startswith("reward.")]
-    assert f"{own}model_args.model_name_or_path" in conversion.unsupported()
-    assert "write a judgement" in conversion[f"{own}model_args.model_name_or_path"].note
+    assert "a model that writes a judgement is reward.judge" in conversion[f"{own}model_args.model_name_or_path"].note
 
 
 def test_lists_of_devices_say_which_roles_share() -> None:
@@ -138,7 +147,7 @@ def test_defaults_of_a_critic_are_not_unsupported(tmp_path: Path) -> None:
     assert conversion.report.unsupported == []
 
 
-def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) -> None:
+def test_a_judge_in_processes_of_the_run_keeps_its_model_its_layout_and_its_lengths(tmp_path: Path) -> None:
     judge = """
       judge:
         worker_cls: roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker
@@ -146,17 +155,42 @@ def test_a_reward_from_a_model_is_unsupported_with_all_its_keys(tmp_path: Path) 
         judge_model_type: inference
         tag_included: [RLHF]
         model_args: {model_name_or_path: some/judge, dtype: bf16}
-        generating_args: {max_new_tokens: 100}
+        generating_args: {max_new_tokens: 100, temperature: 0.6, top_p: 0.9}
         data_args: {template: qwen3}
-        strategy_args: {strategy_name: hf_infer}
+        strategy_args: {strategy_name: sglang, strategy_config: {tensor_parallel_size: 2}}
         device_mapping: list(range(8,16))
         infer_batch_size: 4
     """
-    conversion = convert_text("roll", tmp_path, f"pretrain: some/model\nrewards:{judge}")
+    roles = """
+    actor_train: {strategy_args: {strategy_name: megatron_train}, device_mapping: "list(range(0,8))"}
+    actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,8))"}
+    """
+    text = dedent(roles) + f"pretrain: some/model\nrewards:{judge}"
+    conversion = convert_text("roll", tmp_path, text)
     keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
-    assert len(keys) == 11
-    assert keys <= conversion.unsupported()
-    assert "reward.fn=judge" in conversion["rewards.judge.model_args.model_name_or_path"].note
+    assert len(keys) == 14
+    assert keys & conversion.unsupported() == {
+        "rewards.judge.judge_prompt",
+        "rewards.judge.generating_args.top_p",
+    }
+    assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
+        "reward.fn": "judge",
+        "reward.kwargs.max_tokens": 100,
+        "reward.kwargs.temperature": 0.6,
+        "reward.judge.path": "some/judge",
+        "reward.judge.dtype": "bfloat16",
+        "reward.judge.backend": "sglang:d4t2",
+        "reward.judge.device_mapping": "8-15",
+    }
+    assert any("ROLL asks for a score from 0 to 10" in note for note in conversion.report.notes)
+    # A run hosts one judge.
+    second = judge.replace("judge:\n", "other:\n", 1).replace("some/judge", "another/judge")
+    both = convert_text("roll", tmp_path, f"{text}{second}")
+    assert both.recipe["reward.judge.path"] == "some/judge"
+    assert "rewards.other.model_args.model_name_or_path" in both.unsupported()
+
+
+def test_a_reward_from_another_model_is_unsupported_with_all_its_keys(tmp_path: Path) -> None:
     # A classifier on its own devices is a model as well.
     placed = "rewards: {score: {worker_cls: my.Worker, world_size: 2, device_mapping: '0-1'}}\n"
     conversion = convert_text("roll", tmp_path, placed)

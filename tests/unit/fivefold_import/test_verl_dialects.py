@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dialect_conversion import ENVIRONMENT, convert_fixture, convert_words
 from typer.testing import CliRunner
@@ -208,10 +209,52 @@ def test_what_cannot_be_converted_says_why() -> None:
 
 def test_a_served_reward_model_is_unsupported_with_all_its_keys() -> None:
     section = "reward.reward_model."
-    path = f"{section}model.path=some/judge"
+    path = f"{section}model_path=some/judge"
     assert convert_words("verl", path).unsupported() == set()
     conversion = convert_words("verl", path, f"{section}enable=True")
-    assert conversion.unsupported() == {f"{section}model.path", f"{section}enable"}
+    assert conversion.unsupported() == {f"{section}model_path", f"{section}enable"}
+
+
+JUDGED = [
+    *(f"reward.reward_model.{key}" for key in ("enable=True", "model_path=some/judge")),
+    *(f"reward.reward_model.rollout.{key}" for key in ("name=sglang", "tensor_model_parallel_size=4", "dtype=bfloat16")),
+    *(f"reward.reward_model.rollout.{key}" for key in ("prompt_length=4096", "response_length=1024", "max_num_seqs=64")),
+    "reward.reward_model.rollout.gpu_memory_utilization=0.8", "reward.reward_model.rollout.skip_tokenizer_init=False",
+    "reward.custom_reward_function.path=my/score.py", "reward.custom_reward_function.name=judge",
+]  # fmt: skip
+
+
+def test_a_served_model_that_a_function_asks_is_the_judge_of_the_run() -> None:
+    judge = {
+        "reward.fn": "judge",
+        "reward.kwargs.max_tokens": 1024,
+        "reward.judge.path": "some/judge",
+        "reward.judge.dtype": "bfloat16",
+        "reward.judge.backend": "sglang:d2t4",
+        "reward.judge.max_length": 4096 + 1024,
+        "reward.judge.max_batch_size": 64,
+    }
+
+    def of_reward(*words: str) -> dict[str, Any]:
+        conversion = convert_words("verl", *JUDGED, "trainer.n_gpus_per_node=8", *words)
+        assert conversion.unsupported() == {"reward.custom_reward_function.path"}
+        note = conversion["reward.custom_reward_function.path"].note
+        assert "asks the model that judges: reward.fn=judge asks its own question" in note
+        keys = ("reward.", "cluster.n")
+        return {key: value for key, value in conversion.recipe.items() if key.startswith(keys)}
+
+    cluster = {"cluster.n_nodes": 1, "cluster.n_gpus_per_node": 8}
+    assert of_reward("trainer.nnodes=1") == {**judge, **cluster, "reward.judge.colocate": True}
+    own = [f"reward.reward_model.{key}" for key in ("enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=8")]
+    share = {"reward.judge.memory_fraction": 0.8}
+    assert of_reward("trainer.nnodes=2", *own) == {**judge, **cluster, **share, "cluster.n_nodes": 3}
+
+
+def test_devices_of_a_judge_that_are_no_cluster_with_the_others_are_unsupported() -> None:
+    own = [f"reward.reward_model.{key}" for key in ("enable_resource_pool=True", "nnodes=2", "n_gpus_per_node=4")]
+    conversion = convert_words("verl", *JUDGED, "trainer.n_gpus_per_node=8", "trainer.nnodes=1", *own)
+    assert {key.partition("=")[0] for key in own} <= conversion.unsupported()
+    assert conversion.recipe["reward.judge.colocate"] is True
 
 
 def test_a_reward_model_with_a_score_head_is_a_role() -> None:

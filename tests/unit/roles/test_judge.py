@@ -160,7 +160,7 @@ def test_whoever_waits_for_answers_raises_what_ended_the_judge() -> None:
     failure = RunFailed("judge rank 0 failed")
     replicas = JudgeReplicas(Failing(failure), rollout=None, actor=None, makes_room=())  # type: ignore[arg-type]
     caught: list[BaseException] = []
-    with Judge(replicas, recipe, texts(), PhaseTimers()) as judge:
+    with Judge(replicas, recipe, texts(), PhaseTimers(), print) as judge:
 
         def ask() -> None:
             try:
@@ -186,7 +186,7 @@ def test_a_judge_that_never_answers_ends_the_run() -> None:
 
     recipe = train_recipe(scheduler={"timeout_s": 1})
     replicas = JudgeReplicas(Silent(RunFailed("late")), rollout=None, actor=None, makes_room=())  # type: ignore[arg-type]
-    judge = Judge(replicas, recipe, texts(), PhaseTimers())
+    judge = Judge(replicas, recipe, texts(), PhaseTimers(), print)
     with judge, pytest.raises(RunFailed, match=r"did not answer within scheduler\.timeout_s=1 s"), judge.working():
         judge.answer("1", temperature=0.0, max_tokens=8, attempt=0)
 

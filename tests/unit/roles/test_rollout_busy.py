@@ -50,6 +50,9 @@ class Engine:
         self._clock.now += CALL_S
         return []
 
+    def take_restarts(self) -> list[str]:
+        return []
+
     def take_lost(self) -> dict[int, Any]:
         return {}
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.roles.responses import Job
 from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import life
+from fivefold.types import Prompt
+from tests.unit.experience.local_replicas import EngineWorker
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import write_python
@@ -68,6 +73,9 @@ def test_a_server_that_hangs_between_two_steps_is_started_again(
     monkeypatch.undo()
     take_a_step(served, 4)
     assert "within 4 s, and was ended; it is started again (1 of 1 times)" in capfd.readouterr().out
+    [told] = served.engine.take_restarts()
+    assert "within 4 s, and was ended; it is started again (1 of 1 times). Its last messages:\n" in told
+    assert served.engine.take_restarts() == []
     assert len(served.log.rows("start")) == 2
 
 
@@ -120,3 +128,32 @@ def test_requests_that_come_to_a_server_after_its_death_are_left_to_others(backe
     with pytest.raises(RuntimeError, match="no complete set of weights"):
         complete(served.engine, requests_of(1), sampling())
     assert list(served.engine.take_lost()) == [7]
+
+
+def test_the_last_messages_are_the_end_of_the_log(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from fivefold.rollout.servers.process import last_said; "
+        "[print(f'line {n}', flush=True) for n in range(20_000)]; print(); print('x' * 400, flush=True); "
+        "os.write(2, last_said().encode())"
+    )
+    with (tmp_path / "log").open("w") as log:
+        to_file = subprocess.run(
+            [sys.executable, "-c", code], stdout=log, stderr=subprocess.PIPE, text=True, check=True
+        )
+    assert to_file.stderr.splitlines() == [*(f"line {n}" for n in range(19_996, 20_000)), "x" * 300]
+    to_pipe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert to_pipe.stderr == ""
+
+
+def test_a_replica_reports_each_restart_once(started: Start) -> None:
+    """Its first request is the end of the first server."""
+    served = started("sglang", GENERATE["sglang"], "engine", load_weights=True, can_sleep=False)
+    worker = EngineWorker(served.engine)
+    job = Job(0, Prompt(0, "", (3, 4), None), requests_of(1), sampling())
+    report, _ = worker.advance([job], 5.0)
+    while not report.restarts:
+        report, _ = worker.advance([], 5.0)
+    assert ["it is started again (1 of 1 times)" in why for why in report.restarts] == [True]
+    assert list(report.lost) == [0]
+    report, _ = worker.advance([], 0.1)
+    assert not report.restarts

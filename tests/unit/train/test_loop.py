@@ -268,7 +268,8 @@ def test_an_evaluation_tells_the_chance_that_one_of_k_completions_is_right() -> 
     keys = ["valid_dataset.limit=3", "evaluator.greedy=false", "evaluator.n_samples=4"]
     setup = set_up(load_recipe(QUICKSTART, keys, TrainRecipe))
     assert setup.evaluator is not None
-    with Stream(setup.recipe, FixedRollout(Halves(1)), setup.rewards, PhaseTimers(), lambda version: None) as stream:
+    parts = (setup.recipe, FixedRollout(Halves(1)), setup.rewards, PhaseTimers(), lambda version: None)
+    with Stream(*parts, tell=print) as stream:
         measures = setup.evaluator.run(stream).measures
     assert measures == {
         "accuracy": 0.25, "pass_at/2": 0.5, "pass_at/4": 1.0, "reward": 0.25, "response_length": 2.0,
