@@ -108,7 +108,8 @@ class StoredAdapters:
                     "lora.experts=shared_outer shares: set lora.experts=each"
                 )
         if name.endswith("lora_B.weight"):
-            matrix *= self._scale(first, matrix.shape[1]) / self._adapters.scale(matrix.shape[1])
+            # Not in place: the file's memory would be changed, and the next read of it.
+            matrix = matrix * (self._scale(first, matrix.shape[1]) / self._adapters.scale(matrix.shape[1]))
         return matrix
 
     def _scale(self, name: str, rank: int) -> float:

@@ -147,7 +147,8 @@ def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTen
             "B": ((rows, rank), "rows" if tensor.cut == "rows" else "whole"),
         }
         for matrix, (shape, cut) in forms.items():
-            part = replace(tensor, adapts=tensor.name, shape=shape, cut=cut)
+            runs = tensor.runs if matrix == "B" else ()
+            part = replace(tensor, adapts=tensor.name, shape=shape, cut=cut, runs=runs)
             # What tensor parallelism leaves whole is on the side of the hidden states.
             if adapters.shares_outer and tensor.n_experts is not None and cut == "whole":
                 shared = shared_name(tensor.name, matrix)

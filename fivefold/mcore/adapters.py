@@ -63,14 +63,20 @@ class Adapters:
     """The adapters of the weights in one parameter of a layer."""
 
     def __init__(
-        self, cut: Cut, widths: Mapping[str, int], n_units: int, adapters: Mapping[str, Adapter], switch: Switch
+        self,
+        cut: Cut,
+        widths: Mapping[str, tuple[int, ...]],
+        n_units: int,
+        adapters: Mapping[str, Adapter],
+        switch: Switch,
     ) -> None:
         """Take the adapters.
 
         Args:
             cut: how tensor parallelism cuts the weights.
-            widths: outputs on this rank of each weight in the parameter, by the name of its layer, in their order.
-            n_units: equal parts of each weight's outputs, which lie side by side (`bridge.mapping.Column`).
+            widths: outputs on this rank of each weight in the parameter, by the name of its layer, in their order; of
+                a weight that is several runs of rows, of each run.
+            n_units: equal parts of each run's outputs, which lie side by side (`bridge.mapping.Column`).
             adapters: the adapters by the same names.
             switch: whether they add anything to what their layer computes.
         """
@@ -92,13 +98,13 @@ class Adapters:
 
     def _arranged(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
         """Return outputs of the weights, along `dim`, as the parameter has them; 0 of a weight without an adapter."""
-        if len(self._widths) == 1:
-            return next(iter(parts.values()))
-        like, found = next(iter(parts.values())), []
-        for name, width in self._widths.items():
-            own = parts[name] if name in parts else like.new_zeros(*like.shape[:dim], width, *like.shape[dim + 1 :])
-            found.append(own.unflatten(dim, (self._n_units, -1)))
-        return torch.cat(found, dim=dim + 1).flatten(dim, dim + 1)
+        like, runs = next(iter(parts.values())), list[Tensor]()
+        for name, widths in self._widths.items():
+            zeros = (*like.shape[:dim], sum(widths), *like.shape[dim + 1 :])
+            runs += (parts[name] if name in parts else like.new_zeros(zeros)).split(widths, dim)
+        if len(runs) == 1:
+            return like
+        return torch.cat([run.unflatten(dim, (self._n_units, -1)) for run in runs], dim=dim + 1).flatten(dim, dim + 1)
 
 
 class LinearAdapters(Adapters):
@@ -248,12 +254,13 @@ def _install(
     switch: Switch,
 ) -> Adapters | None:
     """Add the adapters of one parameter of a layer, and return them; None: there are none."""
-    path, widths, adapters = weight.parameter.rpartition(".")[0], dict[str, int](), dict[str, Adapter]()
+    path = weight.parameter.rpartition(".")[0]
+    widths, adapters = dict[str, tuple[int, ...]](), dict[str, Adapter]()
     n_ranks = groups.etp_size if weight.domain == "expert" else groups.tp_size
     like = getattr(module, kind)
     for tensor in weight.tensors:
-        layer, rows = str(layer_of(tensor.name)), tensor.shape[0]
-        widths[layer] = rows // n_ranks if tensor.cut == "rows" else rows
+        layer, n_cuts = str(layer_of(tensor.name)), n_ranks if tensor.cut == "rows" else 1
+        widths[layer] = tuple(rows // n_cuts for rows in tensor.runs or tensor.shape[:1])
         if own := parts.get(f"{path}.{layer}"):
             a, b = (_parameter(own[matrix], like, module, groups) for matrix in MATRICES)
             adapters[layer] = Adapter(a, b, shape.scale(own["A"].tensors[0].shape[0]))

@@ -31,9 +31,6 @@ def adapter_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> I
 
 
 def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelShape) -> Iterator[str]:
-    if shape.delta is not None:
-        yield f"{key}.lora does not work with the gated delta nets of {shape.family}: drop it, and train the weights"
-        return
     if backend == "megatron":
         yield from _megatron_problems(key, config)
     assert config.lora is not None

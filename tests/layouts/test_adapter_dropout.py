@@ -129,6 +129,7 @@ LAYOUTS: list[tuple[str, AnyCase]] = [
     ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
     ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)", FULL)),
     ("qwen3", Case("megatron:t2")),
+    ("qwen3_next", Case("megatron:(attn:t2|ffn:e2)")),
     ("qwen3_moe", FSDPCase("fsdp:d1")),
     ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full"))),
     ("qwen3_moe", FSDPCase("fsdp:c2")),

@@ -17,6 +17,7 @@ from megatron_cases import Case, OpenEngine, whole
 from ragged import uneven_batch
 from safetensors.torch import load_file
 from test_checkpoint import assert_equal, commit, read_with_torch
+from test_exported_weights import language_model
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
@@ -26,7 +27,9 @@ from fivefold.bridge.hf_reader import HFWeights
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.adapters import MATRICES, AdapterShape, adapter_name
+from fivefold.families.family import Family
 from fivefold.families.read import load_shape
+from fivefold.families.registry import find_family
 from fivefold.families.tensors import VALUE_BIAS, VALUE_WEIGHT, tensors
 from fivefold.fsdp.shards import local_elements
 
@@ -65,9 +68,9 @@ def without_number(name: str) -> str:
     return re.sub(r"experts\.\d+", "experts", name)
 
 
-def as_in_memory(model: Any, files: Tensors) -> Tensors:
+def as_in_memory(model: Any, files: Tensors, family: Family) -> Tensors:
     """Return the tensors of files as the parameters of a model, which keeps experts in stacks."""
-    found = {}
+    found, files = {}, {family.in_memory(name): tensor for name, tensor in files.items()}
     for name, parameter in model.named_parameters():
         if name in files:
             found[name] = files[name]
@@ -84,9 +87,11 @@ def as_in_memory(model: Any, files: Tensors) -> Tensors:
 
 def hf_train(folder: Path, shape: AdapterShape) -> tuple[list[Step], Tensors, Tensors]:
     """In a worker: return the steps, the adapters, and the merged weights after them."""
-    model, base, batch = load_model(folder), load_file(folder / "model.safetensors"), uneven_batch()
-    drawn = WithAdapters(HFWeights(folder), replace(load_shape(folder), adapters=shape), seed=1)
-    adapters = {name: drawn.read(name).requires_grad_() for name in drawn.names - base.keys()}
+    model, base, batch = load_model(folder), language_model(folder), uneven_batch()
+    family = find_family(load_shape(folder).family)
+    files = HFWeights(folder)
+    drawn = WithAdapters(files, replace(load_shape(folder), adapters=shape), seed=1)
+    adapters = {name: drawn.read(name).requires_grad_() for name in drawn.names - files.names}
     optimizer = torch.optim.AdamW(
         adapters.values(),
         lr=OPTIMIZER.lr,
@@ -97,7 +102,7 @@ def hf_train(folder: Path, shape: AdapterShape) -> tuple[list[Step], Tensors, Te
     steps = []
     for _ in range(N_STEPS):
         optimizer.zero_grad()
-        own = as_in_memory(model, merged(base, adapters, shape))
+        own = as_in_memory(model, merged(base, adapters, shape), family)
         total = 0.0
         for index in range(len(batch)):
             row = batch.select([index])
@@ -183,6 +188,14 @@ CASES: list[tuple[str, AnyCase]] = [
     ("deepseek_v2", Case("megatron:t2")),
     ("deepseek_v2", Case("megatron:t2c2")),
     ("deepseek_v2", Case("megatron:d1")),
+    ("qwen3_next", Case("megatron:d1", FULL)),
+    ("qwen3_next", Case("megatron:(attn:t2|ffn:e2)", MegatronConfig(recompute="selective"))),
+    ("qwen3_5", Case("megatron:t2")),
+    ("qwen3_5", Case("megatron:c2")),
+    ("qwen3_5_moe", Case("megatron:(attn:p2t2|ffn:p2e2)")),
+    ("qwen3_next", FSDPCase("fsdp:d2t2")),
+    ("qwen3_5", FSDPCase("fsdp:t2", FSDPConfig(recompute="full"))),
+    ("qwen3_5_moe", FSDPCase("fsdp:c2")),
     ("qwen3_moe", FSDPCase("fsdp:d1")),
     ("qwen3_moe", FSDPCase("fsdp:d2", FSDPConfig(recompute="full"))),
     ("qwen3_moe", FSDPCase("fsdp:t2")),
@@ -223,7 +236,7 @@ def test_adapters_train_as_in_plain_autograd(
     folder = models / model
     ((steps, adapters, wanted),) = workers(1).run(hf_train, folder, shape)
     results = workers(case.world_size).run(train, case, folder, shape, tmp_path / "state")
-    before = load_file(folder / "model.safetensors")
+    before = language_model(folder)
     for ours, theirs in zip(results[0].steps, steps, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
@@ -234,8 +247,7 @@ def test_adapters_train_as_in_plain_autograd(
     assert state.keys() == adapters.keys() == moments[0].keys()
     assert any(".experts.gate_proj" in name for name in adapters) == shape.shares_outer
     assert_close(state, adapters, 5e-3)
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert_equal(saved, weights)
+    assert_equal(language_model(tmp_path / "saved"), weights)
     in_file = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
     in_file = {name.removeprefix("base_model.model."): each for name, each in in_file.items()}
     one_scale = shape.scale(2 if any(".experts." in name for name in in_file) else 3)
@@ -260,8 +272,12 @@ def test_adapters_train_as_in_plain_autograd(
 def peft_logprobs(folder: Path, saved: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """In a worker: return the log-probs of the base with the adapters by PEFT, and of the merged model."""
     from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
 
-    adapted = PeftModel.from_pretrained(load_model(folder), saved / "adapter")
+    # The names in Qwen3.5's files are of the model that also reads images.
+    reads_images = load_shape(folder).family.startswith("qwen3_5")
+    base = AutoModelForImageTextToText.from_pretrained(folder) if reads_images else load_model(folder)
+    adapted = PeftModel.from_pretrained(base, saved / "adapter")
     batch = uneven_batch()
     with torch.no_grad():
         found = [
@@ -278,6 +294,8 @@ def peft_logprobs(folder: Path, saved: Path) -> tuple[torch.Tensor, torch.Tensor
         ("qwen3", replace(ALL_LAYERS, rank_stabilized=True)),
         ("qwen3_moe_mixed", replace(ALL_LAYERS, targets=("[qkvo]_proj",))),
         ("qwen3_moe", replace(ALL_LAYERS, expert_rank=3)),
+        ("qwen3_next", replace(ALL_LAYERS, targets=("in_proj_*", "out_proj", "[qkvo]_proj"))),
+        ("qwen3_5", ALL_LAYERS),
         ("qwen3_moe", ALL_LAYERS),
         ("qwen3_moe", SHARED),
     ],

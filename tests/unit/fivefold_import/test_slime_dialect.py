@@ -135,6 +135,11 @@ def test_dropout_of_attention_is_refused(tmp_path: Path) -> None:
 def test_miles_reads_slimes_flags_and_its_own(tmp_path: Path) -> None:
     assert convert_fixture("miles", "miles_lora.sh").recipe["actor.lora.rank"] == 32
     assert convert_flags(tmp_path, "--update-weight-transfer-mode p2p", "miles").unsupported() == set()
+    replays = convert_flags(tmp_path, "--use-rollout-routing-replay --use-rollout-indexer-replay", "miles")
+    assert replays.recipe["actor.router_replay"] == "rollout"
+    assert replays.unsupported() == {"use_rollout_indexer_replay"}
+    drops = convert_flags(tmp_path, "--lora-rank 8 --lora-dropout 0.1", "miles")
+    assert drops.recipe["actor.lora.dropout"] == 0.1
 
 
 def test_a_service_that_scores_gets_what_slime_sends(tmp_path: Path) -> None:

@@ -251,8 +251,6 @@ def test_mbridge_has_no_latent_attention() -> None:
     [
         ({"megatron": {"bridge_type": "mbridge"}}, "bridge_type=mbridge has no gated delta nets, which qwen3_5_moe"),
         ({"megatron": {"kernels": "te"}}, "kernels=te has no gated delta nets, which qwen3_5_moe needs"),
-        ({"lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
-        ({"backend": "fsdp:d2", "lora": {}}, "lora does not work with the gated delta nets of qwen3_5_moe"),
     ],
 )
 def test_what_gated_delta_nets_do_not_do_is_refused(section: dict[str, Any], message: str) -> None:
