@@ -190,11 +190,18 @@ def _take_local_shapes(
 
 
 def _fits_grouped_matmul(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch's grouped matmul takes all fused experts [E, rows, width]."""
-    modules = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    experts = [each for module in modules for each in module.parameters(recurse=False) if each.dim() == 3]
+    """Return whether torch's grouped matmul takes all fused experts, [E, out, in] or transposed."""
+    modules: list[Any] = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    # What the matrices multiply has rows of `in` elements.
+    widths = {
+        width
+        for module in modules
+        for each in module.parameters(recurse=False)
+        if each.dim() == 3
+        for width in (each.shape[1:] if getattr(module, "is_transposed", False) else each.shape[2:])
+    }
     takes_dtype = device.type != "cuda" or dtype == torch.bfloat16
-    return takes_dtype and all(matrices.shape[2] * dtype.itemsize % _ROW_BYTES == 0 for matrices in experts)
+    return takes_dtype and all(width * dtype.itemsize % _ROW_BYTES == 0 for width in widths)
 
 
 def _shard(

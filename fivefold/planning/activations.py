@@ -232,6 +232,9 @@ def _moe(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: floa
     exchanges = layout.ep > 1
     indices = rows * (7 if exchanges else 5) * _INDEX
     saved = rows * (row + 3 * width + 2 * _FLOAT) + indices
+    if shape.expert_clamp is not None:
+        # Which expert's biases each row gets, for both projections.
+        saved += 2 * rows * shape.n_experts / layout.ep * element
     # The frames of the forward pass hold the rows as sent and as received until the layer is done.
     forward = (4 if exchanges else 1) * rows * row
     # Slices of experts produce partial sums for the tokens of all their ranks, whose gradient is gathered again.

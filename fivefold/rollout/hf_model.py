@@ -141,9 +141,17 @@ def check_size(path: str) -> None:
 
 
 def _fits_grouped_matmul(model: PreTrainedModel) -> bool:
-    """Return whether torch's grouped matmul takes all fused experts [E, rows, width]."""
+    """Return whether torch's grouped matmul takes all fused experts, [E, out, in] or transposed."""
     experts = (matrices for name, matrices in model.named_parameters() if ".experts." in name and matrices.dim() == 3)
-    return all(matrices.shape[2] * matrices.itemsize % _ROW_BYTES == 0 for matrices in experts)
+    family = family_in_memory(model.config.model_type)
+    is_transposed = family is not None and family.moe is not None and family.moe.joint is not None
+    # What the matrices multiply has rows of `in` elements.
+    widths = (
+        width * matrices.itemsize
+        for matrices in experts
+        for width in (matrices.shape[1:] if is_transposed else matrices.shape[2:])
+    )
+    return all(width % _ROW_BYTES == 0 for width in widths)
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:

@@ -169,7 +169,7 @@ def test_sinks_need_no_more_than_the_operators_of_flash_attention(
     for mine, theirs in zip(
         torch.autograd.grad(output, inputs, upstream), torch.autograd.grad(wanted, inputs, upstream), strict=True
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)  # some sums are float32
 
 
 def flash_pairs(plan: FlashPlan) -> torch.Tensor:

@@ -145,6 +145,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "narrow_joint_experts": lambda: GptOssConfig(
+        **{**COMMON, "intermediate_size": 10, "initializer_range": 0.2},
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "gpt_oss": lambda: GptOssConfig(
         **COMMON,
         head_dim=8,

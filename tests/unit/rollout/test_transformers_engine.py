@@ -165,7 +165,7 @@ def test_greedy_completions_of_ragged_prompts_equal_those_of_single_prompts(fami
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["narrow_experts", "odd_hidden"])
+@pytest.mark.parametrize("family", ["narrow_experts", "narrow_joint_experts", "odd_hidden"])
 def test_experts_of_any_width_generate_what_transformers_generates(
     family: str, dtype: str, model_folder: Folder
 ) -> None:
