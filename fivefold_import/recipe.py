@@ -72,6 +72,8 @@ SAME_COLUMNS = (
     *("max_length", "apply_chat_template", "system_prompt", "truncation"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
+MAPPINGS = ("scheduler.environment.", "chat_template_kwargs.")
+"""What precedes names that are the user's own."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
     "evaluator.": (NOTHING_GENERATED, "implied"),
     "rollout.": (NOTHING_GENERATED, "implied"),
@@ -276,7 +278,7 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
 def _drop_what_only_training_has(draft: Draft) -> None:
     """Remove keys that only recipes of `fivefold train` have."""
     known = set(known_keys(draft.schema))
-    for key in [key for key in draft.recipe if key not in known]:
+    for key in [key for key in draft.recipe if key not in known and not key.startswith(MAPPINGS)]:
         why = [why for part, why in OF_OTHER_COMMANDS.items() if key.startswith(part)]
         draft.demote(key, *(why[0] if why else (f"a recipe of `{COMMANDS[draft.schema]}` has no {key}",)))
 

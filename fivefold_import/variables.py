@@ -10,7 +10,6 @@ from fivefold.config.schema.machines import OWN_VARIABLES
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
 
-TO = "scheduler.environment"
 ROLES: Mapping[str, str] = {
     "policy.generation.": "rollout",
     "policy.": "actor",
@@ -51,6 +50,5 @@ def environment_variable(draft: Draft, source: str) -> None:
     if name in OWN_VARIABLES:
         return draft.unsupported(source, "Fivefold sets this variable")
     role = next((role for prefix, role in ROLES.items() if source.startswith(prefix)), "all")
-    variables = draft.recipe.setdefault(TO, {})
-    variables.setdefault(role, {})[name] = str(int(value) if isinstance(value, bool) else value)
-    return draft.mapped(source, TO, variables)
+    text = str(int(value) if isinstance(value, bool) else value)
+    return draft.mapped(source, f"scheduler.environment.{role}.{name}", text)

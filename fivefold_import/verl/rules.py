@@ -190,6 +190,13 @@ def _scored_by_model(draft: Draft, source: str) -> None:
 # The run
 
 
+def _outputs(draft: Draft, source: str) -> None:
+    """Convert the folder of all results, which may be an argument of the script that is not given here."""
+    if draft.get(source) in (None, ""):
+        return draft.implied(source, "it is empty here, and results go to cluster.fileroot")
+    return draft.mapped(source, "cluster.fileroot", text(draft.get(source)), reasons.OWN_OUTPUTS)
+
+
 def _length(of: str, to_: str) -> Rule:
     """Make a length of the rollout implied if it is the data's, as by default; another one is unsupported."""
 
