@@ -15,7 +15,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, FrozenReferenceConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.families.read import find_shape
+from fivefold.families.read import find_shape, is_quantized
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
 from fivefold.layout.recipe import recipe_allocation, recipe_devices
@@ -121,6 +121,7 @@ def _judge(recipe: Recipe, shape: ModelShape) -> JudgeInputs:
         batch=judge.max_batch_size,
         generated=recipe.train_dataset.batch_size * recipe.gconfig.n_samples,
         element_bytes=ELEMENT_BYTES[judge.dtype],
+        is_quantized=is_quantized(user_path(judge.path)),
         memory_fraction=judge.memory_fraction,
         shape=shape,
         sequence_length=judge.max_length,

@@ -11,8 +11,10 @@ from fivefold.config.problems import RecipeError
 from fivefold.config.roles import Role
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.recipe import Recipe
-from fivefold.families.read import load_shape
+from fivefold.families.read import is_quantized, load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.layout.backends import BACKENDS
+from fivefold.layout.recipe import recipe_allocation
 from fivefold.roles.specs import model_shape
 from fivefold.rollout.tokenizer import has_tokenizer, load_tokenizer, other_token
 
@@ -31,11 +33,18 @@ def check_weight_files(recipe: Recipe, roles: Iterable[Role]) -> None:
             continue
         folder, engine = resolve_model_folder(role.path), role.section
         if not isinstance(engine, EngineConfig):
-            check_weights(folder, model_shape(recipe, role))
+            # A server reads quantized tensors in its way, whose names and shapes are not known here.
+            is_foreign = _is_served(recipe, role) and is_quantized(folder)
+            check_weights(folder, None if is_foreign else model_shape(recipe, role))
         elif engine.megatron.dist_checkpointing_path is not None:
             _check_torch_dist(engine.megatron.dist_checkpointing_path, load_shape(folder))
         elif not engine.init_from_scratch:
             check_weights(folder, model_shape(recipe, role))
+
+
+def _is_served(recipe: Recipe, role: Role) -> bool:
+    """Return whether an inference server reads a role's weight files."""
+    return any(BACKENDS[each.backend].is_server for each in recipe_allocation(recipe).roles if each.role == role.name)
 
 
 def _check_torch_dist(checkpoint: str, shape: ModelShape) -> None:

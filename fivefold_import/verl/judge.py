@@ -28,7 +28,7 @@ def has_judge(draft: Draft) -> bool:
 
 
 def lay_out_judge(draft: Draft) -> None:
-    """Read how the model is laid out: on its own devices, or on the actor's in turn."""
+    """Read how the model is laid out: on other devices than the actor, or on its devices in turn."""
     if not has_judge(draft):
         return
     plan = draft.plans["judge"] = RolePlan("vllm", n_devices=draft.plans["actor"].n_devices)

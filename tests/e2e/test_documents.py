@@ -74,7 +74,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
-    "rewards.md": ["python", "yaml", "bash", "python", "yaml", "yaml", "yaml", "yaml", "yaml", "python"],
+    "rewards.md": ["python", "yaml", "bash", "python", *["yaml"] * 6, "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
@@ -183,7 +183,7 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     with (rewards_folder / "my_rewards.py").open("a") as module:
         module.write("\n\ndef brevity(response, ground_truth, **_):\n    return -len(response)\n")
     _, *written = (yaml.safe_load(block)["reward"] for block in blocks(DOCS / "rewards.md", "yaml"))
-    several, of_model, judge, http, code = (RewardConfig.model_validate(keys) for keys in written)
+    several, of_model, hosted, judge, http, code = (RewardConfig.model_validate(keys) for keys in written)
     rewards = resolve_rewards(several)
     prompts = [Prompt(0, "", (1,), "46", "gsm8k"), Prompt(1, "", (1,), {"inputs": [""], "outputs": ["46"]}, "taco")]
     assert rewards.judge(prompts, ["46", "print(46)"]) == [
@@ -191,6 +191,16 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
         {"program": 1.0, "brief": -9.0},
     ]
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
+    asked: list[str] = []
+
+    class Host:
+        def answer(self, question: str, **_: Any) -> str:
+            asked.append(question)
+            return "A good one. Score: 8"
+
+    of_judge = resolve_rewards(hosted).asking(Host())
+    assert of_judge.judge(prompts[:1], ["46"]) == [{"judge": pytest.approx(0.8)}]
+    assert asked[0].splitlines()[2:] == ["Reference: 46", "Answer: 46"]
     assert list(reward_problems(judge)) == list(reward_problems(http)) == []
     chat = [Prompt(0, "", (1,), "46", "chat")]
     with_model = resolve_rewards(of_model)

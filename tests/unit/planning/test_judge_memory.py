@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from fivefold.config.load import load_any_recipe
-from fivefold.families.read import find_shape
+from fivefold.families.read import SHAPES, find_shape
 from fivefold.layout.backends import BACKENDS
 from fivefold.planning.estimates import Estimate, RolloutEstimate
 from fivefold.planning.plan import plan_recipe
@@ -84,3 +85,10 @@ def test_a_judge_that_does_not_fit_is_a_problem(overrides: list[str], problem: s
 
 def test_the_plan_says_what_its_time_leaves_out() -> None:
     assert any(line.startswith("reward.judge answers a question about each sample") for line in planned().notes)
+
+
+def test_quantized_files_have_one_byte_for_each_weight_of_a_layers_matrices(tmp_path: Path) -> None:
+    config = json.loads((SHAPES / "Qwen3-32B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    judge = generating(planned(f"reward.judge.path={tmp_path}"))["judge"]
+    assert judge.memory.weights == (2 * JUDGE.n_parameters - JUDGE.layer_matrix_weights) // 2

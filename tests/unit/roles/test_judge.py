@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fivefold.config.paths import resolve_model_path
+from fivefold.config.roles import roles_of
 from fivefold.config.schema.rewards import JudgeConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import SHAPES
@@ -18,6 +20,7 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.decisions import while_generating
 from fivefold.rewards.asking import HostFailed, NoScore
+from fivefold.roles.checks import check_weight_files
 from fivefold.roles.judge import Judge, JudgeReplicas, JudgeTexts
 from fivefold.roles.rollout import Gate
 from fivefold.roles.rollout_worker import RolloutWorker
@@ -249,3 +252,18 @@ def test_an_actor_next_to_a_judge_alone_offloads_nothing_for_the_rollout(
     assert roles.actor.away == ()
     assert not roles.judge.stops_rollout
     assert roles.judge._makes_room
+
+
+@pytest.mark.parametrize(("backend", "is_taken"), [("vllm:d1", True), ("transformers:d1", False)])
+def test_a_server_reads_quantized_files_in_its_own_way(backend: str, is_taken: bool, tmp_path: Path) -> None:
+    config = json.loads((Path(TOOLS) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    weights = {f"{name}_of_scales": tensor for name, tensor in load_file(Path(TOOLS) / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    recipe = train_recipe(reward={"fn": "judge", "judge": {"path": str(tmp_path), "backend": backend}})
+    judge = [roles_of(recipe)["judge"]]
+    if is_taken:
+        check_weight_files(recipe, judge)
+        (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="does not hold the weights"):
+        check_weight_files(recipe, judge)
