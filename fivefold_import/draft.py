@@ -165,6 +165,10 @@ class Draft:
         """Return whether the source itself gives `key` a value."""
         return self._values.get(key) is not None
 
+    def caveat(self, key: str) -> str:
+        """Return what the value of `key` depends on that is not known here; empty: nothing."""
+        return self._caveats.get(key, "")
+
     def is_open(self, key: str) -> bool:
         """Return whether `key` is in the source, or holds by default, and has no entry yet."""
         return (key in self._values or key in self._defaults) and key not in self._entries

@@ -193,7 +193,8 @@ def _scored_by_model(draft: Draft, source: str) -> None:
 def _outputs(draft: Draft, source: str) -> None:
     """Convert the folder of all results, which may be an argument of the script that is not given here."""
     if draft.get(source) in (None, ""):
-        return draft.implied(source, "it is empty here, and results go to cluster.fileroot")
+        why = draft.caveat(source) or "it is empty"
+        return draft.implied(source, f"{why}; results go to cluster.fileroot")
     return draft.mapped(source, "cluster.fileroot", text(draft.get(source)), reasons.OWN_OUTPUTS)
 
 
