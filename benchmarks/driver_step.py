@@ -288,7 +288,7 @@ def run(args: argparse.Namespace, replicas: int, ranks: int, episodes: int) -> t
         actor = _actor(StandInGroup(session, "actor", ranks, processes), ranks)
         update = policy_update(recipe, Models(actor), timers, find_shape("package:tiny-moe"))
         rewards = RewardSet.of(NamedReward("f", lambda response, ground_truth, **_: len(response) % 3 / 2, None))
-        with Stream(recipe, rollout, rewards, timers, lambda version: None) as stream:
+        with Stream(recipe, rollout, rewards, timers, lambda version: None, tell=print) as stream:
             source = Source(
                 recipe,
                 EpochSampler(_prompts(episodes // GROUP), batch_size=episodes // GROUP, shuffle=True, seed=1),

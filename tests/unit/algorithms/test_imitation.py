@@ -148,7 +148,7 @@ def test_the_weight_rises_and_falls_by_its_schedule() -> None:
 
 def test_each_pass_over_a_step_has_all_of_its_examples_and_the_position_goes_on() -> None:
     config = ExpertDatasetConfig(path="x", batch_size=2, weight=0.4)
-    data = Examples(tuple(SFTExample((1,), (i, i + 1)) for i in range(7)), n_rows=7, n_too_long=0)
+    data = Examples(tuple(SFTExample((1,), (i, i + 1)) for i in range(7)), tuple(range(1, 8)), n_rows=7, n_too_long=0)
     experts = ExpertExamples.of(config, data, n_minibatches=2, seed=1)
 
     def dealt(given: Sequence[Columns], step: int, updates: range) -> list[tuple[int, ...]]:

@@ -179,6 +179,7 @@ def test_shipped_recipes_are_planned_as_their_kind(recipe: Path) -> None:
         "quickstart-distill": "teacher",
         "qwen2.5-7b-ppo-8gpus": "critic",
         "qwen3-30b-a3b-interleaved": "ref",
+        "qwen3-8b-judge-8gpus": "judge",
     }
     others = [third[recipe.stem]] if recipe.stem in third else []
     assert roles == (["actor"] if recipe.stem in alone else ["rollout", "actor", *others])

@@ -99,7 +99,7 @@ def gradients(overrides: tuple[str, ...], n_replicas: int, max_tokens: int = 20)
     if recipe.actor.kl_ctl:
         frozen["ref"] = HostedModel(actor)
     expert, tokens = recipe.expert_dataset, range(4)
-    examples = Examples(tuple(SFTExample((token,), (token + 1, token + 2)) for token in tokens), 4, 0)
+    examples = Examples(tuple(SFTExample((token,), (token + 1, token + 2)) for token in tokens), (1, 2, 3, 4), 4, 0)
     experts = None if expert is None else ExpertExamples.of(expert, examples, recipe.actor.ppo_n_minibatches, 1)
     update = policy_update(
         recipe,
