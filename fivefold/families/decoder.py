@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from fivefold.families.delta_net import read_delta_layers, read_delta_net
 from fivefold.families.hf_config import HFConfig
+from fivefold.families.latent import LatentAttention
 from fivefold.families.rope import read_rope, rotary_part
-from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.families.shape import ModelShape
 
 
 def read_dense(

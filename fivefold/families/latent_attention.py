@@ -6,8 +6,9 @@ import re
 
 from fivefold.families.decoder import read_dense
 from fivefold.families.hf_config import HFConfig
+from fivefold.families.latent import LatentAttention
 from fivefold.families.rope import score_factor
-from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.families.shape import ModelShape
 
 _FUSED = re.compile(r"(.+\.self_attn)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight")
 """Projections down of one layer, which servers make one matrix."""

@@ -15,8 +15,9 @@ from typing import Literal
 from fivefold.families.adapters import MATRICES, AdapterShape, Matrix, adapter_name, shared_name
 from fivefold.families.delta_net import DeltaNet
 from fivefold.families.family import Family, JointNames, MLPNames
+from fivefold.families.latent import LatentAttention
 from fivefold.families.registry import find_family
-from fivefold.families.shape import LatentAttention, ModelShape
+from fivefold.families.shape import ModelShape
 
 Shape = tuple[int, ...]
 Cut = Literal["whole", "rows", "columns", "vocabulary"]

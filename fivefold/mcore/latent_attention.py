@@ -28,7 +28,7 @@ from torch import nn
 from fivefold.engine.context_parallel import gathered_keys
 from fivefold.engine.kernels.elementwise import rotate_halves, rotate_neighbours
 from fivefold.engine.kernels.varlen import varlen_attention
-from fivefold.families.shape import LatentAttention
+from fivefold.families.latent import LatentAttention
 from fivefold.mcore.layers import PackedSequences
 
 LATENT_NORM_EPS = 1e-6
