@@ -58,7 +58,7 @@ class SchedulerConfig(Section):
     """With `type: ray`, refuse a cluster that takes commands without a token, from whoever reaches its ports; false:
     the network alone keeps others out (docs/security.md)."""
     environment: dict[
-        Literal["all", "actor", "critic", "ref", "teacher", "reward", "rollout"],
+        Literal["all", "actor", "critic", "ref", "teacher", "reward", "judge", "rollout"],
         dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str],
     ] = {}
     """Environment variables of worker processes, by role or for `all`: `{all: {NCCL_DEBUG: INFO}, rollout:

@@ -17,7 +17,9 @@ from pydantic import BaseModel
 from fivefold.config.keys import description_of, known_keys, nearest_keys
 from fivefold.config.load import kind_of, load_any_recipe, load_recipe, resolved_yaml
 from fivefold.config.problems import COMMANDS, RecipeError
+from fivefold.config.roles import ROLES
 from fivefold.config.schema.fields import ONE_LINE
+from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.config.schema.preferences import DPORecipe, RMRecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
@@ -589,3 +591,8 @@ def test_a_resolved_recipe_tells_its_kind(write: Any) -> None:
     for kind in COMMANDS:
         recipe = load_recipe(write(MINIMAL), [], kind)
         assert kind_of(read_mapping(write(resolved_yaml(recipe)))) is kind
+
+
+def test_every_role_may_have_environment_variables() -> None:
+    names, _ = get_args(SchedulerConfig.model_fields["environment"].annotation)
+    assert set(get_args(names)) == {"all", *ROLES}
