@@ -1,73 +1,16 @@
-"""When evaluations end a run early, and what a checkpoint knows of it."""
+"""When evaluations end a run early."""
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fivefold import Run
-from fivefold.checkpoints.run_state import FILE, MetricHistory, RunState
-from fivefold.checkpoints.store import CheckpointStore
+from fivefold.checkpoints.run_state import MetricHistory, RunState
 from fivefold.config.schema.run import EarlyStoppingConfig, should_fall
-from fivefold.observe.run_dir import RunDir
 from fivefold.run.early_stopping import judged
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def recipe(root: Path, name: str, **stopping: Any) -> dict[str, Any]:
-    """Return a recipe of four steps a second, whose loss falls by less than any gain that is asked for."""
-    return {
-        "experiment_name": name,
-        "cluster": {"n_gpus_per_node": 0, "fileroot": str(root)},
-        "actor": {
-            "path": "package:tiny-moe",
-            "backend": "megatron:d1",
-            "dtype": "float32",
-            "optimizer": {"lr": 1.0e-3, "lr_scheduler_type": "linear"},
-        },
-        "train_dataset": {
-            "path": "package:arithmetic/pairs_train",
-            "response_key": "chosen",
-            "batch_size": 4,
-            "limit": 100,
-            "max_length": 64,
-            "hold_out": 8,
-        },
-        "total_train_steps": 10,
-        "evaluator": {"freq_steps": 2, "early_stopping": stopping},
-        "stats": {"trackers": []},
-    }
-
-
-def test_a_run_ends_after_evaluations_without_gain_and_trains_further_with_more_patience(tmp_path: Path) -> None:
-    early = Run(recipe(tmp_path, "early", patience=2, min_gain=100))
-    summary = early.finish()
-    assert (summary["steps"], len(early.metrics())) == (4, 4)
-    why = f"2 evaluations have not exceeded the held-out nll of {summary['nll_before']:.4g} before training"
-    assert summary["stopped_early"] == why
-    assert [step for step, row in enumerate(early.metrics(), start=1) if "eval/nll" in row] == [2, 4]
-    folder = RunDir.of(early.recipe)
-    (checkpoint,) = CheckpointStore(folder.checkpoints).all()
-    assert (checkpoint.step, json.loads((checkpoint.path / FILE).read_text())["stopped_early"]) == (4, why)
-    assert (folder.weights / "model.safetensors").is_file()
-    began = folder.status.stat().st_mtime_ns
-    assert Run(recipe(tmp_path, "early", patience=2, min_gain=100)).finish() == summary
-    assert folder.status.stat().st_mtime_ns == began
-
-    patient = Run(recipe(tmp_path, "early", patience=3, min_gain=100))
-    whole = Run(recipe(tmp_path, "whole", patience=3, min_gain=100))
-    assert (patient.finish()["steps"], whole.finish()["steps"]) == (6, 6)
-    values = ("loss", "grad_norm", "lr", "eval/nll")
-    one, other = ([{name: row.get(name) for name in values} for row in run.metrics()] for run in (patient, whole))
-    assert one == other
-    weights = [(RunDir.of(run.recipe).weights / "model.safetensors").read_bytes() for run in (patient, whole)]
-    assert weights[0] == weights[1]
 
 
 def state(**fields: Any) -> RunState:
