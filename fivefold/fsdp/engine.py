@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import ADAPTERS, ALL, NONE, Trained
 from fivefold.fsdp.expert_loads import ExpertLoads
-from fivefold.fsdp.groups import make_groups
+from fivefold.fsdp.groups import Groups, make_groups
 from fivefold.fsdp.mappings import mappings
 from fivefold.fsdp.model import build_model, units
 from fivefold.fsdp.optimizer import Optimizer
@@ -58,6 +58,19 @@ from fivefold.fsdp.shards import Shards, local_elements
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
+
+if TYPE_CHECKING:
+    from fivefold.fsdp.dropout import Streams
+
+
+def _random_numbers(rate: float, seed: int, groups: Groups) -> tuple[Switch, Streams | None, TorchGenerators]:
+    """Return the switch of adapters, the streams by which they drop inputs, None at rate 0, and all generators."""
+    if rate == 0:
+        return Switch(), None, TorchGenerators()
+    from fivefold.fsdp.dropout import StreamGenerators, Streams  # by who chooses it
+
+    streams = Streams()
+    return streams.switch(rate, seed, groups), streams, StreamGenerators(streams)
 
 
 class FSDPEngine(EngineBase[Optimizer]):
@@ -118,13 +131,8 @@ class FSDPEngine(EngineBase[Optimizer]):
         known = mappings(self.shape)
         trained = trained if adapters is None else ADAPTERS
         learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
-        switch, streams, generators = Switch(), None, TorchGenerators()
-        if adapters is not None and adapters.dropout > 0 and optimizer is not None:
-            # Imported by who chooses it.
-            from fivefold.fsdp.dropout import StreamGenerators, Streams
-
-            streams = Streams()
-            switch, generators = streams.switch(adapters.dropout, seed, self.groups), StreamGenerators(streams)
+        dropout = 0.0 if adapters is None or optimizer is None else adapters.dropout
+        switch, streams, generators = _random_numbers(dropout, seed, self.groups)
         self.adapters = None if adapters is None else switch
         self.model = build_model(
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device, switch, streams
