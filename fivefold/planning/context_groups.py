@@ -34,8 +34,8 @@ class ContextGroups:
         return self.step / (self.step - self.exchanging + self.left)
 
 
-def context_groups(inputs: Inputs, actor: ModelEstimate, lengths: Lengths, given: float) -> ContextGroups | None:
-    """Return what groups by length would save; None: the actor has no context parallelism.
+def context_groups(inputs: Inputs, actor: ModelEstimate, lengths: Lengths, given: float) -> ContextGroups:
+    """Return what groups by length would save an actor with context parallelism.
 
     Args:
         inputs: the inputs of the plan.
@@ -44,8 +44,7 @@ def context_groups(inputs: Inputs, actor: ModelEstimate, lengths: Lengths, given
         given: tokens of a sequence that are not sampled: its prompt, and what an environment writes.
     """
     layout, time = actor.placed.layout, actor.time
-    if layout.cp == 1 or time is None:
-        return None
+    assert time is not None, "an actor is trained"
     room = inputs.actor.work.tokens_per_micro_batch / layout.cp
     sizes = [size for size in range(1, layout.cp + 1) if layout.cp % size == 0]
     tokens: Counter[int] = Counter()

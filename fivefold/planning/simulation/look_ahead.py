@@ -105,9 +105,10 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
         )
     lengths = lengths.at_most(_most_sampled(recipe, lengths))
     splits = list(_splits(recipe, inputs, lengths))
-    given = recipe.train_dataset.max_length + lengths.given
-    actor = _typical(estimate(inputs), given + lengths.mean)
-    context = context_groups(inputs, actor, lengths, given)
+    context = None
+    if any(role.role == "actor" and role.cp > 1 for role in inputs.allocation.roles):
+        given = recipe.train_dataset.max_length + lengths.given
+        context = context_groups(inputs, _typical(estimate(inputs), given + lengths.mean), lengths, given)
     return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, ages)), context)
 
 
