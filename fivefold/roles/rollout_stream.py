@@ -148,11 +148,12 @@ class RolloutStream:
                 waiting.append(job)
                 continue
             rank, n = min(free, key=self._loads.__getitem__), len(job.requests)
-            even = _even_share([self._loads[rank] for rank in ranks], n_left)
-            if len(free) > 1 and self._loads[rank] + n > even + MOST_ABOVE:
-                n = max(1, even - self._loads[rank])
-                self._queue.appendleft(job.part(n, len(job.requests)))
-                job = job.part(0, n)
+            if len(free) > 1:
+                even = _even_share([self._loads[rank] for rank in ranks], n_left)
+                if self._loads[rank] + n > even + MOST_ABOVE:
+                    n = max(1, even - self._loads[rank])
+                    self._queue.appendleft(job.part(n, len(job.requests)))
+                    job = job.part(0, n)
             self._give(rank, job)
             n_left -= n
         self._queue.extendleft(reversed(waiting))
