@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fivefold.rollout.kv_cache import RowCache
+from fivefold.sinks import with_sinks
 
 _PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
@@ -238,8 +239,6 @@ def _attention(
 ) -> Tensor:
     """Compute attention, with sinks [heads, queries or 1] if there are any."""
     if sinks is not None:
-        from fivefold.sinks import with_sinks  # which few models have
-
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             mask = (mask.tril() if is_causal else mask)[None, None]

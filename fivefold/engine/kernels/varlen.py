@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from fivefold.config.schema.engine import FlashAttention
 from fivefold.engine.kernels.flash import FlashPlan, flash_attention
+from fivefold.sinks import with_sinks
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,6 @@ def _rectangle_attention(
     mask = None if is_plain and sinks is None else rectangle.mask(window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None and mask is not None:
-        from fivefold.sinks import with_sinks  # which few models have
-
         sinks = sinks.unsqueeze(1)
         heads_BHQD, key_BHKD, value_BHKD, mask = with_sinks(heads_BHQD, key_BHKD, value_BHKD, mask, sinks, scale)
     output_BHQD = F.scaled_dot_product_attention(
