@@ -129,7 +129,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, others, log_normalizer, entropy, *kept = ctx.saved_tensors
         chunks, temperature, entropy_gradient, first, real_rows = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if real_rows == 0 else torch.empty_like(hidden)
-        accumulator = WeightGradient(weight, real_rows)
+        accumulator = WeightGradient(weight)
         # All log-probs have the same -p in their gradient. It is computed as if all were the target's; then each token
         # gets its own part.
         of_others_N = grad_others.sum(1)
@@ -196,9 +196,8 @@ class WeightGradient:
     A frozen weight has no gradient, and nothing is summed for it.
     """
 
-    def __init__(self, weight: torch.Tensor, real_rows: int) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
-        self.real_rows = real_rows
         self.buffer = main_grad(weight)
         self.total = self.buffer
         if weight.requires_grad and self.buffer is None:
@@ -206,7 +205,7 @@ class WeightGradient:
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
         if self.total is not None:
-            add_matmul(self.total[: self.real_rows], grad_logits.t(), hidden)
+            add_matmul(self.total, grad_logits.t(), hidden)
 
     def result(self) -> torch.Tensor | None:
         if self.total is None:

@@ -28,6 +28,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import Kernels, MegatronConfig
 from fivefold.engine.adapters import Switch
 from fivefold.engine.deterministic import make_deterministic
+from fivefold.engine.kernels.rounding import GradientRounding
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.adapters import AdapterShape
@@ -85,6 +86,8 @@ class BuiltModel:
     """Values of all fields of Megatron-Core's configuration, by class."""
     adapters: Switch | None
     """Switches the low-rank adapters of the layers; None: there are none."""
+    roundings: list[GradientRounding]
+    """What rounds gradients that are summed in bfloat16."""
 
 
 def build(
@@ -138,7 +141,13 @@ def build(
     source = WeightSource(config, folder, stored)
     source.load(bridge, parameters.tensors, shards, seed, torch.device(torch.cuda.current_device()))
     optimizer = state = None
+    roundings: list[GradientRounding] = []
     if training is not None:
+        if not config.megatron.ddp.grad_reduce_in_fp32:
+            # Imported by those who round.
+            from fivefold.mcore.rounded_sums import round_gradients
+
+            roundings = round_gradients(parameters.with_gradient, rank_grid(layout)[dist.get_rank()])
         adam = settings.optimizer_config(config, training.optimizer)
         effective["OptimizerConfig"] = settings.effective_values(adam)
         form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
@@ -160,6 +169,7 @@ def build(
         state,
         effective,
         switch,
+        roundings,
     )
 
 

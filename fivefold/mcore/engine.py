@@ -122,7 +122,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._routers = routers_of(built.decoders)
         self._replay = Replay(self._routers, self.shape) if replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
-        self.adapters = built.adapters
+        self.adapters, self._roundings = built.adapters, built.roundings
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
         self._load_LE: torch.Tensor | None = None
         """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
@@ -176,6 +176,9 @@ class MegatronEngine(EngineBase[Optimizer]):
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None
         earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
+        if earlier is None:
+            for rounding in self._roundings:
+                rounding.start(self._trained("train").steps)
         with self._dropping():
             kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         if earlier is not None:

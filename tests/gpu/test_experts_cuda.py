@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fivefold.engine.kernels.matmul import add_grouped_product
+from fivefold.engine.kernels.rounding import GradientRounding
 from fivefold.mcore.layers import GroupedLinear
 from tests.unit.mcore.grouped import check_grouped_linear, check_main_grad
 
@@ -28,6 +30,36 @@ def test_gradients_of_many_micro_batches_are_summed_in_float32(
 
 def test_gradients_that_are_kept_in_bfloat16_are_rounded_once_a_micro_batch() -> None:
     check_main_grad((64, 0, 100), 64, 136, torch.bfloat16, "cuda", total_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 128), (65, 10), (2048, 1536)])
+def test_sums_in_bfloat16_are_rounded_stochastically(n_in: int, n_out: int) -> None:
+    """Each sum is a neighbour of the exact product, and their mean comes near it; a seed gives its bits again."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (64, 0, 101)
+    grad, rows = (
+        torch.randn(sum(sizes), width, generator=generator, device="cuda").bfloat16() for width in (n_out, n_in)
+    )
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    total = torch.zeros(len(sizes), n_out, n_in, dtype=torch.bfloat16, device="cuda")
+    vars(total)["rounding"] = rounding = GradientRounding("w")
+    mean = torch.zeros_like(total, dtype=torch.float64)
+    for _ in range(64):
+        total.zero_()
+        add_grouped_product(total, grad, rows, ends)
+        mean += total.double() / 64
+    parts = zip(grad.double().split(sizes), rows.double().split(sizes), strict=True)
+    exact = torch.stack([part.t() @ row for part, row in parts])
+    off, off_on_average = (float((value - exact).norm() / exact.norm()) for value in (total.double(), mean))
+    assert 1e-3 < off < 4e-3
+    assert off_on_average < 0.2 * off
+    again = torch.zeros_like(total)
+    vars(again)["rounding"] = rounding
+    rounding.start(0)
+    for _ in range(64):
+        again.zero_()
+        add_grouped_product(again, grad, rows, ends)
+    assert torch.equal(again, total)
 
 
 def test_odd_numbers_of_rows_need_no_wait_for_the_device() -> None:

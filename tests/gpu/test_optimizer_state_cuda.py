@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fivefold.config.schema.megatron import MegatronOptimizerFields
+from fivefold.engine.kernels.matmul import add_matmul
+from fivefold.engine.kernels.rounding import GradientRounding, add_rounded, noise, round_stochastically, seed_of
 from fivefold.engine.state import optimizer_state
 from fivefold.engine.state.optimizer_state import STATE_KINDS, AdamStep, OptimizerState, Shard, StateFormat
 from fivefold.engine.state.parkable import Parkable
-from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine.state.precision import join_master, split_master
 from fivefold.engine.state.slices import state_slices
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,11 +101,40 @@ def test_the_precision_functions_give_the_bits_of_the_cpu() -> None:
         weight, remainder = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16)
         split_master(x, weight, remainder)
         assert torch.equal(join_master(weight, remainder), x)
-        first, second = noise("w/3", 12345, x.numel(), device)
+        first, second = noise(seed_of("w/3"), 12345, x.numel(), device)
         rounded = torch.empty_like(weight)
         round_stochastically(x, first, rounded)
         results.append([tensor.cpu() for tensor in (weight, remainder, first, second, rounded)])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_sums_of_gradients_have_the_bits_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(3)
+    total, values = torch.randn(100_003, generator=generator).bfloat16(), torch.randn(100_003, generator=generator)
+    values[:2] = torch.tensor([torch.inf, -torch.inf])
+    results = []
+    for device in ("cpu", "cuda"):
+        sums = total.to(device)
+        add_rounded(sums, values.to(device), seed_of("w/3"), start=2**32 - 1000)
+        add_rounded(sums, values.bfloat16().to(device), seed_of("w/4"))
+        results.append(sums.cpu())
+    assert torch.equal(*results)
+
+
+def test_a_dense_product_is_summed_in_float32_and_rounded_stochastically() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in ((9000, 70), (70, 64)))
+    total = torch.zeros(9001, 64, dtype=torch.bfloat16, device="cuda")
+    vars(total)["rounding"] = GradientRounding("w")
+    mean, exact = torch.zeros(9000, 64, dtype=torch.float64, device="cuda"), a.double() @ b.double()
+    for _ in range(64):
+        total.zero_()
+        add_matmul(total, a, b)
+        mean += total[:9000].double() / 64
+    off, off_on_average = (float((value - exact).norm() / exact.norm()) for value in (total[:9000].double(), mean))
+    assert 1e-3 < off < 4e-3
+    assert off_on_average < 0.2 * off
+    assert not total[9000].any()
 
 
 @pytest.mark.parametrize("keep_values", [True, False])

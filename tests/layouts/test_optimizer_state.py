@@ -233,6 +233,49 @@ def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
     assert rounded_norm == pytest.approx(norm, rel=0.01)
 
 
+def rounded_gradients(case: Case, folder: Path, steps: list[int]) -> list[Tensors]:
+    """In a worker: the gradient of one batch of several micro-batches, as it is rounded at each of these steps."""
+    engine = case.engine(folder, OPTIMIZER)
+    found = []
+    for step in steps:
+        engine.optimizer.steps = step
+        engine.forward_backward_of(uneven_batch(), SFTLoss())
+        found.append(whole(engine.gradients()))
+        engine.optimizer.zero_grad()
+        engine.offload({"grads"})
+        engine.onload({"grads"})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("megatron:d1", "qwen3_moe_mixed"),
+        ("megatron:(attn:t2|ffn:e2)", "qwen3_moe"),
+        ("megatron:p2v2", "qwen3_moe_mixed"),
+    ],
+)
+def test_sums_of_gradients_in_bfloat16_are_right_on_average(
+    workers: Workers, models: Path, layout: str, model: str
+) -> None:
+    """The mean over the steps comes near the gradient that is summed in float32, and one step has the same bits twice."""
+    run = workers(Case(layout).world_size)
+    form = MegatronConfig(ddp={"grad_reduce_in_fp32": False})
+    exact = run.run(rounded_gradients, case_of(layout), models / model, [0])[0][0]
+    *rounded, again = run.run(
+        rounded_gradients, Case(layout, form, dtype="bfloat16"), models / model, [*range(24), 0]
+    )[0]
+    assert all(torch.equal(rounded[0][name], again[name]) for name in exact)
+    assert any(not torch.equal(rounded[0][name], rounded[1][name]) for name in exact)
+    # The sum over ranks is rounded to the nearest, once.
+    reduced = () if layout == "megatron:d1" else ("norm.weight", "mlp.gate.weight", "embed_tokens.weight")
+    for name, wanted in exact.items():
+        if not name.endswith(reduced):
+            sums = torch.stack([step[name].double() for step in rounded])
+            off, off_on_average = ((values - wanted).norm() for values in (sums[0], sums.mean(0)))
+            assert 0 < float(off_on_average) <= 0.45 * float(off), name
+
+
 def test_moments_on_fsdp_are_stored_and_streamed_as_the_recipe_says(workers: Workers, models: Path) -> None:
     run, model = workers(2), models / "qwen3_moe"
     small = on_fsdp("fsdp:d2", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")

@@ -133,8 +133,9 @@ class MegatronDDPFields(MegatronFields):
     grad_reduce_in_fp32: Annotated[
         bool, needs(False, equals("dtype", "bfloat16"), "keeps gradients in the weights' dtype")
     ] = True
-    """Keep and reduce gradients in float32; false: in the weights' dtype, so that in bfloat16 the sum of the
-    micro-batches is rounded after each of them."""
+    """Keep and reduce gradients in float32; false: in bfloat16, which takes half of the memory. The sum of the
+    micro-batches is then rounded stochastically after each of them, so that it is right on average (by
+    TransformerEngine's kernels, to the nearest), and the sum over the ranks once."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to a multiple of 2^16 elements, with which NCCL is fastest."""
     reduce_scatter_with_fp32_accumulation: bool = False

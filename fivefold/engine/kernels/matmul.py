@@ -2,6 +2,9 @@
 
 Rows ends[e-1] .. ends[e] belong to expert e. PyTorch multiplies; our own kernel adds the gradients of expert weights to
 their sum, because PyTorch's kernel rounds each product to the dtype of its inputs.
+
+Products are summed in float32. Where the buffer is in bfloat16 and has a `rounding`, each addition to it is rounded
+stochastically.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fivefold.engine.kernels.elementwise import HAS_TRITON
+from fivefold.engine.kernels.rounding import GradientRounding, add_rounded
 
 if HAS_TRITON:
     from fivefold.engine.kernels import triton_grouped
@@ -18,6 +22,8 @@ _ALIGNMENT = 16
 """Bytes. PyTorch's grouped matmul requires rows that start at multiples of it, on every device."""
 _ALIGNED_RANK = 8
 """Elements of bfloat16 in so many bytes."""
+_ROWS_ROUNDED = 8192
+"""Rows of a dense product that are in float32 at one time before they are rounded: 64 MiB of Qwen3-30B-A3B's head."""
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -67,24 +73,50 @@ def add_grouped_product(
             f"the product of these factors is added to a contiguous tensor of shape {shape}, "
             f"got shape {tuple(total_EOI.shape)} with strides {total_EOI.stride()}"
         )
+    rounding = rounding_of(total_EOI)
+    seed = None if rounding is None else rounding.next_seed()
     if HAS_TRITON and total_EOI.is_cuda and grad_NO.dtype == torch.bfloat16:
-        triton_grouped.add_grouped_product(total_EOI, grad_NO, rows_NI, ends_E)
+        triton_grouped.add_grouped_product(total_EOI, grad_NO, rows_NI, ends_E, seed)
+        return
+    product_EOI = grouped_mm(grad_NO.float().t(), rows_NI.float(), ends_E)
+    if seed is None:
+        total_EOI.add_(product_EOI)
     else:
-        total_EOI.add_(grouped_mm(grad_NO.float().t(), rows_NI.float(), ends_E))
+        add_rounded(total_EOI, product_EOI, seed)
 
 
 def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to the matrix `total` in place, summed in float32 and rounded once, to the dtype of `total`."""
-    if a.is_cuda and total.dtype == torch.float32 and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    """Add a @ b to the first rows of the matrix `total` in place.
+
+    The product is summed in float32 and rounded once, to the dtype of `total`.
+    """
+    rounding, rows = rounding_of(total), total[: len(a)]
+    if rounding is not None:
+        seed = rounding.next_seed()
+        for first in range(0, len(a), _ROWS_ROUNDED):
+            part = rows[first : first + _ROWS_ROUNDED]
+            add_rounded(part, _float32_product(a[first : first + _ROWS_ROUNDED], b), seed, start=first * total.shape[1])
+    elif a.is_cuda and total.dtype == torch.float32 and a.dtype != torch.float32:
+        torch.addmm(rows, a, b, out_dtype=torch.float32, out=rows)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        rows.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b in float32, without rounding a product of bfloat16 factors."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a.float() @ b.float()
 
 
 def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Return DDP's gradient buffer of this parameter, in the dtype of the sums; None without DDP."""
     buffer: torch.Tensor | None = vars(weight).get("main_grad")
     return buffer
+
+
+def rounding_of(total: torch.Tensor) -> GradientRounding | None:
+    """Return what rounds additions to a gradient's sum; None: each is rounded to the nearest."""
+    rounding: GradientRounding | None = vars(total).get("rounding")
+    return rounding
 
 
 def mark_accumulated(weight: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fivefold.engine.kernels.triton_rounding import rounded
+
 _TILE = 128
 """Rows and columns of the plain kernel's tile. Two programs of 4 warps fit on a multiprocessor: one adds while the
 other multiplies."""
@@ -35,9 +37,16 @@ _HOPPER = 9
 
 
 def add_grouped_product(
-    total_EOI: torch.Tensor, grad_NO: torch.Tensor, rows_NI: torch.Tensor, ends_E: torch.Tensor
+    total_EOI: torch.Tensor,
+    grad_NO: torch.Tensor,
+    rows_NI: torch.Tensor,
+    ends_E: torch.Tensor,
+    seed: int | None = None,
 ) -> None:
-    """Add grad[rows of e].T @ rows[rows of e] to the contiguous total[e] in place, for every group e."""
+    """Add grad[rows of e].T @ rows[rows of e] to the contiguous total[e] in place, for every group e.
+
+    With a seed, a bfloat16 total is rounded stochastically, else to the nearest.
+    """
     grad, rows = grad_NO.contiguous(), rows_NI.contiguous()
     if _can_accelerate(total_EOI, grad, rows):
         _add_accelerated(total_EOI, grad, rows, ends_E)
@@ -46,7 +55,18 @@ def add_grouped_product(
     n_tiles = triton.cdiv(n_out, _TILE) * triton.cdiv(n_in, _TILE)
     # Tiles of one expert run together, so that its rows are read from memory once and from the L2 cache after that.
     _add_kernel[(n_tiles, n_groups)](
-        total_EOI, grad, rows, ends_E, n_out, n_in, TILE=_TILE, DEPTH=_DEPTH, num_warps=4, num_stages=_STAGES
+        total_EOI,
+        grad,
+        rows,
+        ends_E,
+        n_out,
+        n_in,
+        seed or 0,
+        IS_ROUNDED=seed is not None,
+        TILE=_TILE,
+        DEPTH=_DEPTH,
+        num_warps=4,
+        num_stages=_STAGES,
     )
 
 
@@ -83,7 +103,7 @@ def _add_accelerated(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _add_kernel(
     total: tl.tensor,
     grad: tl.tensor,
@@ -91,6 +111,8 @@ def _add_kernel(
     ends: tl.tensor,
     n_out: tl.tensor,
     n_in: tl.tensor,
+    seed: tl.tensor,
+    IS_ROUNDED: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
@@ -104,11 +126,13 @@ def _add_kernel(
         product = tl.zeros([TILE, TILE], tl.float32)
         for first in range(start, stop, DEPTH):
             product = _with_block(product, grad, rows, first, stop, out_column, in_column, n_out, n_in, DEPTH)
-        matrix = total + group.to(tl.int64) * n_out * n_in
-        place = matrix + out_column.to(tl.int64)[:, None] * n_in + in_column[None, :]
+        place = (group.to(tl.int64) * n_out + out_column.to(tl.int64)[:, None]) * n_in + in_column[None, :]
         inside = (out_column < n_out)[:, None] & (in_column < n_in)[None, :]
-        earlier = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (earlier + product).to(total.dtype.element_ty), mask=inside)
+        earlier = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
+        if IS_ROUNDED:
+            tl.store(total + place, rounded(earlier + product, place, seed), mask=inside)
+        else:
+            tl.store(total + place, (earlier + product).to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit

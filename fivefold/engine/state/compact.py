@@ -16,8 +16,9 @@ from functools import cache
 import torch
 
 from fivefold.config.state_buckets import SLOTS
+from fivefold.engine.kernels.rounding import noise, round_stochastically, seed_of
 from fivefold.engine.state.optimizer_state import MOMENTS, AdamStep, Bucket, Piece, Shard, StateFormat, StateKind, adam
-from fivefold.engine.state.precision import join_master, noise, round_stochastically, split_master
+from fivefold.engine.state.precision import join_master, split_master
 
 
 def update_compact(buckets: list[Bucket], form: StateFormat, step: AdamStep) -> None:
@@ -105,8 +106,8 @@ def _store_moments(
     rounded = [kind for kind in MOMENTS if stored[kind].dtype == torch.bfloat16]
     if not rounded:
         return
-    name, start = f"{_noise_name(piece.shard)}/{update}", piece.shard.start + piece.start
-    drawn = noise(name, start, piece.size, piece.weight_N.device)
+    seed, start = seed_of(f"{_noise_name(piece.shard)}/{update}"), piece.shard.start + piece.start
+    drawn = noise(seed, start, piece.size, piece.weight_N.device)
     for kind, noise_N in zip(MOMENTS, drawn, strict=True):
         if kind in rounded:
             round_stochastically(moments[kind], noise_N, piece.of(stored[kind]))
