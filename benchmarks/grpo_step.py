@@ -110,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", default=str(HERE.parent / "recipes/qwen3-30b-a3b-2xh200.yaml"))
     parser.add_argument("--model", default="Qwen3-30B-A3B", help="a shape of fivefold/families")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--shape", nargs="*", default=[], metavar="KEY=NUMBER", help="other keys of its config.json")
+    parser.add_argument("--shape", nargs="*", default=[], metavar="KEY=JSON", help="other keys of its config.json")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a step")
     parser.add_argument("--prompt-tokens", type=int, default=190)
     parser.add_argument("--new-tokens", type=int, default=1024, help="of an episode, over all turns")
@@ -130,7 +130,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> TrainRecipe:
     """Write the model, the prompts, the reward and the recipe. Returns the recipe."""
     model = folder / "model"
     model.mkdir()
-    shape = {key: int(value) for key, _, value in (item.partition("=") for item in args.shape)}
+    shape = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.shape)}
     config = write_config(model, args.model, num_hidden_layers=args.layers, **shape)
     write_tokenizer(model, config["vocab_size"])
     prompts = folder / "prompts.jsonl"
