@@ -12,6 +12,8 @@ from fivefold.planning.memory import RankMemory
 PROCESS_BYTES = 4_000_000_000
 """Host memory of one process of a role: Python, PyTorch, CUDA and NCCL."""
 GIB = 2**30
+USABLE = 0.95
+"""Share of a node's memory above which Ray ends processes."""
 
 
 @dataclass(frozen=True)
@@ -71,5 +73,5 @@ def fullest(needed: Mapping[int, HostMemory]) -> tuple[int, HostMemory]:
 
 
 def exceeds_host(needed: Mapping[int, HostMemory], host_memory_gib: int | None) -> bool:
-    """Return whether the roles of a node need more host memory than it is known to have."""
-    return host_memory_gib is not None and fullest(needed)[1].total > host_memory_gib * GIB
+    """Return whether the roles of a node need more host memory than Ray lets them take of what it is known to have."""
+    return host_memory_gib is not None and fullest(needed)[1].total > USABLE * host_memory_gib * GIB

@@ -9,7 +9,7 @@ from fivefold.config.schema.role import OFFLOADABLE, Offloadable
 from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.estimates import Estimate, ModelEstimate, RolloutEstimate, gb
-from fivefold.planning.host_memory import GIB, HostMemory, exceeds_host, fullest
+from fivefold.planning.host_memory import GIB, USABLE, HostMemory, exceeds_host, fullest
 from fivefold.planning.inputs import Inputs
 from fivefold.planning.memory import RankMemory
 from fivefold.rules.layouts import layout_problems, replica_problems
@@ -132,7 +132,7 @@ def _host_problems(estimate: Estimate) -> Iterator[str]:
         )
     yield (
         f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(limit * GIB)} GB of "
-        f"cluster.host_memory_gib: {_described(most)}; {', or '.join(relief)}"
+        f"cluster.host_memory_gib, of which Ray lets them take {USABLE:.0%}: {_described(most)}; {', or '.join(relief)}"
     )
 
 

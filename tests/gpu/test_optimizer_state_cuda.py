@@ -114,7 +114,7 @@ def test_sums_of_gradients_have_the_bits_of_the_cpu() -> None:
     values[:2] = torch.tensor([torch.inf, -torch.inf])
     results = []
     for device in ("cpu", "cuda"):
-        sums = total.to(device)
+        sums = total.to(device, copy=True)
         add_rounded(sums, values.to(device), seed_of("w/3"), start=2**32 - 1000)
         add_rounded(sums, values.bfloat16().to(device), seed_of("w/4"))
         results.append(sums.cpu())

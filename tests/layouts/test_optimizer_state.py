@@ -258,13 +258,13 @@ def rounded_gradients(case: Case, folder: Path, steps: list[int]) -> list[Tensor
 def test_sums_of_gradients_in_bfloat16_are_right_on_average(
     workers: Workers, models: Path, layout: str, model: str
 ) -> None:
-    """The mean over the steps comes near the gradient that is summed in float32, and one step has the same bits twice."""
+    """The mean over the steps comes near the gradient that is summed in float32; one step has the same bits twice."""
     run = workers(Case(layout).world_size)
     form = MegatronConfig(ddp={"grad_reduce_in_fp32": False})
     exact = run.run(rounded_gradients, case_of(layout), models / model, [0])[0][0]
-    *rounded, again = run.run(
-        rounded_gradients, Case(layout, form, dtype="bfloat16"), models / model, [*range(24), 0]
-    )[0]
+    *rounded, again = run.run(rounded_gradients, Case(layout, form, dtype="bfloat16"), models / model, [*range(24), 0])[
+        0
+    ]
     assert all(torch.equal(rounded[0][name], again[name]) for name in exact)
     assert any(not torch.equal(rounded[0][name], rounded[1][name]) for name in exact)
     # The sum over ranks is rounded to the nearest, once.

@@ -40,6 +40,19 @@ def test_the_whole_model_fits_on_two_h200s_and_their_host() -> None:
     assert any("the weights of actor stay on the devices, and the gradients" in note for note in estimate.notes)
 
 
+def test_ray_keeps_a_twentieth_of_the_host() -> None:
+    """It ends the processes of a node whose memory is fuller: 263.3 GB are more than 95 % of 256 GiB."""
+    recipe = RECIPE.with_name("qwen3-30b-a3b-2xh100.yaml")
+    offloaded = [*MODEL, "actor.offload.params=true", "rollout.memory_fraction=null"]
+    for gib, fits in ((256, False), (258, False), (259, True)):
+        keys = [*offloaded, f"cluster.host_memory_gib={gib}"]
+        estimate = plan_recipe(load_any_recipe(recipe, keys), gpu="h100-80g").estimate
+        assert estimate is not None
+        assert estimate.fits is fits
+        assert needed(estimate) == pytest.approx(263.3e9, rel=1e-3)
+        assert fits or "of which Ray lets them take 95%" in estimate.problems[0]
+
+
 def test_it_fits_only_with_small_state_on_the_host() -> None:
     state = "actor.megatron.optimizer."
     problems = planned(f"{state}state_on=device").problems
