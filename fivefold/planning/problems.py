@@ -132,7 +132,7 @@ def _host_problems(estimate: Estimate) -> Iterator[str]:
         )
     yield (
         f"node {node}: its roles need {gb(most.total)} GB of host memory, of the {gb(limit * GIB)} GB of "
-        f"cluster.host_memory_gib, of which Ray lets them take {USABLE:.0%}: {_described(most)}; {', or '.join(relief)}"
+        f"cluster.host_memory_gib (Ray lets them take {USABLE:.0%} of it): {_described(most)}; {', or '.join(relief)}"
     )
 
 

@@ -82,7 +82,7 @@ class GradientRounding:
 
         Args:
             key: the parameter's name, and the data-parallel rank: copies of a parameter on the ranks of one replica
-                are rounded alike, and those of different replicas are rounded independently before they are averaged.
+                are rounded alike, copies on different replicas independently, before they are averaged.
         """
         self._key, self._step, self._additions = key, 0, 0
 

@@ -50,7 +50,7 @@ def test_ray_keeps_a_twentieth_of_the_host() -> None:
         assert estimate is not None
         assert estimate.fits is fits
         assert needed(estimate) == pytest.approx(263.3e9, rel=1e-3)
-        assert fits or "of which Ray lets them take 95%" in estimate.problems[0]
+        assert fits or "(Ray lets them take 95% of it)" in estimate.problems[0]
 
 
 def test_it_fits_only_with_small_state_on_the_host() -> None:
