@@ -25,6 +25,7 @@ from fivefold.bridge.decoder import expected_tensors, mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
+from fivefold.bridge.kept import check_kept
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -52,9 +53,10 @@ class Converted:
     """What the source held besides, and was not converted."""
 
 
-def left_out(*, optimizer: bool = False, further_layers: bool) -> str | None:
+def left_out(*, optimizer: bool = False, further_layers: bool, indexers: bool = False) -> str | None:
     """Return in words what a conversion leaves out of what a source may hold."""
     held = {"the optimizer's state": optimizer, "layers for multi-token prediction": further_layers}
+    held["the indexers of sparse attention"] = indexers
     return " and ".join(words for words, is_held in held.items() if is_held) or None
 
 
@@ -106,7 +108,8 @@ def convert_to_torch_dist(
             folder_swap.sync(file)
         with MegatronWeights(partial, shape) as written:
             n_tensors = _compare(shape, weights, written, progress)
-        return Converted(shape, n_tensors, left_out(further_layers=has_further_layers(weights, shape)))
+        further = has_further_layers(weights, shape)
+        return Converted(shape, n_tensors, left_out(further_layers=further, indexers=shape.indexer is not None))
 
 
 def convert_from_torch_dist(
@@ -136,6 +139,7 @@ def convert_from_torch_dist(
     target, checkpoint = free_target(out, overwrite=overwrite), find_torch_dist(source)
     described = _config_folder(checkpoint, config)
     shape = load_shape(described)
+    check_kept(described, shape)
     with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
             check_tied_output(shape, weights)

@@ -36,6 +36,7 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 100}
 DELTA_NET = {
     "head_dim": 16,
     "linear_num_key_heads": 3,
@@ -71,6 +72,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
+    "deepseek_v32": {**LATENT, **INDEXER, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "index_topk_freq": 2, "first_k_dense_replace": 2},
 }
 NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
