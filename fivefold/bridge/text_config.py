@@ -25,7 +25,7 @@ def text_config(folder: str | Path, **options: Any) -> PreTrainedConfig:
     if family is None or family.computed_as is None:
         return config
     fields = {key: value for key, value in config.to_dict().items() if key not in _OF_CLASS}
-    # Attention is dense for sequences of which an indexer chooses every token.
+    # Attention is dense where an indexer chooses every token of a sequence.
     fields["max_position_embeddings"] = min(config.max_position_embeddings, config.index_topk)
     return AutoConfig.for_model(family.computed_as, **(fields | options))
 

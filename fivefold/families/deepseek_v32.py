@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3, whose attention is to the tokens that an indexer chooses.
 
-Models are trained on sequences of which the indexer chooses every token. Indexers, and the layers for multi-token
-prediction that files hold behind the last layer, are written unchanged.
+Models are trained on sequences that are short enough for indexers to choose every token. Indexers, and the layers for
+multi-token prediction that files hold behind the last layer, are written unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GLM-5: the layers of DeepSeek-V3.2, some of which may attend to what an earlier layer's indexer has chosen.
+"""GLM-5: the layers of DeepSeek-V3.2, which may attend to what an earlier layer's indexer has chosen.
 
-Models are trained on sequences of which indexers choose every token. Indexers, and the layers for multi-token
-prediction that files hold behind the last layer, are written unchanged.
+Models are trained on sequences that are short enough for indexers to choose every token. Indexers, and the layers for
+multi-token prediction that files hold behind the last layer, are written unchanged.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyModel, save_tiny_model, tiny_config
-from transformers import DeepseekV3Config, Glm4MoeConfig
+from transformers import DeepseekV3Config, DeepseekV32Config, Glm4MoeConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
@@ -100,6 +100,26 @@ def test_trained_weights_are_written_with_the_layers_for_multi_token_prediction_
     # A critic does not predict tokens.
     critic = HFFolder(tmp_path / "critic", specs, glm.folder, None, max_shard_bytes=2**30, scores="Token")
     assert not any(b"layers.2" in file.header for file in critic.plan.files)
+
+
+def test_indexers_are_left_out_and_named_and_come_from_the_folder_of_the_config(tmp_path: Path) -> None:
+    config = DeepseekV32Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4,
+        num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=6, index_n_heads=2, index_head_dim=6, index_topk=16,
+    )  # fmt: skip
+    model = save_tiny_model(tmp_path / "sparse", config)
+    there = fivefold("convert", model.folder, "--to", "torch_dist", "-o", tmp_path / "mcore")
+    assert "Not converted: the indexers of sparse attention" in there.output
+    alone = fivefold("convert", tmp_path / "mcore", "-o", tmp_path / "hf")
+    assert alone.exit_code == 2
+    assert "lacks model.layers.0.self_attn.indexer.wq_b.weight" in " ".join(alone.output.split())
+    back = fivefold("convert", tmp_path / "mcore", "--config", model.folder, "-o", tmp_path / "hf")
+    assert "Not converted" not in back.output
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == model.weights.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in model.weights.items())
 
 
 def test_layers_for_multi_token_prediction_of_megatron_core_are_left_out_and_named(
