@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import check_tied_output
-from fivefold.bridge.decoder import expected_tensors, mappings
+from fivefold.bridge.decoder import expected_tensors, file_tensors
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
@@ -30,7 +30,9 @@ from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.reading import TensorReader, fill
+from fivefold.bridge.separate_experts import SeparateExperts, stored_mappings
 from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.weight_files import part_of_joint
 from fivefold.convert.megatron_files import CheckpointFiles
 from fivefold.convert.target import Progress, free_target, streamed, written_beside
 from fivefold.families.read import load_shape
@@ -144,7 +146,7 @@ def convert_from_torch_dist(
         if shape.tied_embeddings:
             check_tied_output(shape, weights)
         tensors = (
-            {name: TensorSpec(weights.dtype(name), full) for name, full in expected_tensors(shape).items()}
+            {name: TensorSpec(_dtype_of(name, weights), full) for name, full in file_tensors(shape).items()}
             if dtype is None
             else tensor_specs(shape, dtype)
         )
@@ -153,6 +155,11 @@ def convert_from_torch_dist(
             n_tensors = _compare(shape, weights, written, progress)
     omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
     return Converted(shape, n_tensors, omitted)
+
+
+def _dtype_of(name: str, weights: MegatronWeights) -> torch.dtype:
+    """Return the dtype of a tensor of files, which may be the one of all experts."""
+    return weights.dtype(name if name in weights.names else part_of_joint(name, 0))
 
 
 def _config_folder(checkpoint: Path, config: str | Path | None) -> Path:
@@ -172,7 +179,7 @@ class _Writer:
     def __init__(
         self, shape: ModelShape, weights: HFWeights, dtype: torch.dtype | None, spec: Spec, *, stacked: bool
     ) -> None:
-        self._shape, self._weights, self._spec = shape, weights, spec
+        self._shape, self._weights, self._spec = shape, SeparateExperts(weights, shape), spec
         self._parts = {
             mapping: written_spelling(
                 mapping,
@@ -182,7 +189,7 @@ class _Writer:
                 is_moe=self._is_moe(mapping),
                 is_latent=shape.latent is not None,
             ).parts
-            for mapping in mappings(shape)
+            for mapping in stored_mappings(shape)
             if mapping.exists(_ONE_PROCESS)
         }
         self._dtypes = self._dtypes_by_key(dtype)
