@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fivefold.batch import Batch, Totals
@@ -95,16 +95,15 @@ class BatchPlanner:
     """Tokens of a sequence beyond which attention would be sparse, which engines do not compute; None: it never is."""
 
     @staticmethod
-    def of(config: MicroBatchConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
+    def of(config: MicroBatchConfig, layout: ParallelLayout, quadratic_at: float) -> BatchPlanner:
+        """Return a planner for models whose attention is dense."""
+        return BatchPlanner(layout, config.max_tokens_per_mb, config.infer_tokens, config.n_mbs, quadratic_at)
+
+    @staticmethod
+    def of_model(config: MicroBatchConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
         """Return the planner of an engine."""
-        return BatchPlanner(
-            layout,
-            config.max_tokens_per_mb,
-            config.infer_tokens,
-            config.n_mbs,
-            attention_equals_rest_at(shape),
-            None if shape.indexer is None else shape.indexer.top_k,
-        )
+        longest = None if shape.indexer is None else shape.indexer.top_k
+        return replace(BatchPlanner.of(config, layout, attention_equals_rest_at(shape)), longest=longest)
 
     def plan(self, lengths: Sequence[int], *, with_gradient: bool = True, cuts: Cuts | None = None) -> BatchPlan:
         """Plan a mini-batch of rows of these lengths, for passes with or without gradients. Deterministic.

@@ -152,7 +152,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
         self._has_experts = self.shape.is_moe
-        self.planner = BatchPlanner.of(config.mb_spec, layout, self.shape)
+        self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),

@@ -134,7 +134,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self._local_frequencies = local_frequencies(self.shape, self._device)
         self._has_experts = self.shape.is_moe
-        self.planner = BatchPlanner.of(config.mb_spec, layout, self.shape)
+        self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,

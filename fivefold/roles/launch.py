@@ -133,7 +133,7 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     engines = [engine for engine in (spec.model, spec.reference) if engine is not None]
     shapes = [load_shape(resolve_model_folder(engine.path)) for engine in engines]
     planners = [
-        BatchPlanner.of(engine.mb_spec, spec.layout, shape) for engine, shape in zip(engines, shapes, strict=True)
+        BatchPlanner.of_model(engine.mb_spec, spec.layout, shape) for engine, shape in zip(engines, shapes, strict=True)
     ]
     return Trainer(group, *planners)
 

@@ -11,7 +11,6 @@ import pytest
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.contract import OFFLOADABLE, Offloadable
 from fivefold.engine.packing import BatchPlanner
-from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_role
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
@@ -94,7 +93,7 @@ class SharedGroup:
 class SharedActor(Actor):
     def __init__(self, device: Device, offloaded: tuple[Offloadable, ...], *, streams_frozen: bool = False) -> None:
         layout = parse_role("megatron:d2").resolve(2)
-        planner = BatchPlanner.of(MicroBatchConfig(), layout, find_shape("Qwen3-0.6B"))
+        planner = BatchPlanner.of(MicroBatchConfig(), layout, 100.0)
         trainer = Trainer(SharedGroup(device), planner)  # type: ignore[arg-type]
         super().__init__(trainer, away=offloaded, streams_frozen=streams_frozen)
         self._device = device

@@ -13,7 +13,6 @@ import torch
 from fivefold.batch import Batch, Columns
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.packing import BatchPlanner, Share
-from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, Spans, assemble
 from fivefold.types import UNKNOWN_EXPERT
@@ -91,7 +90,7 @@ def same(got: Share, want: Share) -> bool:
 def test_shares_of_a_remote_batch_are_those_of_the_batch(layout: str, chosen: list[int]) -> None:
     batch = whole_batch(seed=len(chosen))
     by_reference, mini_batch = remote(batch).select(chosen), batch.select(chosen)
-    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=64), parse_backend(layout), find_shape("Qwen3-0.6B"))
+    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=64), parse_backend(layout), quadratic_at=100.0)
     plan = planner.plan(by_reference.lengths_N.tolist())
     seen: list[int] = []
     for replica, (order, pieces) in enumerate(by_reference.orders(plan)):
@@ -103,7 +102,7 @@ def test_shares_of_a_remote_batch_are_those_of_the_batch(layout: str, chosen: li
 
 def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:
     batch = remote(whole_batch(seed=5)).select([0, 1])  # both in the first piece of tokens
-    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d2"), find_shape("Qwen3-0.6B"))
+    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
     for _, pieces in batch.orders(planner.plan(batch.lengths_N.tolist())):
         assert len(pieces) == 2, "each replica needs one piece with tokens and one with log-probs"
 
@@ -111,7 +110,7 @@ def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:
 def test_a_replica_without_sequences_gets_no_pieces_beyond_the_mini_batch() -> None:
     whole = whole_batch(seed=6)
     batch = remote(whole).select([0])
-    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d2"), find_shape("Qwen3-0.6B"))
+    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d2"), quadratic_at=100.0)
     orders = batch.orders(planner.plan(batch.lengths_N.tolist()))
     shares = {len(order.lengths): assemble(order, pieces) for order, pieces in orders}
     assert [len(pieces) for _, pieces in orders] == [2, 2], "one with tokens and one with log-probs"
@@ -123,7 +122,7 @@ def test_batches_that_are_joined_keep_each_sequence() -> None:
     joined = RemoteBatch.joined([remote(first), remote(second)])
     chosen = [3, N + 3, N, 22]
     mine = joined.select(chosen)
-    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d1"), find_shape("Qwen3-0.6B"))
+    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d1"), quadratic_at=100.0)
     ((order, pieces),) = mine.orders(planner.plan(mine.lengths_N.tolist()))
     share = assemble(order, pieces)
     for place, index in enumerate(chosen):
@@ -138,7 +137,7 @@ def test_batches_that_are_joined_keep_each_sequence() -> None:
 def test_sequences_that_are_not_trained_have_no_trained_token() -> None:
     batch = whole_batch(seed=4)
     masked = remote(batch).untrained([2, 5]).select([5, 6, 2])
-    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d1"), find_shape("Qwen3-0.6B"))
+    planner = BatchPlanner.of(MicroBatchConfig(), parse_backend("megatron:d1"), quadratic_at=100.0)
     ((order, pieces),) = masked.orders(planner.plan(masked.lengths_N.tolist()))
     share = assemble(order, pieces)
     assert [int(mask.sum()) for mask in share.batch.split(share.batch.mask_T)] == masked.trained_N.tolist()
@@ -155,9 +154,7 @@ def test_experts_of_tokens_without_routes_are_not_known() -> None:
         Piece(columns(batch, [0], ["tokens", "mask", "routes"]), np.array([0])),
         Piece(columns(batch, [1], ["tokens", "mask"]), np.array([1])),
     )
-    planner = BatchPlanner.of(
-        MicroBatchConfig(max_tokens_per_mb=64), parse_backend("megatron:d1"), find_shape("Qwen3-0.6B")
-    )
+    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=64), parse_backend("megatron:d1"), quadratic_at=100.0)
     by_reference = RemoteBatch(np.array(batch.lengths), np.array([1, 1]), pieces)
     [(order, own)] = by_reference.orders(planner.plan(list(batch.lengths)))
     share = assemble(order, own).batch
