@@ -246,11 +246,10 @@ def check_requests(
     """
     check_tokens(shape, "a prompt", max(max(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens + n_appended
-    if longest > shape.max_positions:
+    if longest > shape.most_tokens:
         raise ValueError(
             f"the longest prompt and max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the {model} "
-            f"has {shape.max_positions} positions: lower max_new_tokens of gconfig or evaluator, or the data set's "
-            "max_length"
+            f"{shape.limit}: lower max_new_tokens of gconfig or evaluator, or the data set's max_length"
         )
 
 

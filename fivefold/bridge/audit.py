@@ -13,6 +13,7 @@ from heapq import nlargest
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
+from types import MappingProxyType
 
 from fivefold.bridge.decoder import VALUE_ALIASES, expected_tensors, file_tensors, is_ignored, is_optional
 from fivefold.bridge.groups import ShardGroups
@@ -20,7 +21,7 @@ from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.reading import StoredTensors
 from fivefold.bridge.weight_files import WeightFiles, survey
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import VALUE_WEIGHT, Shape
+from fivefold.families.tensors import VALUE_WEIGHT, Shape, kept_tensors
 
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights, as safetensors writes them; others mean a quantized model."""
@@ -86,7 +87,8 @@ def check_weights(folder: Path, shape: ModelShape | None) -> None:
         shape is not None and files.names
     ):  # without any header, every tensor would be missing for a reason named already
         # Quantized models have tensors of scales besides, which would all be listed.
-        misfits = _quantized(shape, files) or _misfits(shape, files, files.unread)
+        kept = kept_tensors(shape)
+        misfits = _quantized(shape, kept, files) or _misfits(shape, files, files.unread, kept)
     raise_if_any(
         f"{folder} does not hold the weights of the model that its config.json describes",
         listed("Problems of the weight files", len(files.problems), files.problems),
@@ -105,9 +107,17 @@ def check_files(shape: ModelShape, source: StoredTensors) -> None:
     )
 
 
-def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] = ()) -> list[str]:
-    """Return what does not fit, apart from the tensors `unread`, whose absence is reported elsewhere."""
-    expected, present = expected_tensors(shape), source.names
+def _misfits(
+    shape: ModelShape,
+    source: StoredTensors,
+    unread: Collection[str] = (),
+    kept: Mapping[str, Shape] = MappingProxyType({}),
+) -> list[str]:
+    """Return what does not fit, apart from the tensors `unread`, whose absence is reported elsewhere.
+
+    `kept` are tensors that must be there though no parameter uses them.
+    """
+    expected, present = expected_tensors(shape) | dict(kept), source.names
     unused = {name for name in present - expected.keys() if not is_ignored(name, shape)}
     missing = {name for name in expected.keys() - present - set(unread) if not is_optional(name, shape)}
     shapes = [
@@ -129,8 +139,8 @@ def _misfits(shape: ModelShape, source: StoredTensors, unread: Collection[str] =
     return [*lines, fix] if lines else []
 
 
-def _quantized(shape: ModelShape, files: WeightFiles) -> list[str]:
-    expected = expected_tensors(shape).keys() | {f"{name}_blocks" for name in file_tensors(shape)}
+def _quantized(shape: ModelShape, kept: Mapping[str, Shape], files: WeightFiles) -> list[str]:
+    expected = expected_tensors(shape).keys() | kept.keys() | {f"{name}_blocks" for name in file_tensors(shape)}
     lines = [
         f"{name} in {tensor.file}: {tensor.dtype}, expected one of {', '.join(sorted(_FLOATING))}"
         for name, tensor in files.tensors.items()

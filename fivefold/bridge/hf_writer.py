@@ -22,13 +22,14 @@ from torch import Tensor
 
 from fivefold.bridge import folder_swap
 from fivefold.bridge.decoder import file_tensors, float32_tensors
-from fivefold.bridge.hf_reader import DTYPES, HFWeights, resolve_model_folder
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
+from fivefold.bridge.kept import kept_specs
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
-from fivefold.bridge.weight_files import TOKENIZER_FILES, survey
+from fivefold.bridge.weight_files import TOKENIZER_FILES
 from fivefold.families.read import load_shape
-from fivefold.families.registry import FAMILIES
 from fivefold.families.shape import ModelShape
+from fivefold.families.sparse_attention import is_of_indexer
 from fivefold.json_text import parsed
 
 _LISTED = 5
@@ -54,25 +55,6 @@ def tensor_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, TensorSpec]
     return {
         name: TensorSpec(torch.float32 if name in precise else dtype, full)
         for name, full in file_tensors(shape).items()
-    }
-
-
-def kept_specs(source: Path) -> dict[str, TensorSpec]:
-    """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
-
-    Nothing is kept of a folder without weights.
-    """
-    file = source / "config.json"
-    config = parsed(file.read_text()) if file.is_file() else {}
-    model_type, n_layers = config.get("model_type"), config.get("num_hidden_layers", 0)
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    # Quantized tensors would need the scales that no folder is written with.
-    if family is None or not (family.kept or family.predicts_further) or config.get("quantization_config"):
-        return {}
-    return {
-        name: TensorSpec(DTYPES[tensor.dtype], tensor.shape)
-        for name, tensor in survey(source).tensors.items()
-        if family.keeps(name, n_layers) and tensor.dtype in DTYPES
     }
 
 
@@ -193,9 +175,8 @@ class HFFolder:
         if (index := self.plan.index()) is not None:
             name, text = index
             (partial / name).write_text(text)
-        copy_configs(
-            partial, self._source, self.plan.main_dtype, scores=self._scores, predicts_further=len(self._kept) > 0
-        )
+        further = not all(is_of_indexer(name) for name in self._kept)
+        copy_configs(partial, self._source, self.plan.main_dtype, scores=self._scores, predicts_further=further)
         copy_tokenizer(partial, resolve_model_folder(self._tokenizer_source))
         weight_files = {file.name for file in self.plan.files}
         for file in partial.rglob("*"):

@@ -43,6 +43,8 @@ _SPELLINGS = {
     **{name: (name, fused) for name, fused in _FUSED_LATENT_NORMS.items()},
     "mlp.experts.weight1": ("mlp.experts.experts.{expert}linear_fc1.weight",),
     "mlp.experts.weight2": ("mlp.experts.experts.{expert}linear_fc2.weight",),
+    "mlp.experts.fc1.bias": ("mlp.experts.experts.{expert}linear_fc1.bias",),
+    "mlp.experts.fc2.bias": ("mlp.experts.experts.{expert}linear_fc2.bias",),
 }
 """Names of a layer's parameters in checkpoints, where they differ from ours."""
 
@@ -85,17 +87,12 @@ def check_layers(shape: ModelShape) -> None:
 
     Raises:
         ValueError: it has latent attention that turns channels half of the positional part apart, gated delta nets,
-            norms over all heads or on the outputs of layers, or experts with a clamped activation.
+            norms over all heads or on the outputs of layers.
     """
     if shape.sandwich_norms:
         raise ValueError(
             f"{shape.family}: norms on the outputs of attention and MLP are not supported in torch_dist, because "
             "Megatron-Core's layers have none: use the Hugging Face folder"
-        )
-    if shape.expert_clamp is not None:
-        raise ValueError(
-            f"{shape.family}: experts with biases and a clamped activation are not supported in torch_dist, where "
-            "Megatron-Core orders their rows otherwise: use the Hugging Face folder"
         )
     if shape.delta is not None:
         raise ValueError(

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from fivefold.bridge.audit import listed, raise_if_any, strays
 from fivefold.bridge.dcp_folder import DCPFolder
-from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import VocabParallel, WeightMapping, mapping_of
 from fivefold.bridge.megatron_names import Part, Spelling, check_layers, spellings
+from fivefold.bridge.separate_experts import joined, parts_of, stored_mappings
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import OUTPUT, Shape, WeightTensor
+from fivefold.families.tensors import OUTPUT, Shape, WeightTensor, tensors
 from fivefold.families.torch_dist import find_torch_dist
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
@@ -79,11 +79,14 @@ class MegatronWeights:
         self._prefix = _common_prefix(self._stored.names)
         self._predicts_further = find_family(shape.family).predicts_further
         self._entries = self._match(shape)
+        # Hugging Face's tensors of experts that are stored in parts, with their shapes.
+        self._joint = {name: each.shape for each in tensors(shape) if each.is_joint for name in each.names}
+        self._names = frozenset(self._entries) - {part for name in self._joint for part in parts_of(name)}
 
     @property
     def names(self) -> frozenset[str]:
         """Hugging Face names of all tensors."""
-        return frozenset(self._entries)
+        return self._names | self._joint.keys()
 
     @property
     def has_optimizer(self) -> bool:
@@ -97,15 +100,15 @@ class MegatronWeights:
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a Hugging Face tensor."""
-        return self._entries[name].shape
+        return self._joint[name] if name in self._joint else self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
-        return self._stored.dtype(self._prefix + self._entries[name].runs[0].part.key)
+        return self._stored.dtype(self._prefix + self._entry(name).runs[0].part.key)
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor; the first one where there are several."""
-        part = self._entries[name].runs[0].part
+        part = self._entry(name).runs[0].part
         return self._stored.file(self._prefix + part.key, *part.lead)
 
     def read(self, name: str, *index: slice) -> Tensor:
@@ -114,7 +117,16 @@ class MegatronWeights:
         Raises:
             ValueError: a file is damaged.
         """
-        entry = self._entries[name]
+        if name in self._joint:
+            whole = joined([self._read(self._entries[part], ()) for part in parts_of(name)])
+            return whole[index] if index else whole
+        return self._read(self._entries[name], index)
+
+    def _entry(self, name: str) -> _Entry:
+        """Return the entry of a tensor, or of the first of its parts."""
+        return self._entries[parts_of(name)[0] if name in self._joint else name]
+
+    def _read(self, entry: _Entry, index: tuple[slice, ...]) -> Tensor:
         bounds = [part.indices(size) for part, size in zip(index, entry.shape, strict=False)]
         asked = [slice(start, stop) for start, stop, _ in bounds]
         asked += [slice(0, size) for size in entry.shape[len(asked) :]]
@@ -189,7 +201,7 @@ def _common_prefix(keys: frozenset[str]) -> str:
 
 def _stored_mappings(shape: ModelShape, stored: set[str]) -> Iterator[WeightMapping]:
     """Yield the mappings of all parameters that one process has, and of a tied output layer that is stored too."""
-    yield from (mapping for mapping in mappings(shape) if mapping.exists(_ONE_PROCESS))
+    yield from (mapping for mapping in stored_mappings(shape) if mapping.exists(_ONE_PROCESS))
     if shape.tied_embeddings and _OUTPUT in stored:
         yield mapping_of(_OUTPUT, WeightTensor(OUTPUT, (shape.vocab, shape.hidden), "vocabulary"))
 

@@ -21,15 +21,18 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import check_tied_output
-from fivefold.bridge.decoder import expected_tensors, mappings
+from fivefold.bridge.decoder import expected_tensors, file_tensors
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
+from fivefold.bridge.kept import check_kept
 from fivefold.bridge.mapping import WeightMapping
 from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.reading import TensorReader, fill
+from fivefold.bridge.separate_experts import SeparateExperts, stored_mappings
 from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.weight_files import part_of_joint
 from fivefold.convert.megatron_files import CheckpointFiles
 from fivefold.convert.target import Progress, free_target, streamed, written_beside
 from fivefold.families.read import load_shape
@@ -52,9 +55,10 @@ class Converted:
     """What the source held besides, and was not converted."""
 
 
-def left_out(*, optimizer: bool = False, further_layers: bool) -> str | None:
+def left_out(*, optimizer: bool = False, further_layers: bool, indexers: bool = False) -> str | None:
     """Return in words what a conversion leaves out of what a source may hold."""
     held = {"the optimizer's state": optimizer, "layers for multi-token prediction": further_layers}
+    held["the indexers of sparse attention"] = indexers
     return " and ".join(words for words, is_held in held.items() if is_held) or None
 
 
@@ -106,7 +110,8 @@ def convert_to_torch_dist(
             folder_swap.sync(file)
         with MegatronWeights(partial, shape) as written:
             n_tensors = _compare(shape, weights, written, progress)
-        return Converted(shape, n_tensors, left_out(further_layers=has_further_layers(weights, shape)))
+        further = has_further_layers(weights, shape)
+        return Converted(shape, n_tensors, left_out(further_layers=further, indexers=shape.indexer is not None))
 
 
 def convert_from_torch_dist(
@@ -136,11 +141,12 @@ def convert_from_torch_dist(
     target, checkpoint = free_target(out, overwrite=overwrite), find_torch_dist(source)
     described = _config_folder(checkpoint, config)
     shape = load_shape(described)
+    check_kept(described, shape)
     with MegatronWeights(checkpoint, shape) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
             check_tied_output(shape, weights)
         tensors = (
-            {name: TensorSpec(weights.dtype(name), full) for name, full in expected_tensors(shape).items()}
+            {name: TensorSpec(_dtype_of(name, weights), full) for name, full in file_tensors(shape).items()}
             if dtype is None
             else tensor_specs(shape, dtype)
         )
@@ -149,6 +155,11 @@ def convert_from_torch_dist(
             n_tensors = _compare(shape, weights, written, progress)
     omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
     return Converted(shape, n_tensors, omitted)
+
+
+def _dtype_of(name: str, weights: MegatronWeights) -> torch.dtype:
+    """Return the dtype of a tensor of files, which may be the one of all experts."""
+    return weights.dtype(name if name in weights.names else part_of_joint(name, 0))
 
 
 def _config_folder(checkpoint: Path, config: str | Path | None) -> Path:
@@ -168,7 +179,7 @@ class _Writer:
     def __init__(
         self, shape: ModelShape, weights: HFWeights, dtype: torch.dtype | None, spec: Spec, *, stacked: bool
     ) -> None:
-        self._shape, self._weights, self._spec = shape, weights, spec
+        self._shape, self._weights, self._spec = shape, SeparateExperts(weights, shape), spec
         self._parts = {
             mapping: written_spelling(
                 mapping,
@@ -178,7 +189,7 @@ class _Writer:
                 is_moe=self._is_moe(mapping),
                 is_latent=shape.latent is not None,
             ).parts
-            for mapping in mappings(shape)
+            for mapping in stored_mappings(shape)
             if mapping.exists(_ONE_PROCESS)
         }
         self._dtypes = self._dtypes_by_key(dtype)

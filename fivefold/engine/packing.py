@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fivefold.batch import Batch, Totals
@@ -91,11 +91,19 @@ class BatchPlanner:
     min_micro_batches: int
     quadratic_at: float
     """Length at which attention costs as much as the rest of the model."""
+    longest: int | None = None
+    """Tokens of a sequence beyond which attention would be sparse, which engines do not compute; None: it never is."""
 
     @staticmethod
     def of(config: MicroBatchConfig, layout: ParallelLayout, quadratic_at: float) -> BatchPlanner:
-        """Return the planner of an engine."""
+        """Return a planner for models whose attention is dense."""
         return BatchPlanner(layout, config.max_tokens_per_mb, config.infer_tokens, config.n_mbs, quadratic_at)
+
+    @staticmethod
+    def of_model(config: MicroBatchConfig, layout: ParallelLayout, shape: ModelShape) -> BatchPlanner:
+        """Return the planner of an engine."""
+        longest = None if shape.indexer is None else shape.indexer.top_k
+        return replace(BatchPlanner.of(config, layout, attention_equals_rest_at(shape)), longest=longest)
 
     def plan(self, lengths: Sequence[int], *, with_gradient: bool = True, cuts: Cuts | None = None) -> BatchPlan:
         """Plan a mini-batch of rows of these lengths, for passes with or without gradients. Deterministic.
@@ -106,8 +114,17 @@ class BatchPlanner:
             lengths: tokens of each row.
             with_gradient: whether the pass computes gradients.
             cuts: tokens of each sequence of each row, which are padded each for itself; None: a row is a sequence.
+
+        Raises:
+            ValueError: a sequence is so long that the model's attention would be sparse.
         """
         rows: Sequence[Sequence[int]] = cuts or [(length,) for length in lengths]
+        longest = max((length for row in rows for length in row), default=0)
+        if self.longest is not None and longest > self.longest:
+            raise ValueError(
+                f"a sequence has {longest} tokens, and attention of the model sees at most index_topk={self.longest} "
+                "of them, which is not implemented: lower the limits on prompts, answers and examples"
+            )
         layout = self.layout
         assigned = plan_micro_batches(
             [self._padded(row, tp=1) for row in rows],

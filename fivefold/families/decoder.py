@@ -26,7 +26,7 @@ def read_dense(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     is_rotated_in_part: bool = False,
-    has_delta_nets: bool = False,
+    kinds: Collection[str] = (),
     activation: tuple[str, str] = ("hidden_act", "silu"),
     rope_kind: str | None = None,
     latent: LatentAttention | None = None,
@@ -42,7 +42,7 @@ def read_dense(
         qkv_bias: whether Q, K and V have biases (and the output projection none).
         qk_norm: whether there is a norm on each query and key head.
         is_rotated_in_part: whether rotary positions turn a share of each head's channels.
-        has_delta_nets: whether layers may be gated delta nets (`linear_attention` in `layer_types`).
+        kinds: what `layer_types` may call a layer, besides `full_attention` and layers with a sliding window.
         activation: the key with the activation of the MLPs, and the only value that the family may have there.
         rope_kind: the kind of layer whose rotary positions are read, where kinds have different ones.
         latent: sizes of multi-head latent attention; None for grouped-query attention.
@@ -51,7 +51,7 @@ def read_dense(
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
     """
     _refuse_unsupported(config, *activation, knows_attention_bias=knows_attention_bias)
-    _check_kinds(config, window_layers, {"linear_attention"} if has_delta_nets else set(), has_window=has_window)
+    _check_kinds(config, window_layers, kinds, has_window=has_window)
     n_layers, hidden, n_heads = (
         config.integer(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -102,7 +102,7 @@ def read_hybrid(config: HFConfig, *, is_grouped: bool) -> ModelShape:
     Raises:
         ValueError: as `read_dense`; or sizes or kinds of layers that are missing or inconsistent.
     """
-    dense = read_dense(config, has_delta_nets=True, qk_norm=True, is_rotated_in_part=True)
+    dense = read_dense(config, kinds={"linear_attention"}, qk_norm=True, is_rotated_in_part=True)
     return replace(
         dense,
         delta=read_delta_net(config, is_grouped=is_grouped),

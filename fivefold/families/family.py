@@ -108,6 +108,9 @@ class Family:
     """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""
     predicts_further: bool = False
     """Whether files may hold layers behind the last one, for multi-token prediction, which are kept as they are."""
+    computed_as: str | None = None
+    """`model_type` of a model of transformers that computes the same with the tensors that are not kept; None: of the
+    family's own."""
     gguf: GGUFArchitecture | None = None
     """None where GGUF files are not converted."""
 

@@ -20,12 +20,7 @@ def _read(config: HFConfig) -> ModelShape:
 def _moe_layers(config: HFConfig, n_layers: int) -> list[bool]:
     """Return which layers have experts: those that `mlp_layer_types` lists, without it all but the first."""
     counted = sigmoid_experts.layers_behind_dense(config, n_layers)
-    kinds = config.items("mlp_layer_types", str) or ["dense", *["sparse"] * (n_layers - 1)]
-    if len(kinds) != n_layers:
-        raise config.error(f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={n_layers}")
-    if strays := sorted(set(kinds) - {"dense", "sparse"}):
-        raise config.error(f"mlp_layer_types has {', '.join(strays)}; a layer is dense or sparse")
-    listed = [kind == "sparse" for kind in kinds]
+    listed = sigmoid_experts.listed_layers(config, [layer > 0 for layer in range(n_layers)])
     if config.states("first_k_dense_replace") and counted != listed:
         raise config.error(
             f"first_k_dense_replace={config.get('first_k_dense_replace')} is not what transformers computes, which "

@@ -23,8 +23,10 @@ def loaded_together(name: str) -> str | None:
     return None if match is None else match[1]
 
 
-def read_latent_decoder(config: HFConfig) -> ModelShape:
+def read_latent_decoder(config: HFConfig, *, kind: str = "full_attention") -> ModelShape:
     """Return the shape of a decoder with multi-head latent attention whose layers all have a dense MLP.
+
+    `kind` is what `layer_types` may call a layer, besides `full_attention`.
 
     Raises:
         ValueError: a feature that is not implemented, or a key that is missing or inconsistent.
@@ -40,7 +42,7 @@ def read_latent_decoder(config: HFConfig) -> ModelShape:
     )
     if latent.rope_dim % 2:
         raise config.error(f"qk_rope_head_dim={latent.rope_dim} must be even: rotary positions turn pairs of channels")
-    shape = read_dense(config, latent=latent)
+    shape = read_dense(config, kinds={kind}, latent=latent)
     if shape.n_kv_heads != shape.n_heads:
         raise config.error(
             f"num_key_value_heads={shape.n_kv_heads} must be num_attention_heads={shape.n_heads}: each query head has "

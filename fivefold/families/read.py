@@ -20,7 +20,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.json_text import parsed
 
 SHAPES = Path(__file__).parent / "shapes"
-_VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
+_VARIANT = re.compile(r"(-(Base|Instruct|Thinking|Chat|Exp))?(-(\d{4}|v\d\.\d))?$", re.IGNORECASE)
 """What is added to a model's name where it was trained further, such as `-Instruct-2507`."""
 _POSITIONS = {
     r"qwen2(\.5)?-.+-instruct": 32_768,
@@ -102,8 +102,11 @@ def _config_file(model: str) -> Path:
 
 def _shipped(model: str) -> Path:
     """Return the file with the sizes of a model that ships."""
-    name = _VARIANT.sub("", _plain_name(model))
+    name = _plain_name(model)
     files = {path.stem.lower(): path for path in sorted(SHAPES.glob("*.json"))}
+    # The version of a model may look like the version of a variant.
+    if name not in files:
+        name = _VARIANT.sub("", name)
     if name in files:
         return files[name]
     near = difflib.get_close_matches(name, files, n=1, cutoff=0.5)

@@ -7,10 +7,12 @@ from typing import Any
 
 from fivefold.families.deepseek_v2 import DEEPSEEK_V2
 from fivefold.families.deepseek_v3 import DEEPSEEK_V3
+from fivefold.families.deepseek_v32 import DEEPSEEK_V32
 from fivefold.families.family import Family
 from fivefold.families.gemma3 import GEMMA3
 from fivefold.families.glm4_moe import GLM4_MOE
 from fivefold.families.glm4_moe_lite import GLM4_MOE_LITE
+from fivefold.families.glm_moe_dsa import GLM_MOE_DSA
 from fivefold.families.gpt_oss import GPT_OSS
 from fivefold.families.llama import LLAMA
 from fivefold.families.minimax_m2 import MINIMAX_M2
@@ -41,8 +43,10 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA3,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GLM_MOE_DSA,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
     )
 }
 

@@ -19,6 +19,7 @@ from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.role import Head
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.delta_net import DeltaNet
+from fivefold.families.indexer import Indexer
 from fivefold.families.latent import LatentAttention
 from fivefold.types import MOST_IN_A_BYTE
 
@@ -118,6 +119,8 @@ class ModelShape:
     """Channels of a head that rotary positions turn, the first ones; None: all."""
     latent: LatentAttention | None = None
     """Sizes of multi-head latent attention; None for grouped-query attention."""
+    indexer: Indexer | None = None
+    """Sizes of the indexers that choose the tokens which latent attention sees; None: it sees all."""
     delta: DeltaNet | None = None
     """Sizes of the layers that are gated delta nets; None: there are none."""
     delta_layers: tuple[bool, ...] = ()
@@ -198,6 +201,18 @@ class ModelShape:
     def n_window_layers(self) -> int:
         """Those among them that have a sliding window."""
         return sum(self.window_layers)
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a sequence: the model's positions, or the tokens that an indexer chooses."""
+        return self.max_positions if self.indexer is None else min(self.max_positions, self.indexer.top_k)
+
+    @property
+    def limit(self) -> str:
+        """What gives it so many, as the end of a sentence about the model."""
+        if self.indexer is None or self.most_tokens == self.max_positions:
+            return f"has {self.max_positions} positions"
+        return f"is computed for up to index_topk={self.most_tokens} tokens, where its attention is dense"
 
     @property
     def route_bytes(self) -> int:
@@ -412,6 +427,11 @@ class ModelShape:
         return self._parameters(self.n_experts)
 
     @property
+    def n_live_parameters(self) -> int:
+        """Those among them that are computed with, trained and sent: all but the ones of indexers."""
+        return self.n_parameters - (0 if self.indexer is None else self.indexer.parameters(self.hidden))
+
+    @property
     def n_active_parameters(self) -> int:
         """Parameters that one token touches: of the experts, the `top_k` that it visits."""
         return self._parameters(self.top_k)
@@ -421,5 +441,6 @@ class ModelShape:
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
         norms = (4 if self.sandwich_norms else 2) * self.hidden
         layers = sum(self.mixer_parameters(kind) + norms for kind in self.layer_kinds)
+        layers += 0 if self.indexer is None else self.indexer.parameters(self.hidden)
         output = 0 if self.tied_embeddings else self.output_rows * self.hidden + self.output_biases
         return layers + mlps + self.vocab * self.hidden + output + self.hidden

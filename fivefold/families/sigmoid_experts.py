@@ -79,3 +79,17 @@ def layers_behind_dense(config: HFConfig, n_layers: int) -> list[bool]:
     config.expect({"moe_layer_freq": 1})
     n_dense = config.integer("first_k_dense_replace", least=0)
     return [layer >= n_dense for layer in range(n_layers)]
+
+
+def listed_layers(config: HFConfig, otherwise: list[bool]) -> list[bool]:
+    """Return which layers have experts as `mlp_layer_types` lists them; `otherwise` where it is left out.
+
+    Raises:
+        ValueError: not one kind a layer, or an unknown kind.
+    """
+    kinds, n_layers = config.items("mlp_layer_types", str), len(otherwise)
+    if kinds and len(kinds) != n_layers:
+        raise config.error(f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers={n_layers}")
+    if strays := sorted(set(kinds) - {"dense", "sparse"}):
+        raise config.error(f"mlp_layer_types has {', '.join(strays)}; a layer is dense or sparse")
+    return [kind == "sparse" for kind in kinds] or otherwise

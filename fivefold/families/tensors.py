@@ -138,6 +138,19 @@ def tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
     return tuple(each for tensor in own for each in (tensor, *_adapter(tensor, shape.adapters)))
 
 
+def kept_tensors(shape: ModelShape) -> dict[str, Shape]:
+    """Return the names and shapes of the tensors that a language model needs besides, and keeps as they are."""
+    if shape.indexer is None or shape.value_head:
+        return {}
+    of_layer = shape.indexer.tensors(shape.hidden)
+    return {
+        f"model.layers.{layer}.self_attn.indexer.{name}": full
+        for layer, has_indexer in enumerate(shape.indexer.layers)
+        if has_indexer
+        for name, full in of_layer.items()
+    }
+
+
 def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTensor]:
     """Yield the matrices of a weight's adapter: A sees the weight's inputs, and B makes its outputs."""
     rank = adapters.rank_of(tensor.name, of_expert=tensor.n_experts is not None)

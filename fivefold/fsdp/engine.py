@@ -39,7 +39,7 @@ from fivefold.engine.ema import EMAWeights
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import load_metrics, reduce_metrics
-from fivefold.engine.packing import BatchPlanner, Share, attention_equals_rest_at
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
@@ -152,7 +152,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         """What is offloaded."""
         self._parkable = [Parkable(shard.values_N) for shard in self.shards]
         self._has_experts = self.shape.is_moe
-        self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
+        self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),

@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 from transformers.initialization import no_init_weights
 
 from fivefold.bridge.mapping import WeightMapping
+from fivefold.bridge.text_config import text_config
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.engine.adapters import Switch
@@ -127,8 +128,7 @@ def build_model(
         streams: the random numbers that adapters draw; None: they draw none.
     """
     register_attention()
-    # The language model of a model that sees images has its own config, inside the other one.
-    hf_config = AutoConfig.from_pretrained(folder, **_ONLY_LAST_STATES).get_text_config()
+    hf_config = text_config(folder, **_ONLY_LAST_STATES)
     dtype = getattr(torch, config.dtype)
     with torch.device("meta"), no_init_weights():
         decoder = _AUTO_MODEL.from_config(hf_config, attn_implementation=ATTENTION_NAME)

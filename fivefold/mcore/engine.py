@@ -41,7 +41,7 @@ from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
-from fivefold.engine.packing import BatchPlanner, Share, attention_equals_rest_at
+from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies, local_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
@@ -134,7 +134,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self._local_frequencies = local_frequencies(self.shape, self._device)
         self._has_experts = self.shape.is_moe
-        self.planner = BatchPlanner.of(config.mb_spec, layout, attention_equals_rest_at(self.shape))
+        self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,

@@ -43,7 +43,11 @@ def model_inputs(
     per_node = min(gpus_per_node, n_gpus)
     if n_gpus % per_node:
         raise ValueError(f"--gpus {n_gpus} is not a whole number of nodes of {per_node}; give --gpus-per-node")
-    work = changes.applied(Workload(DEFAULT_SEQUENCE_LENGTH, DEFAULT_SEQUENCES, DEFAULT_MICRO_TOKENS))
+    shape = find_shape(model)
+    length = DEFAULT_SEQUENCE_LENGTH if shape.indexer is None else min(DEFAULT_SEQUENCE_LENGTH, shape.most_tokens)
+    work = changes.applied(Workload(length, DEFAULT_SEQUENCES, DEFAULT_MICRO_TOKENS))
+    if shape.indexer is not None and work.sequence_length > shape.most_tokens:
+        raise ValueError(f"--sequence-length {work.sequence_length}: the model {shape.limit}; lower it")
     trainer, generator = _trainer(actor), _generator(rollout)
     roles = (trainer,) if generator is None else (generator, trainer)
     lists = _device_lists(devices, {role.role for role in roles}) if devices else None
@@ -52,7 +56,7 @@ def model_inputs(
         allocation=_allocation(trainer, generator, n_gpus) if lists is None else _listed(roles, lists),
         n_nodes=n_gpus // per_node,
         gpus_per_node=per_node,
-        models={"actor": ModelInputs(find_shape(model), work, leaves=OPEN)},
+        models={"actor": ModelInputs(shape, work, leaves=OPEN)},
         rollout=RolloutInputs(batch=DEFAULT_GENERATION_BATCH, generated=work.sequences),
         devices=lists,
     )

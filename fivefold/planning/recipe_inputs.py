@@ -83,6 +83,7 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
             *unused_keys(recipe, shape),
             *unusual_values(recipe),
             *_folder_notes(recipe),
+            *_length_notes(recipe, shape),
             *_generation_notes(recipe),
             *_replay_notes(recipe, shape),
         ),
@@ -269,6 +270,16 @@ def _replay_notes(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield (
             f"actor.router_replay={replay}: the experts of a token take {shape.route_bytes:,} bytes, and "
             f"{sequences:,} sequences at most {most / 1e9:,.1f} GB of host memory"
+        )
+
+
+def _length_notes(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a note if the data may have sequences for which attention is sparse, which a run refuses."""
+    longest, _ = _sequences(recipe)
+    if shape.indexer is not None and longest > shape.most_tokens:
+        yield (
+            f"sequences may have {longest:,} tokens by the keys, but the model {shape.limit}: a run is refused if the "
+            "data has such sequences"
         )
 
 

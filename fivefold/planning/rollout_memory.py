@@ -73,11 +73,15 @@ def rollout_memory(
     """
     ranks = layout.tp * layout.pp
     saved = (element_bytes - 1) * shape.layer_matrix_weights if is_quantized else 0
-    weights = (shape.n_parameters * element_bytes - saved) // ranks
+    # The embedded engine computes without indexers.
+    n_weights = shape.n_parameters if layout.is_server else shape.n_live_parameters
+    weights = (n_weights * element_bytes - saved) // ranks
     # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     per_sequence = shape.kv_cache_elements(sequence_length) * element_bytes * copies // ranks
     per_sequence += shape.state_elements * _FLOAT // ranks
+    if shape.indexer is not None and layout.is_server:
+        per_sequence += shape.indexer.cache_bytes(sequence_length) * copies // ranks
     context = _context(layout)
     if not layout.is_server:
         # The logits of one token per row: the model's own, and three float32 copies while they are sorted.

@@ -89,4 +89,4 @@ def copied_weights(inputs: Inputs, placement: Placement) -> dict[int, int]:
     transport = pick(inputs.rollout.transport, placement) if rollout.layout.is_server else overlapping
     if transport is not None and transport.carries_weights:
         nodes |= {device.node for device in rollout.devices}
-    return dict.fromkeys(sorted(nodes), inputs.actor.shape.n_parameters * inputs.rollout.element_bytes)
+    return dict.fromkeys(sorted(nodes), inputs.actor.shape.n_live_parameters * inputs.rollout.element_bytes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.kept import check_kept
 from fivefold.config.problems import RecipeError
 from fivefold.config.roles import Role
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
@@ -38,7 +39,10 @@ def check_weight_files(recipe: Recipe, roles: Iterable[Role]) -> None:
             check_weights(folder, None if is_foreign else model_shape(recipe, role))
         elif engine.megatron.dist_checkpointing_path is not None:
             _check_torch_dist(engine.megatron.dist_checkpointing_path, load_shape(folder))
-        elif not engine.init_from_scratch:
+            check_kept(folder, model_shape(recipe, role))
+        elif engine.init_from_scratch:
+            check_kept(folder, model_shape(recipe, role))
+        else:
             check_weights(folder, model_shape(recipe, role))
 
 

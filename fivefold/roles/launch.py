@@ -17,7 +17,7 @@ from fivefold.config.roles import Role, model_paths, roles_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.packing import BatchPlanner, attention_equals_rest_at
+from fivefold.engine.packing import BatchPlanner
 from fivefold.families.read import load_shape
 from fivefold.layout.placement import Placement
 from fivefold.planning.decisions import ALWAYS_ON_DEVICE, WhileGenerating, copies_state, while_generating
@@ -133,8 +133,7 @@ def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:
     engines = [engine for engine in (spec.model, spec.reference) if engine is not None]
     shapes = [load_shape(resolve_model_folder(engine.path)) for engine in engines]
     planners = [
-        BatchPlanner.of(engine.mb_spec, spec.layout, attention_equals_rest_at(shape))
-        for engine, shape in zip(engines, shapes, strict=True)
+        BatchPlanner.of_model(engine.mb_spec, spec.layout, shape) for engine, shape in zip(engines, shapes, strict=True)
     ]
     return Trainer(group, *planners)
 

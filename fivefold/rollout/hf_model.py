@@ -21,9 +21,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from fivefold.bridge.finite import not_finite_error
+from fivefold.bridge.text_config import family_of, text_config
 from fivefold.bridge.weight_files import survey
 from fivefold.families.registry import family_in_memory
 from fivefold.rollout.delta_rule import use_torch_delta_rule
@@ -54,8 +55,7 @@ def build_model(
     """
     register_attention()
     with _reading("config.json"):
-        # The language model of a model that sees images has its own config, inside the other one.
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = text_config(path)
         _check_attention(config)
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
@@ -100,11 +100,15 @@ def end_tokens(
 def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     disable_progress_bar()
     model: PreTrainedModel
-    with _reading("config.json, generation_config.json or weights"):
+    # The report on tensors comes as an error, and not also as a warning.
+    with _silenced(), _reading("config.json, generation_config.json or weights"):
         # Tensors of another shape are then in the report too; without the option they end in an error without a name.
         model, report = _AUTO_MODEL.from_pretrained(
             path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    if (family := family_of(path)) is not None:
+        unexpected = report["unexpected_keys"]
+        report["unexpected_keys"] = {name for name in unexpected if not family.keeps(name, config.num_hidden_layers)}
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"the checkpoint at {path!r} does not fit its config.json: {problems}")
@@ -191,6 +195,17 @@ def _generation_config(path: str) -> GenerationConfig | None:
             return GenerationConfig.from_pretrained(path)
         except OSError:  # transformers' answer to a folder without generation_config.json
             return None
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep transformers from logging anything but errors."""
+    verbosity = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rewards import is_hosted
@@ -21,8 +22,11 @@ def judge_problems(recipe: Recipe, others: RoleShapes) -> Iterator[str]:
         return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "judge")
     yield from key_problems("reward.judge", judge, backend)
-    if "judge" in others and judge.max_length > (most := others["judge"].max_positions):
-        yield f"reward.judge.max_length={judge.max_length} is more than the model's {most} positions: lower it"
+    if "judge" in others:
+        # Servers compute sparse attention.
+        model = replace(others["judge"], indexer=None) if backend.is_server else others["judge"]
+        if judge.max_length > model.most_tokens:
+            yield f"reward.judge.max_length={judge.max_length} is too much: the model {model.limit}; lower it"
     for name, each in recipe.reward.asked.items():
         if not is_hosted(each):
             continue

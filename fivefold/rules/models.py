@@ -72,16 +72,10 @@ def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe):
         return
     longest = recipe.gconfig.max_new_tokens
-    if longest >= shape.max_positions:
-        yield (
-            f"gconfig.max_new_tokens={longest} leaves no room for a prompt: the model has {shape.max_positions} "
-            "positions; lower it"
-        )
-    if recipe.environment is not None and recipe.environment.max_length > shape.max_positions:
-        yield (
-            f"environment.max_length={recipe.environment.max_length} is more than the model's {shape.max_positions} "
-            "positions: lower it"
-        )
+    if longest >= shape.most_tokens:
+        yield f"gconfig.max_new_tokens={longest} leaves no room for a prompt: the model {shape.limit}; lower it"
+    if recipe.environment is not None and recipe.environment.max_length > shape.most_tokens:
+        yield f"environment.max_length={recipe.environment.max_length} is too much: the model {shape.limit}; lower it"
     config = recipe.gconfig
     for key, tokens in {
         "stop_token_ids": config.stop_token_ids,
@@ -134,10 +128,10 @@ def check_examples(shape: ModelShape, section: str, longest: int, largest_token:
         ValueError: the longest example is longer than the model's positions, or a token is not in its vocabulary.
     """
     check_tokens(shape, section, largest_token)
-    if longest + n_appended > shape.max_positions:
-        most = shape.max_positions - n_appended
-        last = " and one behind each example" if n_appended else ""
+    if longest + n_appended > shape.most_tokens:
+        most = shape.most_tokens - n_appended
+        last = ", one of them behind each example" if n_appended else ""
         raise ValueError(
-            f"the longest example of {section} has {longest} tokens, but the model has {shape.max_positions} "
-            f"positions{last}: set {section}.max_length={most} to leave such examples out"
+            f"the longest example of {section} has {longest} tokens, but the model {shape.limit}{last}: set "
+            f"{section}.max_length={most} to leave such examples out"
         )

@@ -129,8 +129,12 @@ def is_exempt(name: str, parameter: torch.Tensor) -> bool:
 def gradients_as_in_files(model: Any, scratch: Path) -> Tensors:
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    # What files hold besides parameters, the offsets of routers, has no gradient.
-    return {name: grad for name, grad in _as_in_files(model, scratch).items() if not name.endswith("correction_bias")}
+    # The offsets of routers, which are no parameters, and indexers have no gradient.
+    return {
+        name: grad
+        for name, grad in _as_in_files(model, scratch).items()
+        if not name.endswith("correction_bias") and ".indexer." not in name
+    }
 
 
 def _as_in_files(model: Any, scratch: Path) -> Tensors:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
@@ -77,7 +78,7 @@ def build(folder: Path, layout: ParallelLayout, te_names: bool) -> GPTModel:
         max_sequence_length=128,
         parallel_output=False,
         share_embeddings_and_output_weights=config["tie_word_embeddings"],
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if config["model_type"] == "gpt_oss" else "rope",
         rotary_base=config["rope_parameters"]["rope_theta"],
     )
     for name, parameter in model.named_parameters():
@@ -112,7 +113,7 @@ def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig
     if any(has_experts):
         fields |= {
             "num_moe_experts": _n_experts(config),
-            "moe_ffn_hidden_size": config["moe_intermediate_size"],
+            "moe_ffn_hidden_size": config.get("moe_intermediate_size", config["intermediate_size"]),
             "moe_router_topk": config["num_experts_per_tok"],
             "moe_router_pre_softmax": not config.get("norm_topk_prob"),
             "moe_router_load_balancing_type": "none",
@@ -132,9 +133,41 @@ def _config(config: dict[str, Any], layout: ParallelLayout) -> TransformerConfig
         }
     if len(set(has_experts)) > 1:
         fields["moe_layer_freq"] = [int(has) for has in has_experts]
+    if config["model_type"] == "gpt_oss":
+        fields |= _gpt_oss_fields(config)
     if "kv_lora_rank" in config:
         return MLATransformerConfig(**fields, **_latent_fields(config), **_yarn_fields(config["rope_parameters"]))
-    return TransformerConfig(**fields)
+    found = TransformerConfig(**fields)
+    if config["model_type"] == "gpt_oss":
+        vars(found).update(_gpt_oss_positions(config["rope_parameters"]))
+    return found
+
+
+def _gpt_oss_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "moe_router_pre_softmax": False,
+        "softmax_type": "learnable",
+        "window_size": (config["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": 2,
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": config["swiglu_limit"],
+    }
+
+
+def _gpt_oss_positions(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return what Megatron-Core reads of a config, though it is none of its fields."""
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope["beta_fast"],
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope["truncate"],
+    }
 
 
 def _latent_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,8 @@ CASES = [
     ("fsdp:d2t2", "glm4_moe"),
     ("fsdp:t2c2", "deepseek_v3"),
     ("fsdp:c2", "deepseek_v2"),
+    ("fsdp:t2c2", "deepseek_v32"),
+    ("fsdp:d2", "glm_moe_dsa"),
     ("fsdp:d1", "qwen3_next"),
     ("fsdp:d2t2", "qwen3_next"),
     ("fsdp:d2t2", "qwen3_5"),

@@ -27,9 +27,13 @@ LARGE_LAYOUTS = {
     "megatron:t4": ("qwen3",),
     "megatron:c2d2": ("llama", "mistral"),
     "megatron:p2t2c2": ("qwen2", "mistral", "gemma3_text"),
-    "megatron:(attn:t2p2|ffn:t2)": ("mixtral", "qwen3_moe_mixed", "deepseek_v2", "glm4_moe_lite"),
+    "megatron:(attn:t2p2|ffn:t2)": ("mixtral", "qwen3_moe_mixed", "deepseek_v2", "glm4_moe_lite", "glm_moe_dsa"),
     "megatron:(attn:c2d2|ffn:t2e2)": ("qwen2_moe", "qwen3_moe_sparse_step", "deepseek_v2"),
-    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe", "qwen2_moe", "deepseek_v3", "qwen3_next", "minimax_m2", "gpt_oss"),
+    "megatron:(attn:p2t2c2|ffn:e4)": (
+        *("qwen3_moe", "qwen2_moe", "qwen3_next", "minimax_m2", "gpt_oss"),
+        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    ),
+    "megatron:d1": ("deepseek_v32", "glm_moe_dsa"),
 }
 CASES = [
     *((layout, model) for models, layouts in SMALL_LAYOUTS.items() for layout in layouts for model in models),

@@ -39,6 +39,8 @@ LAYOUTS = {
     ("mistral", "bfloat16"): ("megatron:p2t2", "fsdp:d2t2"),
     ("minimax_m2", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
     ("gpt_oss", "bfloat16"): ("megatron:(attn:p2t2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
+    ("deepseek_v32", "bfloat16"): ("megatron:(attn:p2t2|ffn:e2)", "fsdp:d2t2"),
+    ("glm_moe_dsa", "float32"): ("megatron:(attn:d2t2|ffn:t2e2)",),
     ("gemma3_text", "bfloat16"): ("megatron:p2t2", "fsdp:d2t2"),
     ("mixtral", "bfloat16"): ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d2t2"),
 }

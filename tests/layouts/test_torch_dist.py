@@ -43,6 +43,9 @@ def assert_same_predictions(megatron_logits: torch.Tensor, folder: Path) -> None
         ("qwen2_moe", False, LAYERS_APART),
         ("deepseek_v3", False, {}),
         ("deepseek_v3", True, {}),
+        ("gpt_oss", False, {}),
+        ("gpt_oss", True, {}),
+        ("gpt_oss", False, LAYERS_APART),
     ],
 )
 def test_megatron_core_loads_a_converted_model_and_predicts_as_hugging_face(
@@ -70,6 +73,8 @@ def test_megatron_core_loads_a_converted_model_on_several_ranks(workers: Workers
         ("qwen3", False, LAYERS_APART, "megatron:t2", ""),
         ("qwen2_moe", True, EXPERTS_APART, "megatron:d1", ""),
         ("deepseek_v3", True, {}, "megatron:d1", ""),
+        ("gpt_oss", False, {}, "megatron:d1", ""),
+        ("gpt_oss", True, EXPERTS_APART, "megatron:d2e2", ""),
     ],
 )
 def test_what_megatron_core_has_saved_becomes_a_hugging_face_model_that_predicts_the_same(
@@ -109,6 +114,8 @@ def train(case: Case, model: Path) -> tuple[Tensors, Tensors]:
         ("qwen3_moe_mixed", "megatron:(attn:p2t2|ffn:p2e2)"),
         ("qwen2_moe", "megatron:(attn:t2|ffn:t2e1)"),
         ("qwen2-bf16", "megatron:p2"),
+        ("gpt_oss", "megatron:(attn:p2t2|ffn:t2)"),
+        ("gpt_oss-bf16", "megatron:(attn:d2|ffn:e2)"),
     ],
 )
 def test_training_from_a_converted_checkpoint_is_training_from_the_hugging_face_folder(

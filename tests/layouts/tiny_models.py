@@ -57,6 +57,8 @@ _LATENT = {
     },
 }
 
+_INDEXER = {"q_lora_rank": 20, "index_n_heads": 2, "index_head_dim": 6, "index_topk": 48}
+
 _DELTA_NET = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -181,6 +183,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        # An indexer chooses all tokens of sequences that are no longer than this.
+        {
+            **_LATENT,
+            **_INDEXER,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {
+            **_LATENT,
+            **_INDEXER,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         # The norms of latents have an epsilon of their own. Values are as wide as keys, as in GLM-4.7-Flash. A token
@@ -215,7 +239,7 @@ HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with gated delta nets."""
 ZERO_CENTERED = (*HYBRID, "gemma3_text")
 """Models whose norms multiply by 1 + weight."""
-ALIKE = ("mistral", "deepseek_v2", "glm4_moe_lite")
+ALIKE = ("mistral", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
 

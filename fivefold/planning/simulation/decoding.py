@@ -87,7 +87,7 @@ def reading_seconds(layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> floa
 
 def sending_seconds(shape: ModelShape, element_bytes: int) -> float:
     """Return the seconds in which all replicas receive new weights."""
-    return shape.n_parameters * element_bytes / SENDING_RATE
+    return shape.n_live_parameters * element_bytes / SENDING_RATE
 
 
 def _efficiency(shape: ModelShape) -> float:

@@ -271,7 +271,7 @@ def _overlapped_weights(recipe: TrainRecipe, found: Estimate) -> OverlappedWeigh
         return None
     shape = found.inputs.actor.shape
     whole = sending_seconds(shape, rollout.element_bytes)
-    on_link = shape.n_parameters * rollout.element_bytes / HOST_LINK
+    on_link = shape.n_live_parameters * rollout.element_bytes / HOST_LINK
     if not transport.carries_weights:
         return OverlappedWeights(copy_seconds=on_link, staging_seconds=0.0, swap_seconds=whole)
     return OverlappedWeights(copy_seconds=on_link, staging_seconds=whole - 2 * on_link, swap_seconds=on_link)

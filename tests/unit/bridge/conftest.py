@@ -20,6 +20,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     latent = base | {"num_key_value_heads": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
     latent |= {"moe_intermediate_size": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
     latent |= {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6}
+    indexer = {"q_lora_rank": 12, "index_n_heads": 2, "index_head_dim": 4, "index_topk": 16}
     delta = {
         "head_dim": 8,
         "linear_num_key_heads": 8,
@@ -62,6 +63,8 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek_v3": hf.DeepseekV3Config(**latent, q_lora_rank=12, n_group=4, topk_group=1, num_mtp_layers=0),
         "deepseek_v2": hf.DeepseekV2Config(**latent, q_lora_rank=None),
         "glm4_moe_lite": hf.Glm4MoeLiteConfig(**latent, q_lora_rank=12),
+        "deepseek_v32": hf.DeepseekV32Config(**latent, **indexer, n_group=4, topk_group=1),
+        "glm_moe_dsa": hf.GlmMoeDsaConfig(**latent, **indexer, indexer_types=["full", "shared", "full"]),
     }
     folders = {}
     for name, config in configs.items():

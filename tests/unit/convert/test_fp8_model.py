@@ -18,6 +18,8 @@ from fivefold.cli.main import app
 from fivefold.families.read import load_shape
 
 BLOCK = (8, 16)
+PRECISE = ("indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.weights_proj.weight")
+"""What DeepSeek publishes in float32."""
 QUERIES = "model.layers.0.self_attn.q_b_proj.weight"
 OFFSETS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -39,13 +41,17 @@ def quantized(weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     return values, scales, products
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+INDEXER = {"index_n_heads": 2, "index_head_dim": 6, "index_topk": 16}
+
+
+@pytest.fixture(scope="module", params=["DeepseekV3Config", "DeepseekV32Config"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A model as DeepSeek publishes its own, with a layer for multi-token prediction; and its weights in float32."""
     import transformers
 
     folder = tmp_path_factory.mktemp("fp8") / "model"
-    config = transformers.DeepseekV3Config(
+    config = getattr(transformers, request.param)(
+        **(INDEXER if request.param == "DeepseekV32Config" else {}),
         vocab_size=41,
         hidden_size=20,
         intermediate_size=24,
@@ -67,9 +73,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
     stored = load_file(file)
+    for name in stored:
+        if name.endswith(PRECISE):
+            stored[name] = torch.rand(stored[name].shape, generator=generator)
     wanted = {name: tensor.float() for name, tensor in stored.items()}
     for name, tensor in sorted(stored.items()):
-        if tensor.ndim == 2 and ("self_attn" in name or "_proj" in name):
+        if tensor.ndim == 2 and ("self_attn" in name or "_proj" in name) and not name.endswith(PRECISE):
             stored[name], stored[f"{name}_scale_inv"], wanted[name] = quantized(tensor, generator)
     stored["model.layers.2.eh_proj.weight"] = torch.zeros(20, 40).to(torch.float8_e4m3fn)
     save_file(stored, file, {"format": "pt"})
@@ -96,12 +105,12 @@ def test_every_weight_is_its_value_times_the_scale_of_its_block(
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == wanted.keys()
     for name, tensor in written.items():
-        assert tensor.dtype == (torch.float32 if name == OFFSETS else torch.bfloat16), name
+        assert tensor.dtype == (torch.float32 if name.endswith((OFFSETS, *PRECISE)) else torch.bfloat16), name
         assert tensor.equal(wanted[name].to(tensor.dtype)), name
     assert "Not converted: layers for multi-token prediction" in result.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
-    assert AutoConfig.from_pretrained(tmp_path / "out").num_mtp_layers == 0
+    assert not getattr(AutoConfig.from_pretrained(tmp_path / "out"), "num_mtp_layers", 0)
     check_weights(tmp_path / "out", load_shape(tmp_path / "out"))
 
 

@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyModel, save_tiny_model, tiny_config
-from transformers import DeepseekV3Config, Glm4MoeConfig
+from transformers import DeepseekV3Config, DeepseekV32Config, Glm4MoeConfig, GptOssConfig
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
+from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import HFFolder, save_hf
 from fivefold.bridge.megatron_reader import MegatronWeights
+from fivefold.bridge.separate_experts import SeparateExperts
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
@@ -102,6 +104,26 @@ def test_trained_weights_are_written_with_the_layers_for_multi_token_prediction_
     assert not any(b"layers.2" in file.header for file in critic.plan.files)
 
 
+def test_indexers_are_left_out_and_named_and_come_from_the_folder_of_the_config(tmp_path: Path) -> None:
+    config = DeepseekV32Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4,
+        num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=6, index_n_heads=2, index_head_dim=6, index_topk=16,
+    )  # fmt: skip
+    model = save_tiny_model(tmp_path / "sparse", config)
+    there = fivefold("convert", model.folder, "--to", "torch_dist", "-o", tmp_path / "mcore")
+    assert "Not converted: the indexers of sparse attention" in there.output
+    alone = fivefold("convert", tmp_path / "mcore", "-o", tmp_path / "hf")
+    assert alone.exit_code == 2
+    assert "lacks model.layers.0.self_attn.indexer.wq_b.weight" in " ".join(alone.output.split())
+    back = fivefold("convert", tmp_path / "mcore", "--config", model.folder, "-o", tmp_path / "hf")
+    assert "Not converted" not in back.output
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == model.weights.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in model.weights.items())
+
+
 def test_layers_for_multi_token_prediction_of_megatron_core_are_left_out_and_named(
     glm: TinyModel, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,9 +164,48 @@ def test_norms_on_outputs_are_refused(tmp_path: Path) -> None:
         MegatronWeights(tmp_path, find_shape("gemma-3-1b"))
 
 
-def test_experts_whose_rows_megatron_core_orders_otherwise_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gpt_oss: experts with biases and a clamped activation are not supported"):
-        MegatronWeights(tmp_path, find_shape("gpt-oss-20b"))
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_experts_in_joint_tensors_are_stored_apart_and_come_back(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=20, num_local_experts=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_hidden_layers=2, num_experts_per_tok=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = save_tiny_model(tmp_path / "joint", config)
+    convert_to_torch_dist(model.folder, tmp_path / "mcore", dtype=dtype)
+    whole, stored, experts = load_file(model.folder / "model.safetensors"), DCPFolder(tmp_path / "mcore"), "mlp.experts"
+
+    def of_layer(layer: int, name: str) -> torch.Tensor:
+        key = f"decoder.layers.{experts}.experts.{name}"
+        return stored.read(key, slice(layer, layer + 1), *(slice(0, size) for size in stored.shape(key)[1:]))[0].float()
+
+    for layer in range(2):
+        for ours, theirs in (("gate_up_proj", "linear_fc1.weight"), ("gate_up_proj_bias", "linear_fc1.bias")):
+            found = of_layer(layer, theirs)
+            wanted = whole[f"model.layers.{layer}.{experts}.{ours}"].to(dtype or torch.float32).float()
+            # Gate and up alternate along the last dimension of files.
+            gate_up = torch.cat((wanted[..., ::2], wanted[..., 1::2]), dim=-1)
+            assert torch.equal(found, gate_up.transpose(1, 2) if gate_up.ndim == 3 else gate_up)
+        found = of_layer(layer, "linear_fc2.weight")
+        wanted = whole[f"model.layers.{layer}.{experts}.down_proj"].to(dtype or torch.float32).float()
+        assert torch.equal(found, wanted.transpose(1, 2))
+    convert_from_torch_dist(tmp_path / "mcore", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == whole.keys()
+    assert all(torch.equal(back[name], tensor.to(dtype or tensor.dtype)) for name, tensor in whole.items())
+    with HFWeights(model.folder) as weights:
+        apart = SeparateExperts(weights, load_shape(model.folder))
+        assert {name for name in apart.names - weights.names if name.startswith("model.layers.0.")} == {
+            f"model.layers.0.{experts}.{expert}.{layer}_proj.{kind}"
+            for expert in range(3)
+            for layer in ("gate", "up", "down")
+            for kind in ("weight", "bias")
+        }
+        assert all(apart.read(name).shape == apart.shape(name) for name in apart.names)
+    with MegatronWeights(tmp_path / "mcore", load_shape(model.folder)) as weights:
+        name = f"model.layers.1.{experts}.2.gate_up_proj"
+        assert (weights.shape(name), weights.dtype(name)) == ((32, 40), dtype or torch.float32)
+        part = weights.read(name, slice(3, 9), slice(5, 12))
+        assert torch.equal(part, back[f"model.layers.1.{experts}.gate_up_proj"][2, 3:9, 5:12])
 
 
 def test_offsets_of_routers_stay_float32_in_a_model_of_bfloat16(glm: TinyModel, tmp_path: Path) -> None:

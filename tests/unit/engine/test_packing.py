@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.engine.packing import SequenceCost, plan_micro_batches
+from fivefold.config.schema.engine import MicroBatchConfig
+from fivefold.engine.packing import BatchPlanner, SequenceCost, plan_micro_batches
+from fivefold.families.read import find_shape
+from fivefold.layout.parser import parse_backend
 
 COST = SequenceCost(quadratic_at=64)
 
@@ -123,3 +126,16 @@ def test_limits_below_one_are_errors(name: str) -> None:
 def test_an_empty_sequence_is_an_error() -> None:
     with pytest.raises(ValueError, match="sequence 1 has length 0"):
         plan([3, 0])
+
+
+def test_no_sequence_is_longer_than_attention_is_dense() -> None:
+    """An engine would compute such a sequence with dense attention, without a sign of it."""
+    sparse = BatchPlanner.of_model(MicroBatchConfig(), parse_backend("megatron:d2"), find_shape("GLM-5"))
+    assert sparse.plan([2048, 5]).longest == 2048
+    assert sparse.plan([3000], cuts=((2000, 1000),)).longest == 3000
+    with pytest.raises(ValueError, match=r"a sequence has 2049 tokens, .* at most index_topk=2048 of them"):
+        sparse.plan([5, 2049])
+    with pytest.raises(ValueError, match="a sequence has 2100 tokens"):
+        sparse.plan([3000], cuts=((900, 2100),))
+    dense = BatchPlanner.of_model(MicroBatchConfig(), parse_backend("megatron:d2"), find_shape("DeepSeek-V3"))
+    assert dense.plan([5, 2049]).longest == 2049

@@ -36,6 +36,7 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 100}
 DELTA_NET = {
     "head_dim": 16,
     "linear_num_key_heads": 3,
@@ -71,6 +72,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
+    "deepseek_v32": {**LATENT, **INDEXER, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "index_topk_freq": 2, "first_k_dense_replace": 2},
 }
 NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
@@ -148,6 +151,8 @@ def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}, [1, 0, 0, 1]),
         ("glm4_moe_lite", {"first_k_dense_replace": 1}, [0, 1, 1, 1]),
         ("glm4_moe_lite", {"mlp_layer_types": None}, [0, 1, 1, 1]),
+        ("deepseek_v32", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
+        ("glm_moe_dsa", {"first_k_dense_replace": 3, "mlp_layer_types": ["dense"] * 3 + ["sparse"]}, [0, 0, 0, 1]),
     ],
 )
 def test_layers_with_experts_are_those_of_the_transformers_model(
@@ -158,6 +163,35 @@ def test_layers_with_experts_are_those_of_the_transformers_model(
         layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).model.layers
     assert [hasattr(layer.mlp, "experts") for layer in layers] == [bool(each) for each in expected]
     assert read_shape(config).moe_layers == tuple(map(bool, expected))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"index_topk_freq": 2}, [1, 1, 0, 1]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [1, 0, 1, 0]),
+        ({"index_topk_pattern": "FSSF"}, [1, 0, 0, 1]),
+        ({"index_topk_pattern": ["full", "shared", "full", "full"]}, [1, 0, 1, 1]),
+        ({"index_topk_pattern": "FFFF", "indexer_types": ["full", "full", "shared", "shared"]}, [1, 1, 0, 0]),
+    ],
+)
+def test_layers_with_indexers_are_those_of_the_transformers_model(keys: dict[str, Any], expected: list[int]) -> None:
+    config = raw("glm_moe_dsa", index_topk_freq=1) | keys
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).model.layers
+    assert [layer.self_attn.indexer is not None for layer in layers] == [bool(each) for each in expected]
+    indexer = read_shape(config).indexer
+    assert indexer is not None
+    assert indexer.layers == tuple(map(bool, expected))
+
+
+def test_sequences_are_as_long_as_attention_is_dense() -> None:
+    shape = read_shape(raw("deepseek_v32", max_position_embeddings=4096))
+    assert (shape.most_tokens, shape.max_positions) == (100, 4096)
+    assert "up to index_topk=100 tokens" in shape.limit
+    short = read_shape(raw("deepseek_v32", max_position_embeddings=64))
+    assert (short.most_tokens, short.limit) == (64, "has 64 positions")
 
 
 def test_generation_with_latent_attention_keeps_the_latents() -> None:
@@ -309,6 +343,15 @@ def test_a_list_of_full_attention_rules_out_a_window_in_qwen2_moe() -> None:
             raw("glm4_moe_lite", first_k_dense_replace=1, mlp_layer_types=["dense", "sparse"] * 2),
             "list the layers in mlp_layer_types, and drop first_k_dense_replace",
         ),
+        (raw("deepseek_v32", q_lora_rank=None), "q_lora_rank=None"),
+        (raw("deepseek_v32", rope_interleave=False), "rope_interleave=false is not supported"),
+        (
+            raw("glm_moe_dsa", mlp_layer_types=["dense"] * 4),
+            "first_k_dense_replace=2, which servers read, differs from mlp_layer_types",
+        ),
+        (raw("glm_moe_dsa", indexer_types=["full"] * 3), "they must be one `full` or `shared` a layer"),
+        (raw("glm_moe_dsa", index_topk_pattern="SFFF"), "the first layer's full"),
+        (raw("glm_moe_dsa", index_topk_pattern="FFXF"), "full, full, X, full"),
         (raw("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "needs low_freq_factor, high_freq_factor"),
         (raw("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (raw("qwen3", rope_parameters={"full_attention": {"rope_theta": 1e6}}), "differ by layer type"),

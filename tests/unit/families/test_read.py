@@ -52,6 +52,9 @@ PUBLISHED = {
     # The report counts 2.4 of a token, without the embedding.
     "DeepSeek-V2-Lite": (15.7, 2.45 + 0.21),
     "DeepSeek-V3": (671, 37),
+    # With its indexers.
+    "DeepSeek-V3.2": (671.9, 38),
+    "GLM-5": (744, 40),
     "GLM-4.5": (355, 32),
     "GLM-4.5-Air": (106, 12),
     "GLM-4.6": (355, 32),
@@ -60,7 +63,7 @@ PUBLISHED = {
     # The name says 30 and 3, which are counts with and without embeddings.
     "GLM-4.7-Flash": (29.9, 3.9),
 }
-WITHOUT_EMBEDDINGS = ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "MiniMax-M2", "Moonlight-16B-A3B")
+WITHOUT_EMBEDDINGS = ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-5", "MiniMax-M2", "Moonlight-16B-A3B")
 """Models whose reports count neither the embedding nor the output layer."""
 
 
@@ -86,6 +89,8 @@ def test_shipped_shapes_have_the_published_sizes(name: str) -> None:
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
         ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
         ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
+        ("deepseek-ai/DeepSeek-V3.2", "DeepSeek-V3.2"),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", "DeepSeek-V3.2"),
     ],
 )
 def test_names_and_variants_are_found_as_people_write_them(written: str, name: str) -> None:

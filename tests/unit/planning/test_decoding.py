@@ -13,7 +13,9 @@ import pytest
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
-from fivefold.layout.parser import parse_role
+from fivefold.layout.parser import parse_backend, parse_role
+from fivefold.planning.plan import plan_model
+from fivefold.planning.recipe_inputs import Changes
 from fivefold.planning.rollout_memory import rollout_memory
 from fivefold.planning.simulation.decoding import LOGPROB_SECONDS, reading_seconds, sending_seconds, token_seconds
 from fivefold.planning.simulation.lengths import Lengths
@@ -89,3 +91,25 @@ def test_new_weights_take_what_was_measured() -> None:
     assert sending_seconds(shape, 2) == pytest.approx(2.3, rel=0.15)
     one, two = (reading_seconds(parse_role(text).resolve(), shape, GPU) for text in ("vllm:d1", "vllm:d1t2"))
     assert one == 2 * two
+
+
+def test_servers_hold_indexers_and_their_keys_and_the_embedded_engine_holds_neither() -> None:
+    options: dict[str, Any] = {"sequence_length": 2048, "batch_size": 4, "element_bytes": 2}
+    dense, sparse = find_shape("DeepSeek-V3"), find_shape("DeepSeek-V3.2")
+    # Queries of 64 heads and the weight of each, and one key, with a norm that has a bias.
+    indexers = 61 * (64 * 128 * 1536 + 64 * 7168 + 128 * 7168 + 2 * 128)
+    of_server, wanted = (rollout_memory(parse_backend("vllm:t8p2"), each, GPU, **options) for each in (sparse, dense))
+    assert of_server.weights - wanted.weights == indexers * 2 // 16
+    # Each rank has the keys of its stage's layers, one byte a channel and a scale.
+    assert of_server.least_cache - wanted.least_cache == pytest.approx(2048 * 61 * (128 + 4) / 2, abs=1)
+    embedded, wanted = (
+        rollout_memory(parse_backend("transformers:d8"), each, GPU, **options) for each in (sparse, dense)
+    )
+    assert embedded == wanted
+
+
+def test_a_model_is_planned_for_sequences_of_which_its_attention_sees_all() -> None:
+    assert plan_model("GLM-5", 512, gpu="h200").inputs.actor.work.sequence_length == 2048
+    assert plan_model("DeepSeek-V3", 512, gpu="h200").inputs.actor.work.sequence_length == 4096
+    with pytest.raises(ValueError, match=r"--sequence-length 4096: the model .* up to index_topk=2048 tokens"):
+        plan_model("GLM-5", 512, gpu="h200", changes=Changes(sequence_length=4096))

@@ -16,9 +16,11 @@ from transformers import (
     AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -82,6 +84,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+INDEXER = {"q_lora_rank": 12, "index_n_heads": 2, "index_head_dim": 6, "index_topk": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale_all_dim": 1.0, "mscale": 1.0}
 YARN |= {"original_max_position_embeddings": 16}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -178,6 +181,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "deepseek_v2": lambda: DeepseekV2Config(**LATENT, q_lora_rank=None),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**LATENT, q_lora_rank=12),
+    "deepseek_v32": lambda: DeepseekV32Config(**LATENT, **INDEXER, n_group=2, topk_group=1, rope_parameters=YARN),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **{**LATENT, "num_hidden_layers": 3}, **INDEXER, indexer_types=["full", "shared", "full"]
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.read import find_shape
 from fivefold.rules.recipe import check_recipe
 from tests.unit.rules.test_rules import DENSE
 
@@ -51,7 +52,11 @@ def test_a_judge_reads_its_own_tokens_on_any_engine(judge: dict[str, Any]) -> No
         ({"backend": "megatron:d4"}, {}, "the judge cannot run megatron, which trains; generate with transformers"),
         ({"backend": "vllm:t5"}, {}, "judge: "),
         ({"server_args": ["--x"]}, {}, r"judge\.server_args=.* is for servers .*, and the judge runs transformers"),
-        ({"max_length": 5000}, {}, r"reward\.judge\.max_length=5000 is more than the model's 4096 positions"),
+        (
+            {"max_length": 5000},
+            {},
+            r"reward\.judge\.max_length=5000 is too much: the model has 4096 positions; lower it",
+        ),
         ({"max_length": 600}, {"max_tokens": 600}, r"reward\.kwargs\.max_tokens=600 leaves no room for a question"),
         ({"max_length": 500}, {}, r"reward\.kwargs\.max_tokens=512 leaves no room for a question"),
         ({"backend": "vllm:d4"}, {"temperature": 3.0}, r"reward\.kwargs\.temperature=3\.0: vLLM samples with"),
@@ -100,3 +105,11 @@ def test_a_layout_of_a_judge_that_is_not_there_is_refused() -> None:
     asked = recipe({}, allocation_mode=mode, actor={"path": "m"}, rollout={}, reward={"fn": "math"})
     with pytest.raises(RecipeError, match=r"no judge: set reward\.judge\.path, or drop it"):
         check_recipe(asked, DENSE)
+
+
+def test_servers_judge_with_sparse_attention_and_the_embedded_engine_with_dense() -> None:
+    judge = replace(find_shape("GLM-5"), vocab=DENSE.vocab)
+    check_recipe(recipe({"backend": "vllm:d4", "max_length": 4096}), DENSE, {"judge": judge})
+    check_recipe(recipe({"backend": "transformers:d4", "max_length": 2048}), DENSE, {"judge": judge})
+    with pytest.raises(RecipeError, match=r"judge\.max_length=4096 is too much: .* up to index_topk=2048 tokens"):
+        check_recipe(recipe({"backend": "transformers:d4", "max_length": 4096}), DENSE, {"judge": judge})

@@ -16,6 +16,7 @@ from fivefold.families.shape import ModelShape
 from fivefold.layout.parallel import describe
 from fivefold.layout.parser import parse_backend
 from fivefold.rules.layouts import layout_problems
+from fivefold.rules.models import check_examples
 from fivefold.rules.recipe import check_recipe
 from fivefold.rules.replay import replay_taken, with_replay
 
@@ -459,3 +460,24 @@ def test_recipes_of_fine_tuning_are_checked() -> None:
     }
     with pytest.raises(RecipeError, match="actor: 12 layers"):
         check_recipe(SFTRecipe.model_validate(values), MOE)
+
+
+def test_lengths_are_those_of_dense_attention() -> None:
+    sparse = find_shape("DeepSeek-V3.2")
+    game = {"game": "fivefold.environments.guess_digit:GuessDigit"}
+    played: dict[str, Any] = {"gconfig": {"max_new_tokens": 512}, "reward": {"fn": "environment"}}
+    check_recipe(recipe(gconfig={"max_new_tokens": 2047}), sparse)
+    check_recipe(recipe(gconfig={"max_new_tokens": 4096}), find_shape("DeepSeek-V3"))
+    with pytest.raises(
+        RecipeError,
+        match=r"gconfig\.max_new_tokens=2048 leaves no room for a prompt: the model is computed for up to "
+        r"index_topk=2048 tokens, where its attention is dense; lower it",
+    ):
+        check_recipe(recipe(gconfig={"max_new_tokens": 2048}), sparse)
+    check_recipe(recipe(**played, environment={**game, "max_length": 2048}), sparse)
+    with pytest.raises(RecipeError, match=r"environment\.max_length=2049 is too much: .* up to index_topk=2048 tokens"):
+        check_recipe(recipe(**played, environment={**game, "max_length": 2049}), sparse)
+    with pytest.raises(
+        ValueError, match=r"has 2048 tokens, but the model .*, one of them behind each .*max_length=2047"
+    ):
+        check_examples(sparse, "train_dataset", 2048, 5, n_appended=1)

@@ -1,0 +1,48 @@
+"""Tensors of a model's folder that are not trained, which a folder that is written has unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fivefold.bridge.hf_reader import DTYPES
+from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.weight_files import survey
+from fivefold.families.registry import FAMILIES
+from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import kept_tensors
+from fivefold.json_text import parsed
+
+
+def kept_specs(source: Path) -> dict[str, TensorSpec]:
+    """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
+
+    Nothing is kept of a folder without weights.
+    """
+    file = source / "config.json"
+    config = parsed(file.read_text()) if file.is_file() else {}
+    model_type, n_layers = config.get("model_type"), config.get("num_hidden_layers", 0)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    # Quantized tensors would need the scales that no folder is written with.
+    if family is None or not (family.kept or family.predicts_further) or config.get("quantization_config"):
+        return {}
+    return {
+        name: TensorSpec(DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in survey(source).tensors.items()
+        if family.keeps(name, n_layers) and tensor.dtype in DTYPES
+    }
+
+
+def check_kept(folder: Path, shape: ModelShape) -> None:
+    """Check that a folder has the tensors that a model of `shape`, whose weights come from elsewhere, keeps from it.
+
+    Raises:
+        ValueError: some are missing, or have another shape.
+    """
+    found = kept_specs(folder)
+    lacking = [name for name, full in kept_tensors(shape).items() if name not in found or found[name].shape != full]
+    if lacking:
+        raise ValueError(
+            f"{folder} lacks {lacking[0]} of the model's shape, and {len(lacking) - 1} more tensors of indexers, which "
+            f"are not trained and which {shape.family} has unchanged in what is written: name a folder with weights "
+            "that are not quantized"
+        )
