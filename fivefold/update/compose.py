@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.algorithms.turn_gae import TurnGAE
+from fivefold.config.roles import TEACHER
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.observe.timers import PhaseTimers
@@ -29,6 +31,9 @@ from fivefold.update.step import Part
 from fivefold.update.teacher import Teacher, told
 from fivefold.update.token_advantages import ClippedAdvantages, PenaltyInReward, TokenBaselines, WhitenedAdvantages
 from fivefold.update.turn_credit import TurnAdvantages, TurnRewards
+
+if TYPE_CHECKING:
+    from fivefold.update.teachers import Teachers
 
 
 def policy_update(
@@ -46,9 +51,11 @@ def policy_update(
     loss = build_policy_loss(recipe.actor, recipe.gconfig)
     shaping = RewardShaping.of(recipe.actor, recipe.gconfig)
     advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
+    teaching = _teaching(recipe, models, timers, shape.vocab)
     parts = (
-        *_marks(recipe, loss, shaping, experts),
-        *_columns(recipe, models, loss, timers, shape.vocab),
+        *_marks(recipe, loss, shaping, experts, teaching),
+        *_columns(recipe, models, loss, timers),
+        *([] if teaching is None else [teaching]),
         *_advantages(recipe, models, advantage, shaping, timers),
         *([] if (limit := recipe.actor.advantage_clip) is None else [ClippedAdvantages(limit)]),
         *_loss_parts(recipe, loss, shape),
@@ -57,7 +64,11 @@ def policy_update(
 
 
 def _marks(
-    recipe: TrainRecipe, loss: PolicyLoss, shaping: RewardShaping | None, experts: ExpertExamples | None
+    recipe: TrainRecipe,
+    loss: PolicyLoss,
+    shaping: RewardShaping | None,
+    experts: ExpertExamples | None,
+    teaching: Teacher | Teachers | None,
 ) -> Iterator[Part]:
     """Yield what marks whole sequences, before anything is computed of their tokens."""
     actor = recipe.actor
@@ -68,14 +79,15 @@ def _marks(
     if above is not None or below is not None:
         yield MaskedGroups(-inf if above is None else above, inf if below is None else below)
     if experts is not None or actor.positive_nll_coeff > 0:
-        yield Imitated(experts, actor.positive_nll_coeff)
+        taught = recipe.expert_dataset is not None and recipe.expert_dataset.signal == "teacher"
+        yield Imitated(experts, actor.positive_nll_coeff, teaching if taught else None)
     if (weights := SampleWeights.of(actor)) is not None:
         yield WeightedSamples(weights, shaping)
     if loss.before is not None:
         yield NumberedSequences(recipe.seed)
 
 
-def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: PhaseTimers, vocab: int) -> Iterator[Part]:
+def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: PhaseTimers) -> Iterator[Part]:
     """Yield what computes log-probs of tokens."""
     actor, temperature = recipe.actor, recipe.gconfig.temperature
     # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
@@ -87,8 +99,19 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
         yield OldLogprobs(models.actor, temperature, timers, records)
     if (reference := models.frozen.get("ref")) is not None:
         yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps)
-    if (teacher := models.frozen.get("teacher")) is not None:
-        yield Teacher(teacher, told(actor.distill, vocab, temperature), timers)
+
+
+def _teaching(recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int) -> Teacher | Teachers | None:
+    """Return what asks the teachers; None: there are none."""
+    if recipe.actor.distill.coeff == 0:
+        return None
+    what = told(recipe.actor.distill, vocab, recipe.gconfig.temperature)
+    if not recipe.teachers:
+        return Teacher(models.frozen[TEACHER], what, timers)
+    from fivefold.update.teachers import Teachers  # here, because most runs have none
+
+    named = {name: models.frozen[f"{TEACHER}-{name}"] for name in recipe.teachers}
+    return Teachers(named, recipe.teachers, what, timers)
 
 
 def _advantages(

@@ -26,6 +26,9 @@ SYNC = "synchronizer."
 OFFSET = f"{SYNC}sync_offset"
 ON_POLICY = "on_policy_distill"
 """Trinity-RFT's name of on-policy distillation, as an algorithm and as an advantage."""
+JSD = "jsd"
+"""Trinity-RFT's name of distillation by the Jensen-Shannon divergence, as an algorithm and as an advantage."""
+DISTILLING = (ON_POLICY, JSD)
 TEACHER = "explorer.auxiliary_models.0.model_path"
 """The first auxiliary model, which on-policy distillation takes for the teacher."""
 
@@ -62,7 +65,7 @@ OLD_NAMES: Mapping[str, str] = {
 
 def has_teacher(draft: Draft) -> bool:
     """Return whether the source distils from a teacher on the student's own samples."""
-    return ON_POLICY in (draft.get(TYPE), draft.get(ADVANTAGE_FN))
+    return any(draft.get(key) in DISTILLING for key in (TYPE, ADVANTAGE_FN))
 
 
 def _is_adaptive(draft: Draft, key: str) -> bool:

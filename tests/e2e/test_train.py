@@ -102,6 +102,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *(name for name in listed_metrics() if name.startswith("replay/")),  # test_router_replay_runs.py
         *("kl", "margin", "nll/chosen", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
+        *("imitation_teacher_kl", "seconds/teachers", "seconds/taught examples"),  # test_several_teachers_runs.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources
         *(f"correction/{name}" for name in ("weight", "truncated", "masked", "ess")),
