@@ -148,7 +148,7 @@ def _advantages(
 
 def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Iterator[Part]:
     """Yield what changes the loss from step to step."""
-    actor, age = recipe.actor, recipe.rollout.max_head_offpolicyness
+    actor, age = recipe.actor, recipe.rollout.oldest
     is_auto = actor.rollout_correction.method == "auto"
     may_correct = (
         is_auto

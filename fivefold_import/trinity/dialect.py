@@ -32,6 +32,7 @@ from fivefold_import.source import INTERPOLATION, Document
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.trinity import given
 from fivefold_import.trinity.agents import convert_agents
+from fivefold_import.trinity.replay import convert_replay
 from fivefold_import.trinity.rules import (
     ADVANTAGE_FN,
     DISTILLING,
@@ -137,6 +138,7 @@ def convert(draft: Draft) -> None:
     convert_agents(draft)
     _batches(draft, n_samples)
     _tasks(draft)
+    convert_replay(draft)
     finish(draft, RULES.rules)
 
 

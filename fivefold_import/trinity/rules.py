@@ -84,11 +84,15 @@ def _interval(draft: Draft, source: str) -> None:
 
 def _offset(draft: Draft, source: str) -> None:
     """Convert how many steps the explorer is ahead; weights that are updated every few steps add to the age."""
-    every = max(draft.read(f"{SYNC}{name}", positive, 1) for name in ("sync_interval", "sync_iteration_interval"))
-    age = every - 1 + whole(draft.get(source))
-    if age:
+    if age := age_of_weights(draft):
         draft.mapped(source, AGE, age)
     draft.implied(source, reasons.SYNCHRONOUS)
+
+
+def age_of_weights(draft: Draft) -> int:
+    """Return the most steps by which the weights that sample are older than those that are trained."""
+    every = max(draft.read(f"{SYNC}{name}", positive, 1) for name in ("sync_interval", "sync_iteration_interval"))
+    return every - 1 + int(draft.read(OFFSET, whole, 0))
 
 
 def _sequence_masking(draft: Draft, key: str) -> None:

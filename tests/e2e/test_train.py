@@ -98,6 +98,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         # asynchronous training: test_asynchronous_runs.py
         *(f"seconds/{phase}" for phase in ("generation", "weight staging", "weight swap")),
         *(name for name in listed_metrics() if name.startswith("staleness/")),
+        *(name for name in listed_metrics() if name.startswith("reuse/")),  # test_replay_buffer_runs.py
         *(name for name in listed_metrics() if name.startswith("episode/")),  # environments: test_environment_runs.py
         *(name for name in listed_metrics() if name.startswith("replay/")),  # test_router_replay_runs.py
         *("kl", "margin", "nll/chosen", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py

@@ -252,6 +252,16 @@ class TrainRecipe(RunConfig):
             )
 
     @rule
+    def _replayed(self) -> Iterator[str]:
+        corrects = self.actor.rollout_correction.method != "none" or self.actor.recompute_logprob is False
+        if self.rollout.replay_buffer is not None and not corrects:
+            yield (
+                "rollout.replay_buffer trains on samples of older weights, and with actor.rollout_correction.method="
+                "none nothing weighs them by how likely they are now: set the method to auto, or "
+                "actor.recompute_logprob=false"
+            )
+
+    @rule
     def _old_logprobs(self) -> Iterator[str]:
         actor, correction = self.actor, self.actor.rollout_correction
         if actor.recompute_logprob is False and correction.is_fixed:
