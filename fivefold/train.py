@@ -91,7 +91,14 @@ class Reinforcement:
         """Take the roles, which have their processes, and the state of the run before its next step."""
         recipe, self._timers = setup.recipe, run.timers
         self._setup, self._roles, self._run = setup, roles, run
-        self._update = policy_update(recipe, roles, run.timers, setup.ground.shape, setup.experts)
+        self._update = policy_update(
+            recipe,
+            roles,
+            run.timers,
+            setup.ground.shape,
+            setup.experts,
+            token_rewards=setup.rewards.reads_tokens,
+        )
         self._updated = UpdateState.of(state, recipe.actor)
         self._recorded = recorder(recipe.profile, run.folder.profile, roles.trained)
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)

@@ -28,6 +28,7 @@ import torch
 from fivefold.config.schema.rollout import ReplayBufferConfig
 from fivefold.experience.group import Group
 from fivefold.experience.waiting import SavedGroup, group_tensors, read_arrays, read_groups
+from fivefold.rewards.token_rewards import TokenRewards
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.types import Prompt, Sample
 
@@ -114,13 +115,15 @@ class ReplayBuffer:
             turn: the step, counted from 0.
         """
         found = {"reuse/share": len(chosen) / n_groups, "reuse/kept": float(len(self._kept))}
-        for name, values in {
-            "age": [turn - each.version for each in chosen],
-            "uses": [each.uses for each in chosen],
-        }.items():
-            if values:
-                found |= {f"reuse/{name}": fmean(values), f"reuse/{name}/max": float(max(values))}
-        return found
+        if not chosen:
+            return found
+        ages, uses = [turn - each.version for each in chosen], [each.uses for each in chosen]
+        return found | {
+            "reuse/age": fmean(ages),
+            "reuse/age/max": float(max(ages)),
+            "reuse/uses": fmean(uses),
+            "reuse/uses/max": float(max(uses)),
+        }
 
     def _priority(self, kept: Kept, turn: int) -> float:
         config = self._config
@@ -157,6 +160,16 @@ def _used(kept: Kept) -> dict[str, Any]:
         "used_at": kept.used_at,
         "weights": dict(first.weights),
         "accuracy_of": first.accuracy_of,
+        "token_rewards": [_of_tokens(sample) for sample in kept.samples],
+    }
+
+
+def _of_tokens(sample: Sample) -> dict[str, tuple[float, Sequence[float], Sequence[int]]]:
+    """Return the rewards of single tokens, by the reward's name; the samples of a checkpoint have only their sum."""
+    return {
+        name: (float(reward), reward.values, reward.places)
+        for name, reward in sample.rewards.items()
+        if isinstance(reward, TokenRewards)
     }
 
 
@@ -171,7 +184,12 @@ class SavedKept:
     def restored(self, prompt: Prompt) -> Kept:
         """Return the group, whose tokens are put into the object store."""
         answer, used = self.group.restored(prompt), self.used
-        samples = [sample.rewarded({}, used["weights"], used["accuracy_of"]) for sample in answer.samples]
+        samples = [
+            sample.rewarded(
+                {name: TokenRewards(*parts) for name, parts in of_tokens.items()}, used["weights"], used["accuracy_of"]
+            )
+            for sample, of_tokens in zip(answer.samples, used["token_rewards"], strict=True)
+        ]
         return Kept(self.group.place, samples, answer.batch, used["uses"], used["used_at"])
 
 
@@ -189,7 +207,7 @@ def read_buffer(folder: Path) -> list[SavedKept]:
 
 
 def restored(saved: Iterable[SavedKept], prompts: Iterable[Prompt]) -> list[Kept]:
-    """Return the groups of a checkpoint whose prompts are those of the data."""
+    """Return the groups of a checkpoint whose prompts are in the data."""
     by_index = {prompt.index: prompt for prompt in prompts}
     return [
         each.restored(prompt)

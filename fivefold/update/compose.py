@@ -15,6 +15,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.algorithms.turn_gae import TurnGAE
+from fivefold.config.methods import ADVANTAGES
 from fivefold.config.roles import TEACHER
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
@@ -37,7 +38,13 @@ if TYPE_CHECKING:
 
 
 def policy_update(
-    recipe: TrainRecipe, models: Models, timers: PhaseTimers, shape: ModelShape, experts: ExpertExamples | None = None
+    recipe: TrainRecipe,
+    models: Models,
+    timers: PhaseTimers,
+    shape: ModelShape,
+    experts: ExpertExamples | None = None,
+    *,
+    token_rewards: bool = False,
 ) -> PolicyUpdate:
     """Return the policy update of a recipe.
 
@@ -47,6 +54,7 @@ def policy_update(
         timers: count the time of each phase.
         shape: the actor's model.
         experts: an expert's examples; None: there are none.
+        token_rewards: whether rewards may be of single tokens.
     """
     loss = build_policy_loss(recipe.actor, recipe.gconfig)
     shaping = RewardShaping.of(recipe.actor, recipe.gconfig)
@@ -56,7 +64,7 @@ def policy_update(
         *_marks(recipe, loss, shaping, experts, teaching),
         *_columns(recipe, models, loss, timers),
         *([] if teaching is None else [teaching]),
-        *_advantages(recipe, models, advantage, shaping, timers),
+        *_advantages(recipe, models, advantage, shaping, timers, token_rewards=token_rewards),
         *([] if (limit := recipe.actor.advantage_clip) is None else [ClippedAdvantages(limit)]),
         *_loss_parts(recipe, loss, shape),
     )
@@ -120,15 +128,22 @@ def _advantages(
     advantage: Callable[[Scores], torch.Tensor],
     shaping: RewardShaping | None,
     timers: PhaseTimers,
+    *,
+    token_rewards: bool,
 ) -> Iterator[Part]:
     """Yield what gives each token its advantage."""
     actor = recipe.actor
+    by_token = token_rewards and actor.credit == "episode" and takes_token_rewards(actor.advantage)
     estimator = actor.kl_estimator if _penalizes(recipe) else None
     if recipe.critic is not None:
         gae = GAE(actor.discount, actor.gae_lambda, recipe.critic.gae_lambda, actor.gae_length_alpha)
         if actor.credit == "turn":
             yield TurnRewards(shaping)
             gae = TurnGAE(actor.turn_discount, gae.lam, gae.returns_lam, gae.length_alpha)
+        if by_token:
+            from fivefold.update.token_rewards import RewardsOfTokens  # here, because most runs have none
+
+            yield RewardsOfTokens(shaping)
         critic = models.further["critic"]
         yield Critic(critic, recipe.critic, gae, actor.whitens, estimator, recipe.seed, timers)
         return
@@ -138,12 +153,21 @@ def _advantages(
     elif actor.credit != "episode":
         state_weight = actor.state_weight if actor.credit == "state" else None
         yield TurnAdvantages(advantage, actor.compares_group, actor.turn_discount, state_weight, shaping)
+    elif by_token:
+        from fivefold.update.token_rewards import TokenReturns
+
+        yield TokenReturns(shaping)
     else:
         yield AdvantagesOfSamples()
     if estimator is not None:
         yield PenaltyInReward(estimator)
     if actor.whitens:
         yield WhitenedAdvantages(models.actor)
+
+
+def takes_token_rewards(advantage: str) -> bool:
+    """Return whether an advantage counts rewards of single tokens from each token on."""
+    return advantage in ADVANTAGES and ADVANTAGES[advantage].by_token
 
 
 def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Iterator[Part]:

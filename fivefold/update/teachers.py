@@ -42,7 +42,7 @@ class Teachers(Part):
     timers: PhaseTimers
 
     def prepare(self, step: Prepared) -> Prepared:
-        """Add the columns of each place, and `teacher_weight` of each if there are several."""
+        """Add the columns of each place, `teacher_weight` of each if there are several, and `teacher_rows/<name>`."""
         sources = [sample.prompt.data_source for sample in step.samples]
         with self.timers.phase("teachers"):
             taught = self.taught(step.batch, sources)

@@ -15,6 +15,7 @@ from fivefold.config.schema.rollout import ReplayBufferConfig
 from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.group import Group
 from fivefold.experience.replay_buffer import Kept, ReplayBuffer, read_buffer, restored
+from fivefold.rewards.token_rewards import TokenRewards
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import Piece, RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
@@ -51,7 +52,10 @@ def group(index: int, versions: list[int], draw: random.Random) -> Group:
     )
     found.add(Answer(0, 0, samples, batch))
     weights = {"a": 1.0, "b": 0.5}
-    found.rewarded = [sample.rewarded({"a": draw.random(), "b": draw.random()}, weights, "a") for sample in samples]
+    found.rewarded = [
+        sample.rewarded({"a": draw.random(), "b": TokenRewards(0.75, (0.25, draw.random()), (0, 2))}, weights, "a")
+        for sample in samples
+    ]
     return found
 
 
@@ -162,6 +166,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_chooses_the_same_groups_with_the_s
     for mine, other in zip(resumed, whole, strict=True):
         assert mine.samples == other.samples
         assert [sample.reward for sample in mine.samples] == [sample.reward for sample in other.samples]
+        for own, theirs in zip(mine.samples, other.samples, strict=True):
+            assert vars(own.rewards["b"]) == vars(theirs.rewards["b"])
         assert [sample.is_right for sample in mine.samples] == [sample.is_right for sample in other.samples]
         for own, theirs in zip(read_columns(mine.batch, 9), read_columns(other.batch, 9), strict=True):
             assert own.keys() == theirs.keys()
