@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
@@ -47,6 +47,9 @@ from fivefold.train_setup import TrainSetup, set_up
 from fivefold.types import Sample
 from fivefold.update.compose import policy_update
 from fivefold.update.step import Prepared, StepOutcome, UpdateState
+
+if TYPE_CHECKING:
+    from fivefold.experience.replay_buffer import ReplayBuffer
 
 
 def train(recipe: TrainRecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:
@@ -88,7 +91,14 @@ class Reinforcement:
         """Take the roles, which have their processes, and the state of the run before its next step."""
         recipe, self._timers = setup.recipe, run.timers
         self._setup, self._roles, self._run = setup, roles, run
-        self._update = policy_update(recipe, roles, run.timers, setup.ground.shape, setup.experts)
+        self._update = policy_update(
+            recipe,
+            roles,
+            run.timers,
+            setup.ground.shape,
+            setup.experts,
+            token_rewards=setup.rewards.reads_tokens,
+        )
         self._updated = UpdateState.of(state, recipe.actor)
         self._recorded = recorder(recipe.profile, run.folder.profile, roles.trained)
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
@@ -108,7 +118,7 @@ class Reinforcement:
         began, step = time.perf_counter(), state.step + 1
         experience = self.source.take(step)
         # Written before the update: if it fails, its samples are where the search begins.
-        n_logged = self._write_samples(experience.samples, step, samples)
+        n_logged = self._write_samples(experience.new, step, samples)
         prepared, outcome = self._train(experience, step, n_logged, samples)
         if outcome.problem is None and step % self._setup.recipe.rollout.sync_freq_steps == 0:
             self._send_weights(step)
@@ -119,7 +129,7 @@ class Reinforcement:
             **outcome.metrics,
             **idle_shares(experience.metrics, seconds, whole),
             **experience.metrics,
-            **self._described(experience.samples),
+            **self._described(experience.new),
             "tokens_per_second": worked.n_tokens / whole,
             **self._speed.metrics(worked, seconds),
         }
@@ -128,7 +138,7 @@ class Reinforcement:
             self._run.screen.note(f"step {step}: {note}", style="yellow")
         self._updated = outcome.state
         after = replace(outcome.state.stored(state), step=step, sampler=self.source.sampler_state, weight_version=step)
-        shown = self._shown(experience.samples, step)
+        shown = self._shown(experience.new, step)
         return StepDone(after, metrics, seconds, whole, outcome.problem, outcome.news, shown)
 
     def evaluate(self, step: int) -> dict[str, float] | None:
@@ -215,4 +225,14 @@ def _source(
             last_step=setup.total_steps,
             saved=saved,
             corrects=corrects,
+            buffer=None if recipe.rollout.replay_buffer is None else _buffer(setup, saved or Saved()),
         )
+
+
+def _buffer(setup: TrainSetup, saved: Saved) -> ReplayBuffer:
+    """Return the replay buffer, with the groups of a checkpoint."""
+    from fivefold.experience.replay_buffer import ReplayBuffer, restored  # here, because most runs have none
+
+    config = setup.recipe.rollout.replay_buffer
+    assert config is not None
+    return ReplayBuffer(config, setup.recipe.seed, restored(saved.kept, setup.data.prompts))

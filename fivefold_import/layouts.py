@@ -134,7 +134,14 @@ def _settle_frozen(draft: Draft) -> None:
         _settle(draft, role)
         for key in ("backend", "device_mapping"):
             if f"actor.{key}" in draft.recipe:
-                draft.recipe.setdefault(f"{ROLES[role].key}.{key}", draft.recipe[f"actor.{key}"])
+                for section in _sections(draft, role):
+                    draft.recipe.setdefault(f"{section}.{key}", draft.recipe[f"actor.{key}"])
+
+
+def _sections(draft: Draft, role: Role) -> list[str]:
+    """Return the dotted keys of a role's sections: several teachers have one each."""
+    several = [key.removesuffix(".path") for key in draft.recipe if re.fullmatch(r"teachers\.[^.]+\.path", key)]
+    return several if role == "teacher" and several else [ROLES[role].key]
 
 
 def _settle_judge(draft: Draft) -> None:

@@ -16,9 +16,7 @@ NO_CORRECTION = "samples are not weighted by the mismatch of rollout and trainer
 NO_ROUTER_REPLAY = "only the actor replays the experts of tokens: actor.router_replay says which"
 OLD_LOGPROBS = "old log-probabilities are computed where they can differ from the rollout's"
 TRUNCATED_TRAINED = "a response that is cut off keeps its reward; actor.mask_truncated leaves it out of training"
-NO_REPLAY = (
-    "a sample is trained on in the step that sampled it: train_dataset.sampler=replay repeats prompts, not samples"
-)
+NO_REPLAY = "samples of a file are not trained on: rollout.replay_buffer trains a run's own samples again"
 IN_MEMORY = "samples go from rollout to trainer in memory"
 SYNCHRONOUS = "training is synchronous: each step trains on samples of the newest weights"
 AHEAD = "rollout.max_head_offpolicyness says how far the rollout may be ahead, and bounds what waits to be trained"

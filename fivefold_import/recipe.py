@@ -219,7 +219,8 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         draft.notes.append("scheduler.type=ray: a run on several nodes joins a Ray cluster (docs/cluster.md)")
     complete(draft)
     agents.complete(draft)
-    needed = (*NEEDED, *([TEACHER_PATH] if recipe.get(COEFF) and draft.schema is TrainRecipe else []))
+    lacks_teacher = bool(recipe.get(COEFF)) and not any(key.startswith("teachers.") for key in recipe)
+    needed = (*NEEDED, *([TEACHER_PATH] if lacks_teacher and draft.schema is TrainRecipe else []))
     missing = [key for key in needed if key not in recipe]
     recipe |= dict.fromkeys(missing, MISSING)
     return [key for key, value in recipe.items() if value == MISSING]
@@ -264,7 +265,7 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
             "ref.offload", "the weights of a reference in the actor's processes move with the actor's", "implied"
         )
     if not recipe.get(COEFF):
-        for key in [key for key in recipe if key.startswith("teacher.")]:
+        for key in [key for key in recipe if key.startswith(("teacher.", "teachers."))]:
             draft.demote(key, "the weight of the teacher is 0", "implied")
     if recipe.get("recover.mode") == "disabled":
         for key in [key for key in recipe if key.startswith("recover.") and key != "recover.mode"]:

@@ -17,7 +17,7 @@ WORDS = {word: name for name, row in ADVANTAGES.items() for word in row.words}
 """Values of `actor.advantage`, by the names that frameworks give them."""
 COEFF = "actor.distill.coeff"
 TEACHER_PATH = "teacher.path"
-ONE_TEACHER = "there is one teacher: the first is taken"
+ONE_TEACHER = "nothing says which prompts each of several teachers has: the first is taken (teachers)"
 NO_REWARD = "no reward is trained on: the teacher is the only signal"
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 

@@ -64,7 +64,9 @@ def build_policy_loss(config: ActorConfig, sampling: GenerationConfig) -> Policy
         correction=RolloutCorrection.of(config.rollout_correction),
         old_is_rollout=config.recompute_logprob is False,
         rollout_is_truncated=bool(sampling.alterations),
-        distillation=Distillation(distill.coeff, distill.over, distill.direction) if distill.coeff > 0 else None,
+        distillation=None
+        if distill.coeff == 0
+        else Distillation(distill.coeff, distill.over, distill.direction, distill.teacher_share),
         opsm_delta=config.opsm_delta,
         kl_unbiased=config.kl_unbiased,
         kl_clip=config.kl_clip,

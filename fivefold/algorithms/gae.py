@@ -11,7 +11,8 @@ lam may follow the completion's length l, and may differ for the returns (VAPO: 
 
     lam = 1 - 1 / (alpha l)                        so that the mean length of the sum is in proportion to l
 
-The completion's reward belongs to its last trained token; a KL penalty is a reward of every token. Tokens that are not
+The completion's reward belongs to its last trained token, but for the part that a reward function has given to single
+tokens, which the field `token_rewards` has; a KL penalty is a reward of every token. Tokens that are not
 trained, such as a tool's answer, are no steps: the next trained token follows the one before them.
 """
 
@@ -25,6 +26,9 @@ import torch
 
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.batch import Batch
+
+TOKEN_REWARDS = "token_rewards"
+"""Name of the field with the rewards of single tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class GAE:
         """Return advantages and returns, float32 [T] each, 0 on tokens that are not trained.
 
         Args:
-            batch: its fields `values` and `rewards` are read; the latter has the completion's reward on each token.
+            batch: its fields `values` and `rewards` are read; the latter has the completion's reward on each token. If
+                it has `token_rewards`, they are parts of it that single tokens have earned.
             token_rewards_T: further rewards of single tokens, [T].
         """
         trained_T = batch.mask_T.bool()
@@ -54,6 +59,10 @@ class GAE:
         if last:
             rows, columns = (torch.tensor(index) for index in zip(*last, strict=True))
             rewards_SL[rows, columns] += _padded(batch.fields["rewards"], batch)[rows, columns]
+            if TOKEN_REWARDS in batch.fields:
+                own_SL = _padded(batch.fields[TOKEN_REWARDS], batch)
+                rewards_SL += own_SL
+                rewards_SL[rows, columns] -= own_SL.sum(1)[rows]
         values_SL = _padded(batch.fields["values"], batch)
         lam_S = self._lam(torch.tensor(counts, dtype=torch.float64))
         above_SL = advantages_SL = self._sweep(rewards_SL, values_SL, lam_S)

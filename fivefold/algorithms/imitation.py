@@ -1,12 +1,14 @@
 """The likelihood of given responses as a further term of a policy's loss: an expert's, or the policy's own right ones.
 
     loss = (1 - mu) policy loss + mu 1/M sum_expert w_t (-log p_t) + positive_nll_coeff 1/P sum_right (-log p_t)
+    GKD    (1 - mu) policy loss + mu 1/M sum_expert c D_t         + the same
 
 over the trained tokens t of a mini-batch: M of the expert's responses (or the mean over sequences of their token
 means), P of the completions that count as right. mu is a constant in MIX (Trinity-RFT), and falls in CHORD (Zhang et
 al. 2025, arXiv 2508.11408), whose token weight w_t = p_t (1 - p_t), without gradient, is small for tokens that are
 certain or unlikely. The term of right completions comes from VAPO (Yue et al. 2025, arXiv
-2504.05118, section 4.3).
+2504.05118, section 4.3). With GKD (arXiv 2306.13649, section 3), an expert's tokens have c times the divergence D_t
+from their teachers (`distillation.py`) in place of their likelihood.
 
 An expert's responses are further sequences of the mini-batch. The policy loss sees none of their tokens, and its
 divisors do not count them. The field `nll_weight` has, on each token of a sequence, its factor of -log p times the
@@ -42,6 +44,8 @@ class Imitation:
     """Factor of the policy loss."""
     token_weight: TokenWeight = "one"
     """w_t of an expert's token: 1, p_t, or p_t (1 - p_t)."""
+    teacher_coeff: float | None = None
+    """c, with which an expert's tokens cost the head's prediction `divergence`; None: they cost -log p."""
 
     def __call__(
         self, inputs: LossInputs, policy: Callable[[LossInputs], tuple[torch.Tensor, Metrics]]
@@ -51,10 +55,15 @@ class Imitation:
         trained_T = inputs.mask_T.bool()
         logprobs_T = zero_unless(trained_T, inputs.predictions["logprobs"])
         weight_T = zero_unless(trained_T, inputs.fields[NLL_WEIGHT])
-        nll_T = -logprobs_T * weight_T * self._token_weights(logprobs_T.detach(), inputs.fields[EXPERT])
+        cost_T = -logprobs_T * self._token_weights(logprobs_T.detach(), inputs.fields[EXPERT])
         is_term_T = weight_T > 0
         own = means({"imitation_nll": zero_unless(is_term_T, -logprobs_T.detach()).sum()}, is_term_T)
-        return self.policy_weight * total + nll_T.sum(), metrics | own
+        if self.teacher_coeff is not None:
+            expert_T = inputs.fields[EXPERT].bool() & trained_T
+            divergence_T = zero_unless(expert_T, inputs.predictions["divergence"])
+            cost_T = torch.where(expert_T, self.teacher_coeff * divergence_T, cost_T)
+            own |= means({"imitation_teacher_kl": divergence_T.detach().sum()}, expert_T)
+        return self.policy_weight * total + (weight_T * cost_T).sum(), metrics | own
 
     def _token_weights(self, logprobs_T: torch.Tensor, expert_T: torch.Tensor) -> torch.Tensor:
         p_T = logprobs_T.exp()

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 import torch
 
 from fivefold.algorithms.batch_steps import BatchStep
-from fivefold.algorithms.distillation import Direction
+from fivefold.algorithms.distillation import Distillation
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.batch import Totals
@@ -66,8 +66,8 @@ class Loss(Protocol):
         """Whether the entropy must carry a gradient."""
 
     @property
-    def divergence(self) -> Direction | None:
-        """Direction of the divergence from a teacher's distributions that it needs; None: it needs none."""
+    def divergence(self) -> Distillation | None:
+        """How the divergence from teachers' distributions is taken that it needs; None: it needs none."""
 
     @property
     def before(self) -> BatchStep | None:

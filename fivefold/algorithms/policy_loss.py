@@ -10,7 +10,7 @@ import torch
 from fivefold.algorithms import ages, terms
 from fivefold.algorithms.batch_steps import BatchStep, StepsInTurn
 from fivefold.algorithms.corrections import RolloutCorrection
-from fivefold.algorithms.distillation import Direction, Distillation
+from fivefold.algorithms.distillation import Distillation
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
 from fivefold.algorithms.loss import (
@@ -29,7 +29,7 @@ from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
 from fivefold.batch import Totals
 
-_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"})
+_POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class PolicyLoss:
         return StepsInTurn(tuple(steps)) if steps else None
 
     @property
-    def divergence(self) -> Direction | None:
-        """Direction of the divergence that the head is to predict; None: it need not."""
+    def divergence(self) -> Distillation | None:
+        """How the divergence is taken that the head is to predict; None: it need not."""
         over_several = self.distillation is not None and self.distillation.over != "sampled"
-        return self.distillation.direction if self.distillation is not None and over_several else None
+        return self.distillation if over_several else None
 
     @property
     def entropy_gradient(self) -> bool:
@@ -118,7 +118,9 @@ class PolicyLoss:
         advantages_T = fields["advantages"]
         of_teacher: Sums = {}
         if self.distillation is not None and self.divergence is None:
-            advantages_T, of_teacher = terms.with_teacher(advantages_T, self.distillation.coeff, fields, old_T)
+            closer_T = terms.closeness(self.distillation, inputs.fields, old_T, trained_T)
+            advantages_T = advantages_T + self.distillation.coeff * closer_T
+            of_teacher = {"teacher_kl": -closer_T.sum()}
         tokens = PolicyTokens(
             logprobs_T, old_T, advantages_T, Sequences.of(inputs.mask_T, inputs.lengths), inputs.fields
         )
@@ -187,9 +189,9 @@ class PolicyLoss:
                 unbiased=self.kl_unbiased,
                 clip=self.kl_clip,
             )
-        if self.distillation is not None and self.divergence is not None:
+        if self.divergence is not None:
             divergence_T = zero_unless(tokens.trained_T, predictions["divergence"])
-            cost_T = cost_T + self.distillation.coeff * divergence_T
+            cost_T = cost_T + self.divergence.coeff * divergence_T
             sums = {**sums, "teacher_kl": divergence_T.detach().sum()}
         return cost_T, sums
 

@@ -6,17 +6,20 @@ from collections.abc import Mapping
 
 import torch
 
+from fivefold.algorithms.distillation import LOGPROBS, Distillation, at
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
 from fivefold.algorithms.loss import Sums, count, zero_unless
 from fivefold.algorithms.sequences import PolicyTokens
 
 
-def with_teacher(
-    advantages_T: torch.Tensor, coeff: float, fields: Mapping[str, torch.Tensor], old_T: torch.Tensor
-) -> tuple[torch.Tensor, Sums]:
-    """Return the advantages plus coeff * (log q - log p_old), with the teacher's log q of each sampled token."""
-    closer_T = fields["teacher_logprobs"] - old_T
-    return advantages_T + coeff * closer_T, {"teacher_kl": -closer_T.sum()}
+def closeness(
+    distillation: Distillation, fields: Mapping[str, torch.Tensor], old_T: torch.Tensor, trained_T: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum over teachers of w_i (log q_i - log p_old) at each sampled token; 0 where nothing is trained."""
+    closer_T = torch.zeros_like(old_T)
+    for place, weight in distillation.places(LOGPROBS, fields):
+        closer_T = closer_T + weight * zero_unless(trained_T, fields[at(LOGPROBS, place)] - old_T)
+    return closer_T
 
 
 def without_drifted(cost_T: torch.Tensor, tokens: PolicyTokens, delta: float) -> tuple[torch.Tensor, Sums]:

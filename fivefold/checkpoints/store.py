@@ -28,6 +28,8 @@ TRAINER = ROLES["actor"].state
 """Folder of a checkpoint with the actor's state."""
 EXPERIENCE = "experience"
 """Folder of a checkpoint with the samples that wait for their step, in asynchronous training."""
+REPLAY_BUFFER = "replay_buffer"
+"""Folder of a checkpoint with the samples that may be trained again."""
 MOST_NAMES = 5
 """Most files that a message lists."""
 _NAME = re.compile(r"step-(\d{6,})")

@@ -53,6 +53,8 @@ class Advantage(Method):
     """Whether it needs several completions of a prompt, whatever the recipe's other keys say."""
     whitens: bool = False
     """Whether advantages are whitened over the step's tokens where `actor.whiten_advantages` is null."""
+    by_token: bool = False
+    """Whether rewards of single tokens count from each token on; others take their sum over the response."""
 
 
 def _words(*names: str, note: str = "") -> dict[str, Word]:
@@ -218,6 +220,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "verl `reinforce_plus_plus`, ROLL `reinforce`",
         words=_words("reinforce_plus_plus", "reinforceplusplus"),
         whitens=True,
+        by_token=True,
     ),
     "reinforce_pp_baseline": Advantage(
         "advantages.baselines:reinforce_pp_baseline",
@@ -296,6 +299,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "verl, ROLL `gae`",
         reads=frozenset({"discount", "gae_lambda", "gae_length_alpha"}),
         whitens=True,
+        by_token=True,
     ),
     "none": Advantage(
         "advantages.plain:none",

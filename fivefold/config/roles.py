@@ -8,13 +8,13 @@ reward    frozen, with the head of its weight files
 teacher   frozen
 judge     frozen, and generates
 
-A role that a recipe lacks is no row.
+A role that a recipe lacks is no row. Each of several teachers is a separate role, `teacher-<name>`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fivefold.config.schema.engine import EngineConfig, TrainedModelConfig
@@ -23,6 +23,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rewards import JudgeConfig
 from fivefold.config.schema.roles import FrozenReferenceConfig
 from fivefold.config.schema.rollout import RolloutConfig
+from fivefold.config.schema.train import TrainRecipe
 
 S = TypeVar("S", bound=Section)
 RoleSection = EngineConfig | FrozenReferenceConfig | RolloutConfig | JudgeConfig
@@ -36,6 +37,8 @@ class RoleSpec:
     """Its name in layouts, logs and messages."""
     key: str
     """Dotted key of its section."""
+    kind: str = ""
+    """The name of the row that it is one of several roles of; empty: it is the only one."""
     generates: bool = False
     scores_samples: bool = False
     """Whether it scores samples while the rollout generates others."""
@@ -50,9 +53,28 @@ class RoleSpec:
     is_used: Callable[[Recipe], bool] = lambda _: True
     """Whether a recipe that has the section uses the role."""
 
+    @property
+    def row(self) -> str:
+        """Name of its row."""
+        return self.kind or self.name
 
-ROLES: Mapping[str, RoleSpec] = {
-    spec.name: spec
+
+TEACHER = "teacher"
+"""Name of the role of a single teacher, and with `-<name>` of each of several."""
+
+
+class _Rows(dict[str, RoleSpec]):
+    """The rows by name; a name with a dash is one of several roles of a row."""
+
+    def __missing__(self, name: str) -> RoleSpec:
+        kind, dash, own = name.partition("-")
+        if kind != TEACHER or not dash:
+            raise KeyError(name)
+        return replace(self[kind], name=name, key=f"teachers.{own}", kind=kind)
+
+
+ROLES: Mapping[str, RoleSpec] = _Rows(
+    (spec.name, spec)
     for spec in (
         RoleSpec("rollout", "rollout", generates=True),
         RoleSpec("actor", "actor", state="trainer"),
@@ -66,10 +88,10 @@ ROLES: Mapping[str, RoleSpec] = {
         ),
         RoleSpec("critic", "critic", state="critic"),
         RoleSpec("reward", "reward.model", scores_samples=True),
-        RoleSpec("teacher", "teacher"),
+        RoleSpec(TEACHER, "teacher"),
         RoleSpec("judge", "reward.judge", generates=True, has_own_tokens=True),
     )
-}
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,8 @@ class Role:
 def roles_of(recipe: Recipe) -> dict[str, Role]:
     """Return the roles of a recipe by name."""
     sections = {name: _section(recipe, spec.key) for name, spec in ROLES.items() if spec.is_used(recipe)}
+    if isinstance(recipe, TrainRecipe):
+        sections |= {f"{TEACHER}-{name}": section for name, section in recipe.teachers.items()}
     return {name: Role(ROLES[name], section) for name, section in sections.items() if section is not None}
 
 
@@ -139,4 +163,10 @@ def _section(recipe: Recipe, key: str) -> RoleSection | None:
 def _with(section: S, names: list[str], value: object) -> S:
     """Return a section in which the key of these names has another value."""
     first, *rest = names
-    return section.model_copy(update={first: _with(getattr(section, first), rest, value) if rest else value})
+    if not rest:
+        return section.model_copy(update={first: value})
+    inner = getattr(section, first)
+    if isinstance(inner, Mapping):  # several roles by name
+        changed = {**inner, rest[0]: _with(inner[rest[0]], rest[1:], value)}
+        return section.model_copy(update={first: changed})
+    return section.model_copy(update={first: _with(inner, rest, value)})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.distillation import Direction, coarse_divergence
+from fivefold.algorithms.distillation import Distillation, at, coarse_divergence
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions, Score
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs, logits_of
 from fivefold.engine.sequences import MicroBatch
@@ -26,8 +26,13 @@ class TopK(Score):
     k: int
     temperature: float
     """Temperature that divides the logits."""
+    place: int = 0
+    """Place of the model among the teachers of the sequences."""
 
-    name = TOKENS
+    @property
+    def name(self) -> str:
+        """Name of the column of tokens."""
+        return at(TOKENS, self.place)
 
     @property
     def n_rows(self) -> int:
@@ -42,23 +47,26 @@ class TopK(Score):
 
     def columns(self, rows_PT: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return both columns; 0 on tokens that are not trained."""
-        return {TOKENS: rows_PT[: self.k].T.int().contiguous(), LOGPROBS: rows_PT[self.k :].T.contiguous()}
+        tokens_TK, logprobs_TK = rows_PT[: self.k].T.int(), rows_PT[self.k :].T
+        return {self.name: tokens_TK.contiguous(), at(LOGPROBS, self.place): logprobs_TK.contiguous()}
 
 
 @dataclass(frozen=True)
 class Divergence(Asked):
-    """Log-probs and entropies, and from the same logits the divergence from a teacher (`coarse_divergence`).
+    """Log-probs and entropies, and from the same logits the divergence from teachers (`coarse_divergence`).
 
-    The micro-batch has the teacher's columns, of the same temperature.
+    The micro-batch has the teachers' columns, of the same temperature.
     """
 
     temperature: float
     entropy_gradient: bool
-    direction: Direction
+    distillation: Distillation
 
     def predict(self, head: Head, hidden_NH: torch.Tensor, output: OutputLayer, micro_batch: MicroBatch) -> Predictions:
         """Predict `logprobs`, `entropy` and `divergence`."""
-        fields, places_N = micro_batch.batch.fields, micro_batch.local.places_N
+        fields, places_N, how = micro_batch.batch.fields, micro_batch.local.places_N, self.distillation
+        teachers = list(how.places(TOKENS, fields))
+        tokens = [fields[at(TOKENS, place)][places_N].long() for place, _ in teachers]
         logprobs, entropy, logprobs_NK = linear_logprobs(
             hidden_NH,
             output.weight_VH,
@@ -66,9 +74,15 @@ class Divergence(Asked):
             head.vocabulary,
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
-            others_NK=fields[TOKENS][places_N].long(),
+            others_NK=tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1),
+            n_lists=len(tokens),
         )
-        divergence = coarse_divergence(logprobs_NK, fields[LOGPROBS][places_N], self.direction)
+        divergence = torch.zeros_like(logprobs)
+        own = logprobs_NK.split([each.shape[1] for each in tokens], 1)
+        for (place, weight), own_NK in zip(teachers, own, strict=True):
+            told_NK = fields[at(LOGPROBS, place)][places_N]
+            from_teacher = coarse_divergence(own_NK, told_NK, how.direction, how.beta)
+            divergence = divergence + (weight if isinstance(weight, float) else weight[places_N]) * from_teacher
         return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
 
 

@@ -59,6 +59,7 @@ def linear_logprobs(
     temperature: float,
     entropy_gradient: bool,
     others_NK: torch.Tensor | None = None,
+    n_lists: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log p[target] and the entropy of p = softmax(hidden @ weight.T / temperature), float32 [N] each.
 
@@ -70,6 +71,7 @@ def linear_logprobs(
         temperature: divides the logits.
         entropy_gradient: whether the entropy carries a gradient.
         others_NK: int64: k more tokens for each place, which may include the target; None: there are none.
+        n_lists: lists of equal length that they are; a token is in no list twice.
 
     Returns:
         Both, and from the same logits log p of the other tokens, float32 [N, k].
@@ -77,7 +79,7 @@ def linear_logprobs(
     others_NK = targets_N.new_empty(len(targets_N), 0) if others_NK is None else others_NK
     keeps = torch.is_grad_enabled() and not vocabulary.recompute
     return _LinearLogprobs.apply(
-        hidden_NH, weight_VH, targets_N, others_NK, vocabulary, temperature, entropy_gradient, keeps
+        hidden_NH, weight_VH, targets_N, others_NK, n_lists, vocabulary, temperature, entropy_gradient, keeps
     )
 
 
@@ -93,6 +95,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         others: torch.Tensor,
+        n_lists: int,
         vocabulary: Vocabulary,
         temperature: float,
         entropy_gradient: bool,
@@ -118,6 +121,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dist.all_reduce(found, group=vocabulary.group)  # each token is on one rank
         ctx.save_for_backward(hidden, weight, targets, others, log_normalizer, entropy, *kept)
         ctx.constants = (vocabulary.chunks(hidden.shape[0]), temperature, entropy_gradient, first, real_rows)
+        ctx.n_lists = n_lists
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, found - log_normalizer[:, None]
@@ -133,6 +137,8 @@ class _LinearLogprobs(torch.autograd.Function):
         # All log-probs have the same -p in their gradient. It is computed as if all were the target's; then each token
         # gets its own part.
         of_others_N = grad_others.sum(1)
+        parts = [(targets[:, None], -of_others_N[:, None])]
+        parts += zip(others.chunk(ctx.n_lists, 1), grad_others.chunk(ctx.n_lists, 1), strict=True)
         for rows, logits in _logits_again(kept, chunks, hidden, weight[:real_rows], temperature):
             grad_logits = logit_gradient(
                 logits,
@@ -145,13 +151,13 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             if others.shape[1]:
                 # One after the other: where a sum has two terms, their order would depend on the device's threads.
-                for tokens, grads in ((targets[:, None], -of_others_N[:, None]), (others, grad_others)):
+                for tokens, grads in parts:
                     places, is_own = _rows_of(tokens[rows], first, real_rows)
                     grad_logits.scatter_add_(1, places, torch.where(is_own, grads[rows] / temperature, 0.0))
                 grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight[:real_rows], out=grad_hidden[rows])
             accumulator.add(grad_logits, hidden[rows])
-        return grad_hidden, accumulator.result(), *([None] * 6)
+        return grad_hidden, accumulator.result(), *([None] * 7)
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:

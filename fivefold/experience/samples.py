@@ -23,10 +23,17 @@ PERCENTILES = (10, 50, 90)
 """Percentiles of the lengths of responses that are reported."""
 
 
-def judged(groups: Sequence[Sequence[Sample]], rewards: RewardSet) -> list[dict[str, float]]:
+def judged(
+    groups: Sequence[Sequence[Sample]], rewards: RewardSet, batch: RemoteBatch | None = None
+) -> list[dict[str, float]]:
     """Compute the rewards of each sample of groups, by name, without those that a reward model gives.
 
     A sample that failed has none.
+
+    Args:
+        groups: the samples of each group.
+        rewards: the recipe's rewards.
+        batch: the sequences of all samples, whose tokens come to this process; None: no reward reads them.
 
     Raises:
         ValueError: a reward function failed, or returned anything but a finite number; see `compute_rewards`. Or an
@@ -37,9 +44,24 @@ def judged(groups: Sequence[Sequence[Sample]], rewards: RewardSet) -> list[dict[
     for sample in whole:
         rewards.check_given(sample.prompt, sample.rewards)
     sizes = [n for group in groups if (n := sum(not sample.has_failed for sample in group))]
-    texts = [sample.response_text for sample in whole]
+    texts: Sequence[str] = [sample.response_text for sample in whole]
+    if batch is not None:
+        texts = [
+            text for text, sample in zip(_with_tokens(samples, batch), samples, strict=True) if not sample.has_failed
+        ]
     values = iter(rewards.judge([sample.prompt for sample in whole], texts, sizes))
     return [{} if sample.has_failed else next(values) for sample in samples]
+
+
+def _with_tokens(samples: Sequence[Sample], batch: RemoteBatch) -> list[str]:
+    """Return the text of each sample, with its sampled tokens."""
+    from fivefold.rewards.token_rewards import TokenizedText  # here, because most rewards read texts alone
+
+    texts: list[str] = []
+    for sample, columns in zip(samples, read_columns(batch, len(batch)), strict=True):
+        (places,) = np.nonzero(columns["mask"])
+        texts.append(TokenizedText(sample.response_text, columns["tokens"][places].tolist(), places.tolist()))
+    return texts
 
 
 def model_scores(

@@ -18,8 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from fivefold.checkpoints.store import EXPERIENCE
+from fivefold.checkpoints.store import EXPERIENCE, REPLAY_BUFFER
 from fivefold.checkpoints.writer import StateOwner
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.sampler import EpochSampler, SamplerState
@@ -35,6 +36,9 @@ from fivefold.roles.responses import load_metrics
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Prompt, Sample
 
+if TYPE_CHECKING:
+    from fivefold.experience.replay_buffer import ReplayBuffer
+
 
 @dataclass(frozen=True, eq=False)
 class Experience:
@@ -48,6 +52,13 @@ class Experience:
     """Metrics of the rollout."""
     greedy: Sequence[Sample] = ()
     """The greedy sample of each prompt, with its reward, if the advantage compares with it; they are not trained on."""
+    n_again: int = 0
+    """Number of samples, the last ones, that earlier steps have trained too."""
+
+    @property
+    def new(self) -> Sequence[Sample]:
+        """The samples that no step has trained before."""
+        return self.samples[: len(self.samples) - self.n_again]
 
     @property
     def groups(self) -> list[int]:
@@ -70,6 +81,7 @@ class Source:
         last_step: int,
         saved: Saved | None = None,
         corrects: Callable[[], bool] = lambda: False,
+        buffer: ReplayBuffer | None = None,
     ) -> None:
         """Begin with the prompts of `first_step`, and end with the prompts of `last_step`.
 
@@ -83,6 +95,7 @@ class Source:
             last_step: the last step.
             saved: samples of a checkpoint. Those are taken over that answer these prompts and are young enough.
             corrects: returns whether the next loss is corrected by the rollout's log-probs; it then needs all of them.
+            buffer: gives each step groups to train again; None: every group is trained once.
         """
         self.stream = stream
         self._recipe = recipe
@@ -90,6 +103,7 @@ class Source:
         self._sampling = sampling
         self._timers = timers
         self._corrects = corrects
+        self._buffer = buffer
         self._size = recipe.gconfig.n_samples
         self._age = recipe.rollout.max_head_offpolicyness
         self._turns = Turns(
@@ -110,8 +124,12 @@ class Source:
 
     @property
     def owners(self) -> Mapping[str, StateOwner]:
-        """What a checkpoint has besides the position in the data: groups that wait for their step or are answered."""
-        return {EXPERIENCE: WaitingGroups(self._waiting, self._running)} if self.stream.is_ahead else {}
+        """What a checkpoint has besides the position in the data: groups that wait for their step or are answered, and
+        those that may be trained again."""
+        if not self.stream.is_ahead:
+            return {}
+        waiting = WaitingGroups(self._waiting, self._running)
+        return {EXPERIENCE: waiting} if self._buffer is None else {EXPERIENCE: waiting, REPLAY_BUFFER: self._buffer}
 
     @property
     def sampler_state(self) -> SamplerState:
@@ -179,7 +197,16 @@ class Source:
             metrics["episode/failed"] = fmean(sample.has_failed for group in groups for sample in group.samples)
         groups = [group for group in groups if group.finished]
         samples = [sample for group in groups for sample in group.finished]
-        return Experience(samples, RemoteBatch.joined([group.finished_batch for group in groups]), metrics, greedy)
+        batches = [group.finished_batch for group in groups]
+        if self._buffer is None:
+            return Experience(samples, RemoteBatch.joined(batches), metrics, greedy)
+        chosen = self._buffer.choose(turn, {group.prompt.index for group in groups})
+        self._buffer.add(groups, turn)
+        again = [sample for each in chosen for sample in each.samples]
+        batch = RemoteBatch.joined([*batches, *(each.batch for each in chosen)])
+        metrics |= self._buffer.metrics(chosen, len(groups) + len(chosen), turn)
+        metrics |= staleness_metrics([*samples, *again], version=turn)
+        return Experience([*samples, *again], batch, metrics, n_again=len(again))
 
     def _next_round(self, turn: int, round_: int, seen: Set[int]) -> list[Group]:
         """Return the groups of a further round of a step, which has its own random choices, without prompts in `seen`.

@@ -384,7 +384,8 @@ class Stream:
     def _judge(self, groups: Sequence[Group]) -> None:
         """Compute the rewards of groups together, without those that a reward model gives."""
         with nullcontext() if self._judge_model is None else self._judge_model.working():
-            values = iter(judged([group.samples for group in groups], self._rewards))
+            batch = RemoteBatch.joined([group.batch for group in groups]) if self._rewards.reads_tokens else None
+            values = iter(judged([group.samples for group in groups], self._rewards, batch))
         with self.changed:
             self._progress = time.perf_counter()
             for group in groups:

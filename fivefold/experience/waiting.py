@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch import Tensor
 from fivefold.batch import Columns
 from fivefold.checkpoints.changes import is_below
 from fivefold.checkpoints.start import FromScratch, Resume
-from fivefold.checkpoints.store import EXPERIENCE
+from fivefold.checkpoints.store import EXPERIENCE, REPLAY_BUFFER
 from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
@@ -34,6 +34,7 @@ from fivefold.types import NOT_SAMPLED, FinishReason, Move, Prompt, Sample, Stop
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
+    from fivefold.experience.replay_buffer import SavedKept
 
 SAMPLED_WITH = (
     "gconfig.greedy",
@@ -89,7 +90,7 @@ class SavedGroup:
         samples = [
             Sample(
                 prompt,
-                **{**each, "versions": tuple(each["versions"]), "moves": [Move(*move) for move in each["moves"]]},
+                **{**each, "versions": tuple(each["versions"]), "moves": tuple(Move(*move) for move in each["moves"])},
             )
             for each in self.samples
         ]
@@ -151,6 +152,8 @@ class Saved:
 
     groups: Sequence[SavedGroup] = ()
     begun: Sequence[BegunGroup] = ()
+    kept: Sequence[SavedKept] = ()
+    """Groups of the replay buffer."""
 
 
 class WaitingGroups:
@@ -189,7 +192,7 @@ class WaitingGroups:
         from fivefold.engine.state.state_store import StateWriter
 
         if self._moment is not None:
-            tensors = _tensors(self._moment.groups) | _begun_tensors(self._moment.running)
+            tensors = group_tensors(self._moment.groups) | _begun_tensors(self._moment.running)
             self._written = [StateWriter(0, ()).snapshot(self._moment.folder, (), tensors).write()]
             # The tokens' place in the object store is free once their step is over.
             self._moment = None
@@ -213,15 +216,27 @@ def taken_over(start: FromScratch | Resume) -> tuple[Saved, str | None]:
     """
     if not isinstance(start, Resume) or not (folder := start.checkpoint.path / EXPERIENCE).is_dir():
         return Saved(), None
-    saved = read_waiting(folder)
+    saved = replace(read_waiting(folder), kept=_read_kept(start))
     changed = [str(change) for change in start.changes if is_below(change.key, SAMPLED_WITH)]
-    if not changed or not (saved.groups or saved.begun):
+    if any(is_below(change.key, ("reward",)) for change in start.changes):
+        saved = replace(saved, kept=())  # their rewards are others
+    if not changed:
         return saved, None
+    if not (saved.groups or saved.begun):
+        return Saved(), None
     n_groups = len(saved.groups) + len(saved.begun)
     return Saved(), (
         f"{n_groups} groups of samples of the checkpoint were sampled in another way ({', '.join(changed)}): their "
         "prompts are answered again"
     )
+
+
+def _read_kept(start: Resume) -> Sequence[SavedKept]:
+    if not (folder := start.checkpoint.path / REPLAY_BUFFER).is_dir():
+        return ()
+    from fivefold.experience.replay_buffer import read_buffer  # here, because most runs have none
+
+    return read_buffer(folder)
 
 
 def read_waiting(folder: Path) -> Saved:
@@ -230,17 +245,25 @@ def read_waiting(folder: Path) -> Saved:
     Raises:
         ValueError: a file is missing or damaged.
     """
+    arrays = read_arrays(folder)
+    begun = _read_begun(arrays)
+    return Saved(read_groups(arrays), begun)
+
+
+def read_arrays(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors in a folder of a checkpoint, by key.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
     from fivefold.bridge.dcp_folder import DCPFolder  # late, as above
 
     with DCPFolder(folder) as files:
-        arrays = {
-            name: files.read(name, *(slice(0, size) for size in files.shape(name))).numpy() for name in files.names
-        }
-    begun = _read_begun(arrays)
-    return Saved(_read_groups(arrays), begun)
+        return {name: files.read(name, *(slice(0, size) for size in files.shape(name))).numpy() for name in files.names}
 
 
-def _read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
+def read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
+    """Return the groups of `group_tensors`; `arrays` has no others."""
     if not arrays:
         return []
     rows = json.loads(arrays.pop(GROUPS).tobytes())
@@ -257,8 +280,20 @@ def _read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
     return groups
 
 
-def _tensors(groups: Mapping[int, Group]) -> dict[str, Tensor]:
-    """Return all groups as tensors on the CPU, by key; none if there are no groups."""
+class Answered(Protocol):
+    """A group that is answered."""
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Its samples."""
+
+    @property
+    def batch(self) -> RemoteBatch:
+        """Their sequences, in the same order."""
+
+
+def group_tensors(groups: Mapping[int, Answered]) -> dict[str, Tensor]:
+    """Return groups as tensors on the CPU, by key; none if there are no groups."""
     if not groups:
         return {}
     rows = [

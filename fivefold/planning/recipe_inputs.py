@@ -154,7 +154,8 @@ def _sequences(recipe: Recipe) -> tuple[int, int]:
     """Return the tokens of the longest sequence, and the sequences of a step: two for each preference pair."""
     rows = recipe.train_dataset
     if isinstance(recipe, TrainRecipe):
-        return recipe.most_tokens(rows), rows.batch_size * recipe.gconfig.n_samples
+        again = 0 if recipe.rollout.replay_buffer is None else recipe.rollout.replay_buffer.batch_size
+        return recipe.most_tokens(rows), (rows.batch_size + again) * recipe.gconfig.n_samples
     is_paired = isinstance(recipe, RMRecipe) or (isinstance(recipe, DPORecipe) and recipe.actor.loss_type != "kto")
     return rows.max_length, 2 * rows.batch_size if is_paired else rows.batch_size
 
@@ -321,6 +322,13 @@ def _generation_notes(recipe: Recipe) -> Iterator[str]:
             f"or wait for their step, with at most {most / 1e9:,.1f} GB of tokens and log-probs in host memory and in "
             "each checkpoint"
         )
+        if (buffer := recipe.rollout.replay_buffer) is not None:
+            kept = (buffer.max_age + 1) * recipe.train_dataset.batch_size * recipe.gconfig.n_samples
+            most = kept * recipe.most_tokens(recipe.train_dataset) * WAITING_BYTES
+            yield (
+                f"rollout.replay_buffer keeps up to {kept:,} sequences that were trained, with at most "
+                f"{most / 1e9:,.1f} GB of tokens and log-probs in host memory and in each checkpoint"
+            )
         if recipe.reward.model is not None:
             yield (
                 "reward.model scores samples while others are generated and trained on, which the time of a step does "

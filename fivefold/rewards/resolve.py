@@ -57,5 +57,10 @@ def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> N
         raise no_such_reward(config.fn)
     reward = load_user_reward(config.fn, config.kwargs)
     return NamedReward(
-        config.fn, reward, timeout_s, is_coroutine=reward.is_coroutine, judges_groups=reward.judges_groups
+        config.fn,
+        reward,
+        timeout_s,
+        is_coroutine=reward.is_coroutine,
+        judges_groups=reward.judges_groups,
+        reads_tokens=reward.reads_tokens,
     )

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from fivefold.config.user_code import one_process, user_traceback
 from fivefold.rewards.asking import HostFailed
 from fivefold.rewards.time_limit import OutOfTime
+from fivefold.rewards.token_rewards import TokenizedText, TokenRewards, of_tokens
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt
 
@@ -117,6 +118,8 @@ class NamedReward:
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
     judges_groups: bool = False
     """Whether the reward is a `GroupReward`."""
+    reads_tokens: bool = False
+    """Whether the reward gets the tokens of responses, which are `TokenizedText`, and may give each a reward."""
     in_work: set[InWork] = field(default_factory=set, init=False, repr=False, compare=False)
     """Responses that are being judged."""
     free: threading.Semaphore = field(init=False, repr=False, compare=False)
@@ -190,6 +193,8 @@ class NamedReward:
             n, wanted = len(judged), f"a finite number for each of the {len(judged)} responses"
             is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
             values = list(cast(Iterable[object], value)) if is_several else []
+        if self.reads_tokens:
+            values = self._by_tokens(values, prompt, judged)
         numbers = [number for number in map(_as_number, values) if number is not None and math.isfinite(number)]
         if len(values) != n or len(numbers) != n:
             raise ValueError(
@@ -197,6 +202,17 @@ class NamedReward:
                 f"it must return {wanted}"
             )
         return numbers
+
+    def _by_tokens(self, values: list[object], prompt: Prompt, judged: Judged) -> list[object]:
+        """Return values in which those that have a reward for each token of a response are `TokenRewards`."""
+        responses = [judged] if isinstance(judged, str) else judged
+        if len(values) != len(responses):
+            return values
+        try:
+            given = [of_tokens(value, cast(TokenizedText, each)) for value, each in zip(values, responses, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the reward function {self.name!r} on {describe(prompt, judged)}: {error}") from error
+        return [value if own is None else own for value, own in zip(values, given, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +244,7 @@ def describe(prompt: Prompt, judged: Judged) -> str:
 
 
 def _as_number(value: object) -> float | None:
-    if isinstance(value, Unscored):
+    if isinstance(value, (Unscored, TokenRewards)):
         return value
     if isinstance(value, (str, bytes, bytearray)):
         return None

@@ -86,6 +86,11 @@ class RewardSet:
         """Whether one of the rewards is a coroutine function."""
         return any(each.reward.is_coroutine for each in self.rewards)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether one of the rewards gets the tokens of responses."""
+        return any(each.reward.reads_tokens for each in self.rewards)
+
     def asking(self, host: Host) -> RewardSet:
         """Return the same rewards, with the model that the run hosts for those that ask it."""
 

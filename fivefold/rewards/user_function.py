@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from fivefold.config.user_code import load_user_object
 from fivefold.rewards.reward import Judged
+from fivefold.rewards.token_rewards import SCORE, TOKEN_IDS, TOKEN_REWARDS, TokenizedText
 
 OF_VERL = "solution_str"
 """Argument by which a function that was written for verl is recognised: its arguments are given by their names there,
@@ -34,6 +35,8 @@ class UserReward:
 
     def __call__(self, response: Judged, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> Any:
         told = {"data_source": data_source, "extra_info": extra_info, **self.kwargs}
+        if self.reads_tokens:
+            told[TOKEN_IDS] = _token_ids(response)
         if not self._is_of_verl:
             return self.function(response, ground_truth, **told)
         result = self.function(solution_str=response, ground_truth=ground_truth, **told)
@@ -42,6 +45,11 @@ class UserReward:
     @cached_property
     def _is_of_verl(self) -> bool:
         return OF_VERL in inspect.signature(self.function).parameters
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the function gets the tokens of a response."""
+        return TOKEN_IDS in inspect.signature(self.function).parameters
 
     @property
     def judges_groups(self) -> bool:
@@ -54,11 +62,20 @@ class UserReward:
         return _is_of_kind(self.function, inspect.iscoroutinefunction)
 
 
-def _score(result: Any) -> float:
-    return result["score"] if isinstance(result, Mapping) and "score" in result else result
+def _token_ids(response: Judged) -> list[int] | list[list[int]]:
+    """Return the sampled tokens of a response, or of each response of a group."""
+    if isinstance(response, str):
+        return list(cast(TokenizedText, response).token_ids)
+    return [list(cast(TokenizedText, each).token_ids) for each in response]
 
 
-async def _score_later(result: Awaitable[Any]) -> float:
+def _score(result: Any) -> Any:
+    if not isinstance(result, Mapping) or TOKEN_REWARDS in result:
+        return result
+    return result.get(SCORE, result)
+
+
+async def _score_later(result: Awaitable[Any]) -> Any:
     return _score(await result)
 
 
@@ -120,6 +137,8 @@ def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any
     """
     if taken := sorted({"data_source", "extra_info"} & set(kwargs)):
         raise ValueError(f"reward.kwargs has {taken}, which each row of the data set gives: choose another name")
+    if TOKEN_IDS in kwargs:
+        raise ValueError(f"reward.kwargs has {TOKEN_IDS!r}, which are the tokens of each response: choose another name")
     # Not left to the call: fn(prompts, completions, **kwargs) can be called as a reward is, and returns a list.
     if OF_TRL in signature.parameters and OF_TRL not in kwargs:
         raise ValueError(
@@ -129,6 +148,7 @@ def check_call(name: str, signature: inspect.Signature, kwargs: Mapping[str, Any
     is_of_verl = OF_VERL in signature.parameters
     by_name = {"data_source": "", "extra_info": {}, **kwargs}
     by_name |= {OF_VERL: "", "ground_truth": ""} if is_of_verl else {}
+    by_name |= {TOKEN_IDS: []} if TOKEN_IDS in signature.parameters else {}
     try:
         signature.bind(*(() if is_of_verl else ("response", "ground truth")), **by_name)
     except TypeError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from fivefold.config.roles import ROLES, roles_of
+from fivefold.config.roles import ROLES, TEACHER, roles_of
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rules import OfPart, marked, said
 from fivefold.config.schema.train import TrainRecipe
@@ -30,10 +30,10 @@ def vocabulary_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -
     for role, other in others.items():
         if other.vocab != shape.vocab and not ROLES[role].has_own_tokens and not reads_tokens_alone(recipe, role):
             path = roles_of(recipe)[role].path
-            sampled = " or set actor.distill.over=sampled" if role == "teacher" else ""
+            sampled = " or set actor.distill.over=sampled" if ROLES[role].row == TEACHER else ""
             yield (
                 f"{ROLES[role].key}.path={path} has {other.vocab} tokens in its vocabulary, the actor "
-                f"{shape.vocab}: {_READS[role]}, so name a model with the actor's vocabulary{sampled}"
+                f"{shape.vocab}: {_READS[ROLES[role].row]}, so name a model with the actor's vocabulary{sampled}"
             )
 
 
@@ -43,7 +43,7 @@ def reads_tokens_alone(recipe: Recipe, role: str) -> bool:
     Its vocabulary may then be padded to another size than the actor's, if the tokenizers agree.
     """
     is_sampled = isinstance(recipe, TrainRecipe) and recipe.actor.distill.over == "sampled"
-    return role == "reward" or (role == "teacher" and is_sampled)
+    return role == "reward" or (ROLES[role].row == TEACHER and is_sampled)
 
 
 def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from fivefold.batch import Columns
 from fivefold.config.roles import roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
@@ -37,14 +36,14 @@ class Worked:
     """The sequences that were trained on."""
     scored: RemoteBatch
     """The sequences of passes without gradient."""
-    given: Sequence[Columns] = ()
+    given: Sequence[RemoteBatch] = ()
     """An expert's sequences, on which the actor's epochs trained as well."""
     trains_actor: bool = True
 
     @property
     def n_tokens(self) -> int:
         """Tokens that the actor trained on, prompts included."""
-        return self.trained.n_tokens + sum(int(columns.lengths_N.sum()) for columns in self.given)
+        return self.trained.n_tokens + sum(batch.n_tokens for batch in self.given)
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ class StepSpeed:
     def _of_phase(self, phase: str, model: _Model, worked: Worked, seconds: float) -> dict[str, float]:
         trains, batch = phase in _TRAINING, worked.trained if phase in _TRAINING else worked.scored
         given = worked.given if phase == "train" else ()
-        lengths = [*batch.sequence_lengths, *(n for columns in given for n in columns.lengths_N.tolist())]
-        n_trained = int(batch.trained_N.sum()) + sum(int(columns.values["mask"].sum()) for columns in given)
+        lengths = [length for each in (batch, *given) for length in each.sequence_lengths]
+        n_trained = sum(int(each.trained_N.sum()) for each in (batch, *given))
         forward = model.forward.on(lengths, n_trained)
         flops = model.epochs * forward.weighted(model.trained) if trains else forward.total
         device_seconds = seconds * model.n_devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,8 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.algorithms.turn_gae import TurnGAE
+from fivefold.config.methods import ADVANTAGES
+from fivefold.config.roles import TEACHER
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.observe.timers import PhaseTimers
@@ -30,9 +33,18 @@ from fivefold.update.teacher import Teacher, told
 from fivefold.update.token_advantages import ClippedAdvantages, PenaltyInReward, TokenBaselines, WhitenedAdvantages
 from fivefold.update.turn_credit import TurnAdvantages, TurnRewards
 
+if TYPE_CHECKING:
+    from fivefold.update.teachers import Teachers
+
 
 def policy_update(
-    recipe: TrainRecipe, models: Models, timers: PhaseTimers, shape: ModelShape, experts: ExpertExamples | None = None
+    recipe: TrainRecipe,
+    models: Models,
+    timers: PhaseTimers,
+    shape: ModelShape,
+    experts: ExpertExamples | None = None,
+    *,
+    token_rewards: bool = False,
 ) -> PolicyUpdate:
     """Return the policy update of a recipe.
 
@@ -42,14 +54,17 @@ def policy_update(
         timers: count the time of each phase.
         shape: the actor's model.
         experts: an expert's examples; None: there are none.
+        token_rewards: whether rewards may be of single tokens.
     """
     loss = build_policy_loss(recipe.actor, recipe.gconfig)
     shaping = RewardShaping.of(recipe.actor, recipe.gconfig)
     advantage = build_advantage(recipe.actor, recipe.gconfig.n_samples)
+    teaching = _teaching(recipe, models, timers, shape.vocab)
     parts = (
-        *_marks(recipe, loss, shaping, experts),
-        *_columns(recipe, models, loss, timers, shape.vocab),
-        *_advantages(recipe, models, advantage, shaping, timers),
+        *_marks(recipe, loss, shaping, experts, teaching),
+        *_columns(recipe, models, loss, timers),
+        *([] if teaching is None else [teaching]),
+        *_advantages(recipe, models, advantage, shaping, timers, token_rewards=token_rewards),
         *([] if (limit := recipe.actor.advantage_clip) is None else [ClippedAdvantages(limit)]),
         *_loss_parts(recipe, loss, shape),
     )
@@ -57,7 +72,11 @@ def policy_update(
 
 
 def _marks(
-    recipe: TrainRecipe, loss: PolicyLoss, shaping: RewardShaping | None, experts: ExpertExamples | None
+    recipe: TrainRecipe,
+    loss: PolicyLoss,
+    shaping: RewardShaping | None,
+    experts: ExpertExamples | None,
+    teaching: Teacher | Teachers | None,
 ) -> Iterator[Part]:
     """Yield what marks whole sequences, before anything is computed of their tokens."""
     actor = recipe.actor
@@ -68,14 +87,15 @@ def _marks(
     if above is not None or below is not None:
         yield MaskedGroups(-inf if above is None else above, inf if below is None else below)
     if experts is not None or actor.positive_nll_coeff > 0:
-        yield Imitated(experts, actor.positive_nll_coeff)
+        taught = recipe.expert_dataset is not None and recipe.expert_dataset.signal == "teacher"
+        yield Imitated(experts, actor.positive_nll_coeff, teaching if taught else None)
     if (weights := SampleWeights.of(actor)) is not None:
         yield WeightedSamples(weights, shaping)
     if loss.before is not None:
         yield NumberedSequences(recipe.seed)
 
 
-def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: PhaseTimers, vocab: int) -> Iterator[Part]:
+def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: PhaseTimers) -> Iterator[Part]:
     """Yield what computes log-probs of tokens."""
     actor, temperature = recipe.actor, recipe.gconfig.temperature
     # A KL in the reward needs the log-probs of the policy that sampled, as the trainer computes them.
@@ -87,8 +107,19 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
         yield OldLogprobs(models.actor, temperature, timers, records)
     if (reference := models.frozen.get("ref")) is not None:
         yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps)
-    if (teacher := models.frozen.get("teacher")) is not None:
-        yield Teacher(teacher, told(actor.distill, vocab, temperature), timers)
+
+
+def _teaching(recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int) -> Teacher | Teachers | None:
+    """Return what asks the teachers; None: there are none."""
+    if recipe.actor.distill.coeff == 0:
+        return None
+    what = told(recipe.actor.distill, vocab, recipe.gconfig.temperature)
+    if not recipe.teachers:
+        return Teacher(models.frozen[TEACHER], what, timers)
+    from fivefold.update.teachers import Teachers  # here, because most runs have none
+
+    named = {name: models.frozen[f"{TEACHER}-{name}"] for name in recipe.teachers}
+    return Teachers(named, recipe.teachers, what, timers)
 
 
 def _advantages(
@@ -97,15 +128,22 @@ def _advantages(
     advantage: Callable[[Scores], torch.Tensor],
     shaping: RewardShaping | None,
     timers: PhaseTimers,
+    *,
+    token_rewards: bool,
 ) -> Iterator[Part]:
     """Yield what gives each token its advantage."""
     actor = recipe.actor
+    by_token = token_rewards and actor.credit == "episode" and takes_token_rewards(actor.advantage)
     estimator = actor.kl_estimator if _penalizes(recipe) else None
     if recipe.critic is not None:
         gae = GAE(actor.discount, actor.gae_lambda, recipe.critic.gae_lambda, actor.gae_length_alpha)
         if actor.credit == "turn":
             yield TurnRewards(shaping)
             gae = TurnGAE(actor.turn_discount, gae.lam, gae.returns_lam, gae.length_alpha)
+        if by_token:
+            from fivefold.update.token_rewards import RewardsOfTokens  # here, because most runs have none
+
+            yield RewardsOfTokens(shaping)
         critic = models.further["critic"]
         yield Critic(critic, recipe.critic, gae, actor.whitens, estimator, recipe.seed, timers)
         return
@@ -115,6 +153,10 @@ def _advantages(
     elif actor.credit != "episode":
         state_weight = actor.state_weight if actor.credit == "state" else None
         yield TurnAdvantages(advantage, actor.compares_group, actor.turn_discount, state_weight, shaping)
+    elif by_token:
+        from fivefold.update.token_rewards import TokenReturns
+
+        yield TokenReturns(shaping)
     else:
         yield AdvantagesOfSamples()
     if estimator is not None:
@@ -123,9 +165,14 @@ def _advantages(
         yield WhitenedAdvantages(models.actor)
 
 
+def takes_token_rewards(advantage: str) -> bool:
+    """Return whether an advantage counts rewards of single tokens from each token on."""
+    return advantage in ADVANTAGES and ADVANTAGES[advantage].by_token
+
+
 def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Iterator[Part]:
     """Yield what changes the loss from step to step."""
-    actor, age = recipe.actor, recipe.rollout.max_head_offpolicyness
+    actor, age = recipe.actor, recipe.rollout.oldest
     is_auto = actor.rollout_correction.method == "auto"
     may_correct = (
         is_auto

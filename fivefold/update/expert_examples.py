@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -24,11 +25,18 @@ RIGHT = "is_right"
 """Name of the scalar that is 1 for completions that count as right, else 0."""
 
 
+class Teaching(Protocol):
+    """What tells teachers' distributions at the tokens of an expert's responses."""
+
+    def taught_examples(self, batch: RemoteBatch) -> RemoteBatch:
+        """Return an expert's sequences with the teachers' columns."""
+
+
 @dataclass(frozen=True)
 class ExpertTerm:
     """An expert's share of the loss of one update."""
 
-    columns: Columns
+    batch: RemoteBatch
     """The expert's sequences."""
     weight: float
     """mu, the share of the loss."""
@@ -83,7 +91,7 @@ class ExpertExamples:
         config = self.config
         return ExpertWeight(config.weight, config.last_weight, config.warmup_steps, config.decay_steps)(step)
 
-    def term(self, step: int, given: Sequence[Columns], number: int) -> ExpertTerm:
+    def term(self, step: int, given: Sequence[RemoteBatch], number: int) -> ExpertTerm:
         """Return the expert's share of the loss of the update `number` of a step, counted from 0.
 
         Each pass over the step's samples has all of the examples in `given`, which were drawn for the step.
@@ -99,6 +107,8 @@ class Imitated(Part):
     experts: ExpertExamples | None
     positive_coeff: float
     """Weight of the mean over tokens of right completions."""
+    teaching: Teaching | None = None
+    """What tells the distributions that an expert's responses are learned by; None: they are learned themselves."""
 
     def prepare(self, step: Prepared) -> Prepared:
         """Add the scalar `is_right`, if right completions weigh anything."""
@@ -111,13 +121,17 @@ class Imitated(Part):
         """Draw the step's examples; each pass over its samples has all of them."""
         if self.experts is None:
             return outcome
-        given = self.experts.draw()
+        given = [RemoteBatch.of(columns) for columns in self.experts.draw()]
+        if self.teaching is not None:
+            given = [self.teaching.taught_examples(batch) for batch in given]
         state = replace(outcome.state, expert_sampler=self.experts.sampler.state_dict())
         return replace(outcome, given=given, state=state)
 
     def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
         """Add the terms."""
         imitation = Imitation() if self.experts is None else self.experts.imitation(step.step)
+        if self.teaching is not None and loss.divergence is not None:
+            imitation = replace(imitation, teacher_coeff=loss.divergence.coeff)
         return replace(loss, imitation=imitation)
 
     def minibatch(
@@ -151,20 +165,22 @@ def with_imitation(batch: RemoteBatch, divisor: float, expert: ExpertTerm | None
         return batch.with_scalars(
             **{NLL_WEIGHT: weights_N.astype(np.float32), EXPERT: np.zeros(len(batch), np.float32)}
         )
-    ends = np.cumsum(expert.columns.lengths_N, dtype=np.int64)
-    counts_M = np.add.reduceat(expert.columns.values["mask"].astype(np.int64), ends - expert.columns.lengths_N)
+    counts_M = expert.batch.trained_N
     whole = len(counts_M) * counts_M if expert.by_sequence else np.full(len(counts_M), counts_M.sum())
     weights_N = np.concatenate([weights_N, expert.weight * divisor / whole])
-    return _with_experts(batch, expert.columns).with_scalars(**{NLL_WEIGHT: weights_N.astype(np.float32)})
+    return _with_experts(batch, expert.batch).with_scalars(**{NLL_WEIGHT: weights_N.astype(np.float32)})
 
 
-def _with_experts(batch: RemoteBatch, columns: Columns) -> RemoteBatch:
-    """Return a copy with the sequences of `columns` after the others, which the scalar `is_expert` marks.
+def _with_experts(batch: RemoteBatch, own: RemoteBatch) -> RemoteBatch:
+    """Return a copy with the sequences of `own` after the others, which the scalar `is_expert` marks.
 
-    Their tokens are trained, and no total counts them. Their other scalars and spans are 0.
+    Their tokens are trained, and no total counts them. Scalars that they lack are 0, and so are their spans.
     """
-    n, m, own = len(batch), len(columns.lengths_N), RemoteBatch.of(columns)
-    scalars = {name: np.concatenate([values, np.zeros(m, np.float32)]) for name, values in batch.scalars.items()}
+    n, m = len(batch), len(own)
+    nothing_M = np.zeros(m, np.float32)
+    scalars = {
+        name: np.concatenate([values, own.scalars.get(name, nothing_M)]) for name, values in batch.scalars.items()
+    }
     if KEPT in scalars:
         scalars[KEPT][n:] = 1
     scalars[EXPERT] = np.concatenate([np.zeros(n, np.float32), np.ones(m, np.float32)])

@@ -82,7 +82,11 @@ def check_prompts(recipe: TrainRecipe, prompts: Sequence[Prompt]) -> None:
     """Check the data of a recipe's loss.
 
     Raises:
-        ValueError: a prompt lacks what its samples are weighted by.
+        ValueError: a prompt lacks what its samples are weighted by, or a teacher.
     """
     if (weights := SampleWeights.of(recipe.actor)) is not None:
         weights.difficulties(prompts)
+    if recipe.teachers:
+        from fivefold.update.teachers import check_taught  # here, because most runs have none
+
+        check_taught(recipe, prompts)

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
-from fivefold.batch import Columns
 from fivefold.checkpoints.run_state import RunState
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.data.sampler import SamplerState
@@ -90,7 +89,7 @@ class StepOutcome:
     """What the user should know of the step."""
     problem: str | None = None
     """Why the run is to end."""
-    given: Sequence[Columns] = ()
+    given: Sequence[RemoteBatch] = ()
     """An expert's responses, on which each pass trained as well."""
     trained: bool = True
     """Whether the policy is trained in the step."""

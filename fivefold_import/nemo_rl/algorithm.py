@@ -228,9 +228,11 @@ def convert_distillation(draft: Draft) -> None:
     if kind in ("forward", "reverse"):
         draft.sets(key, "actor.distill.direction", kind, "all tokens beyond the teacher's top ones count as one more")
     else:
-        draft.unsupported(
-            key, "the divergence has one direction: the recipe has the reverse one (actor.distill.direction)"
+        draft.sets(
+            key, "actor.distill.direction", "mixed", "all tokens beyond the teacher's top ones count as one more"
         )
+        share = f"{LOSS}mixed_kl_weight"
+        draft.sets(share, "actor.distill.teacher_share", draft.read(share, number, 0.5))
     if draft.get("distillation.topk_logits_k") is not None:
         top = "distillation.topk_logits_k"
         draft.sets(top, "actor.distill.top_k", draft.get(top))

@@ -32,12 +32,14 @@ from fivefold_import.source import INTERPOLATION, Document
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, SFT, Sign
 from fivefold_import.trinity import given
 from fivefold_import.trinity.agents import convert_agents
+from fivefold_import.trinity.replay import convert_replay
 from fivefold_import.trinity.rules import (
     ADVANTAGE_FN,
+    DISTILLING,
     ENGINE,
+    JSD,
     LOSS_FN,
     OLD_NAMES,
-    ON_POLICY,
     RULES,
     TASKS,
     TREE,
@@ -68,7 +70,7 @@ ESTIMATORS = {
     "sppo": "opmd",
 }
 """Advantages of algorithms that have not their own name."""
-WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", ON_POLICY)
+WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", *DISTILLING)
 """Algorithms that have no KL term unless one is written."""
 OWN_DEFAULTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     "gspo": {
@@ -89,7 +91,7 @@ KL_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "abs": 
 SIGNS = (
     Sign("algorithm.algorithm_type", SFT, ("sft",)),
     Sign("algorithm.algorithm_type", PREFERENCES, ("dpo",)),
-    Sign("algorithm.algorithm_type", DISTILLATION, ("jsd", "sdpo")),
+    Sign("algorithm.algorithm_type", DISTILLATION, ("sdpo",)),
     Sign("mode", EVALUATION, ("bench",)),
 )
 """Algorithms and modes in which Trinity-RFT does other things than reinforcement learning."""
@@ -136,6 +138,7 @@ def convert(draft: Draft) -> None:
     convert_agents(draft)
     _batches(draft, n_samples)
     _tasks(draft)
+    convert_replay(draft)
     finish(draft, RULES.rules)
 
 
@@ -234,15 +237,34 @@ def _unwritten_options(draft: Draft, algorithm: str) -> None:
 
 
 def _distillation(draft: Draft) -> None:
-    """Convert on-policy distillation, whose advantage is kl_coef (log q - log p) of teacher and student."""
-    named = [key for key in (TYPE, ADVANTAGE_FN) if draft.get(key) == ON_POLICY]
+    """Convert on-policy distillation, whose advantage is kl_coef (log q - log p) of teacher and student, or minus
+    kl_coef times the term of the Jensen-Shannon divergence at the sampled token."""
+    named = [key for key in (TYPE, ADVANTAGE_FN) if draft.get(key) in DISTILLING]
     weight = f"{ADVANTAGE_FN}_args.kl_coef"
     train_on_teacher_alone(draft, named[0], draft.read(weight, above_zero, 1.0))
     for key in (TYPE, ADVANTAGE_FN):
         draft.implied(key, NO_REWARD)
     draft.mapped(weight, COEFF, draft.recipe[COEFF])
+    if draft.get(named[0]) == JSD:
+        _jensen_shannon(draft)
     if draft.get("algorithm.policy_loss_fn", "importance_sampling") == "importance_sampling":
         draft.sets("algorithm.policy_loss_fn", "actor.loss", "reinforce", "the same gradient at the first update")
+
+
+def _jensen_shannon(draft: Draft) -> None:
+    """Convert the divergence between teacher and student, which is a KL divergence at the ends of its range."""
+    share = f"{ADVANTAGE_FN}_args.lambda_coef"
+    beta = draft.read(share, number, 0.5)
+    draft.recipe["actor.distill.over"] = "top_k"
+    direction = {0: "reverse", 1: "forward"}.get(beta, "jsd")
+    draft.sets(share, "actor.distill.direction", direction)
+    if direction == "jsd":
+        draft.recipe["actor.distill.teacher_share"] = beta
+    draft.implied(f"{ADVANTAGE_FN}_args.chunk_size", "log-probs are computed in chunks")
+    draft.notes.append(
+        "actor.distill.over=top_k: the gradient of the divergence itself, where Trinity-RFT takes its term at the "
+        "sampled token for a reward"
+    )
 
 
 def _kl(draft: Draft, algorithm: str) -> None:

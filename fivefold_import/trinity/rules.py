@@ -26,6 +26,9 @@ SYNC = "synchronizer."
 OFFSET = f"{SYNC}sync_offset"
 ON_POLICY = "on_policy_distill"
 """Trinity-RFT's name of on-policy distillation, as an algorithm and as an advantage."""
+JSD = "jsd"
+"""Trinity-RFT's name of distillation by the Jensen-Shannon divergence, as an algorithm and as an advantage."""
+DISTILLING = (ON_POLICY, JSD)
 TEACHER = "explorer.auxiliary_models.0.model_path"
 """The first auxiliary model, which on-policy distillation takes for the teacher."""
 
@@ -62,7 +65,7 @@ OLD_NAMES: Mapping[str, str] = {
 
 def has_teacher(draft: Draft) -> bool:
     """Return whether the source distils from a teacher on the student's own samples."""
-    return ON_POLICY in (draft.get(TYPE), draft.get(ADVANTAGE_FN))
+    return any(draft.get(key) in DISTILLING for key in (TYPE, ADVANTAGE_FN))
 
 
 def _is_adaptive(draft: Draft, key: str) -> bool:
@@ -81,11 +84,15 @@ def _interval(draft: Draft, source: str) -> None:
 
 def _offset(draft: Draft, source: str) -> None:
     """Convert how many steps the explorer is ahead; weights that are updated every few steps add to the age."""
-    every = max(draft.read(f"{SYNC}{name}", positive, 1) for name in ("sync_interval", "sync_iteration_interval"))
-    age = every - 1 + whole(draft.get(source))
-    if age:
+    if age := age_of_weights(draft):
         draft.mapped(source, AGE, age)
     draft.implied(source, reasons.SYNCHRONOUS)
+
+
+def age_of_weights(draft: Draft) -> int:
+    """Return the most steps by which the weights that sample are older than those that are trained."""
+    every = max(draft.read(f"{SYNC}{name}", positive, 1) for name in ("sync_interval", "sync_iteration_interval"))
+    return every - 1 + int(draft.read(OFFSET, whole, 0))
 
 
 def _sequence_masking(draft: Draft, key: str) -> None:

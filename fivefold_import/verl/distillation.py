@@ -9,6 +9,10 @@ from fivefold_import.values import flag, number, text, whole
 LOSS = "distillation.distillation_loss."
 OF_TOP_K = {"forward_kl_topk": "forward", "reverse_kl_topk": "reverse"}
 """Modes over the teacher's most likely tokens, with their direction."""
+PATHS = "distillation.teacher_model*.model_path"
+"""Keys of the teachers' models."""
+BY_SOURCE = "data_source"
+"""The column by which Fivefold finds a prompt's teacher, which is verl's default."""
 OF_SAMPLED = ("k1", "kl")
 """Modes at the sampled token that are an advantage with `use_policy_gradient`."""
 
@@ -59,6 +63,34 @@ def _top_k(draft: Draft, source: str) -> None:
 
 
 def _path(draft: Draft, source: str) -> None:
-    if source == draft.keys("distillation.teacher_model*.model_path")[0]:
-        draft.mapped(source, TEACHER_PATH, text(draft.get(source)))
-    draft.unsupported(source, ONE_TEACHER)
+    if not _teach_by_source(draft):
+        if source == draft.keys(PATHS)[0]:
+            draft.mapped(source, TEACHER_PATH, text(draft.get(source)))
+        draft.unsupported(source, ONE_TEACHER)
+        return
+    name = source.split(".")[2]
+    draft.mapped(source, f"teachers.{name}.path", text(draft.get(source)))
+
+
+def _prompts_of_teacher(draft: Draft, source: str) -> None:
+    """Convert the value of `teacher_key` whose prompts a teacher has."""
+    if _teach_by_source(draft):
+        name = source.split(".")[2]
+        draft.mapped(source, f"teachers.{name}.data_sources", [text(draft.get(source))])
+    draft.implied(source, "there is one teacher, for all prompts")
+
+
+def _teacher_key(draft: Draft, source: str) -> None:
+    """Convert the column that names each prompt's teacher."""
+    if draft.get(source) == BY_SOURCE:
+        draft.implied(source, "teachers.<name>.data_sources are values of this column")
+    elif len(draft.keys(PATHS)) > 1:
+        draft.unsupported(source, f"a prompt's teacher is found by {BY_SOURCE}")
+    draft.implied(source, "there is one teacher, for all prompts")
+
+
+def _teach_by_source(draft: Draft) -> bool:
+    """Return whether there are several teachers, each of some data sources."""
+    several = [key.removesuffix(".model_path") for key in draft.keys("distillation.teacher_models.*.model_path")]
+    is_by_source = draft.get("distillation.teacher_key", BY_SOURCE) == BY_SOURCE
+    return is_by_source and len(several) > 1 and all(draft.get(f"{own}.key") is not None for own in several)

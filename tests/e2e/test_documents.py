@@ -46,6 +46,7 @@ from fivefold.rewards.resolve import resolve_reward, resolve_rewards
 from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import compute_rewards
 from fivefold.rewards.static_check import reward_problems
+from fivefold.rewards.token_rewards import TokenizedText
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
 from fivefold.roles.models import MovedBytes
@@ -74,7 +75,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
-    "rewards.md": ["python", "yaml", "bash", "python", *["yaml"] * 6, "python"],
+    "rewards.md": ["python", "yaml", "bash", "python", "python", *["yaml"] * 6, "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
@@ -153,8 +154,8 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
 @pytest.fixture
 def rewards_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the page's two modules, and the recipes."""
-    first, of_groups, second = blocks(DOCS / "rewards.md", "python")
-    (tmp_path / "my_rewards.py").write_text(f"{first}\n\n{of_groups}")
+    first, of_groups, of_tokens, second = blocks(DOCS / "rewards.md", "python")
+    (tmp_path / "my_rewards.py").write_text(f"{first}\n\n{of_groups}\n\n{of_tokens}")
     (tmp_path / "my_judges.py").write_text(second)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -175,6 +176,9 @@ def test_the_reward_of_the_documents_judges_as_they_say() -> None:
     prompts = [Prompt(0, "47+35-36=", (1,), "46")] * 4
     found = of_groups.judge(prompts, ["45", " 46", "46", "no idea"], [4])
     assert [next(iter(each.values())) for each in found] == [0.0, 0.5, 1.0, 0.0]
+    of_tokens = resolve_reward(RewardConfig(fn="my_rewards:without_repeats"))
+    (reward,) = judged(of_tokens, TokenizedText("46", (7, 8, 7, 7), (2, 3, 4, 5)))
+    assert (reward, getattr(reward, "values", None)) == (pytest.approx(0.98), (0.0, 0.0, -0.01, -0.01))
     waiting = resolve_reward(RewardConfig(fn="my_judges.py:judge"))
     assert judged(waiting, "it is 46", "it is 45") == [1.0, 0.0]
 

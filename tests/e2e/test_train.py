@@ -98,10 +98,12 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         # asynchronous training: test_asynchronous_runs.py
         *(f"seconds/{phase}" for phase in ("generation", "weight staging", "weight swap")),
         *(name for name in listed_metrics() if name.startswith("staleness/")),
+        *(name for name in listed_metrics() if name.startswith("reuse/")),  # test_replay_buffer_runs.py
         *(name for name in listed_metrics() if name.startswith("episode/")),  # environments: test_environment_runs.py
         *(name for name in listed_metrics() if name.startswith("replay/")),  # test_router_replay_runs.py
         *("kl", "margin", "nll/chosen", "seconds/scores", "mfu/scores"),  # preferences: test_preferences.py
         *("teacher_kl", "seconds/teacher"),  # distillation: test_all_roles.py
+        *("imitation_teacher_kl", "seconds/teachers", "seconds/taught examples"),  # test_several_teachers_runs.py
         *(f"reward/{name}" for name in ("chosen", "rejected", "desirable", "undesirable")),
         *(name for name in listed_metrics() if "<" in name),  # several rewards or data sources
         *(f"correction/{name}" for name in ("weight", "truncated", "masked", "ess")),

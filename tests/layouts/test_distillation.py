@@ -32,16 +32,32 @@ PUPIL, TEACHER = "qwen3_moe", "qwen2"  # the pupil has an output layer of its ow
 CASES: list[tuple[str, str, int, Direction]] = [
     ("megatron:(attn:c2d2|ffn:t2e2)", "megatron:p2t2", 5, "reverse"),
     ("megatron:(attn:t2p2|ffn:t2)", "megatron:d2c2", 5, "forward"),
-    ("megatron:d1", "megatron:t4", VOCAB, "reverse"),
-    ("fsdp:d2t2", "fsdp:t2c2", 5, "reverse"),
+    ("megatron:d1", "megatron:t4", VOCAB, "jsd"),
+    ("fsdp:d2t2", "fsdp:t2c2", 5, "mixed"),
 ]
 """Layouts of pupil and teacher, tokens of the divergence, and its direction."""
+BETA = 0.3
 CHUNK = 5
 KEEPING: dict[str, AnyCase] = {
     "megatron:d1": Case("megatron:d1", MegatronConfig(logprob_chunk_size=CHUNK, logprob_recompute=False)),
     "fsdp:d2t2": FSDPCase("fsdp:d2t2", FSDPConfig(logprob_chunk_size=CHUNK, logprob_recompute=False)),
 }
 """Pupils that keep their logits for the backward pass; the others compute them again."""
+
+
+def second_teacher(k: int) -> dict[str, torch.Tensor]:
+    """Return the columns of a second teacher, and the weights of both by sequence: the first may have none."""
+    batch, generator = uneven_batch(), torch.Generator().manual_seed(5)
+    logprobs_TV = (3 * torch.randn(batch.n_tokens, VOCAB, generator=generator)).log_softmax(1)
+    logprobs_TK, tokens_TK = logprobs_TV.topk(k)
+    weight_T = torch.cat([torch.full((n,), row % 4 / 4) for row, n in enumerate(batch.lengths)])
+    return {
+        "teacher_tokens/1": tokens_TK.int(),
+        "teacher_token_logprobs/1": logprobs_TK,
+        "teacher_weight": weight_T,
+        "teacher_weight/1": 1 - weight_T,
+        "whole": logprobs_TV,
+    }
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,16 @@ def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expecte
     with torch.no_grad():
         log_q_TV = torch.cat(log_probs(models / TEACHER, batch)[1])
     model, rows = log_probs(models / PUPIL, batch)
-    p_TV, q_TV = torch.cat(rows).exp(), log_q_TV.exp()
+    p_TV, other = torch.cat(rows).exp(), second_teacher(k)
+    divergence_T = other["teacher_weight"] * divergence(p_TV, log_q_TV.exp(), k, direction)
+    divergence_T = divergence_T + other["teacher_weight/1"] * divergence(p_TV, other["whole"].exp(), k, direction)
+    loss = COEFF * (divergence_T * batch.mask_T).sum() / batch.mask_T.sum()
+    loss.backward()
+    return Expected(log_q_TV, float(loss), gradients_as_in_files(model, scratch))
+
+
+def divergence(p_TV: torch.Tensor, q_TV: torch.Tensor, k: int, direction: str) -> torch.Tensor:
+    """Return the divergence over the k tokens that q likes best and the rest."""
     chosen_TV = torch.zeros_like(q_TV).scatter(1, q_TV.topk(k).indices, 1.0)
     events = []
     for probability_TV in (p_TV, q_TV):
@@ -75,12 +100,16 @@ def hugging_face(models: Path, k: int, direction: str, scratch: Path) -> Expecte
         events.append(
             torch.cat([torch.where(chosen_TV > 0, probability_TV, 1.0), rest_T1 if k < VOCAB else rest_T1 + 1], 1)
         )
-    a, b = events if direction == "reverse" else events[::-1]
     # An event with the probability 1 in both, in the place of one that is not there, adds nothing.
-    divergence_T = (a * (a / b).log()).sum(1)
-    loss = COEFF * (divergence_T * batch.mask_T).sum() / batch.mask_T.sum()
-    loss.backward()
-    return Expected(log_q_TV, float(loss), gradients_as_in_files(model, scratch))
+    p, q = events
+    middle = BETA * q + (1 - BETA) * p
+    reverse, forward, of_p, of_q = ((a * (a / b).log()).sum(1) for a, b in ((p, q), (q, p), (p, middle), (q, middle)))
+    return {
+        "reverse": reverse,
+        "forward": forward,
+        "mixed": BETA * forward + (1 - BETA) * reverse,
+        "jsd": BETA * of_q + (1 - BETA) * of_p,
+    }[direction]
 
 
 def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,10 +127,13 @@ def pupil(
     """In a worker: return the loss, the divergence, their gradient, and the number of logits kept for the gradient."""
     engine, batch = case.engine(folder, OptimizerConfig()), uneven_batch()
     batch = batch.with_fields(
-        advantages=torch.zeros(batch.n_tokens), teacher_tokens=tokens_TK.int(), teacher_token_logprobs=logprobs_TK
+        advantages=torch.zeros(batch.n_tokens),
+        teacher_tokens=tokens_TK.int(),
+        teacher_token_logprobs=logprobs_TK,
+        **{name: column for name, column in second_teacher(tokens_TK.shape[1]).items() if name != "whole"},
     )
     over = "full" if tokens_TK.shape[1] == VOCAB else "top_k"
-    loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction))
+    loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction, BETA, 2))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         metrics = engine.forward_backward_of(batch, loss)

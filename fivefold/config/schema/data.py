@@ -141,7 +141,11 @@ class ExpertDatasetConfig(SFTRowsConfig, BatchesConfig):
     """Training steps in which mu rises from 0 to `weight`."""
     decay_steps: Annotated[NonNegative, reads_if(given("final_weight"))] = 0
     """Training steps in which mu then falls from `weight` to `final_weight`, as half a cosine."""
-    token_weight: Literal["one", "p", "phi"] = "one"
+    signal: Literal["likelihood", "teacher"] = "likelihood"
+    """What is learned of the responses: `likelihood`, the tokens themselves, or `teacher`, the distributions of the
+    teachers of all prompts at their tokens. The examples' part of the loss is then mu times `actor.distill.coeff` times
+    the mean divergence from the teachers, so that 1 - mu is the share of the student's own samples (GKD's lambda)."""
+    token_weight: Annotated[Literal["one", "p", "phi"], reads_if(equals("signal", "likelihood"))] = "one"
     """Factor of each token's negative log-likelihood: 1, its probability p, or p (1 - p) (CHORD)."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of an update's examples, or over the examples of their token means."""

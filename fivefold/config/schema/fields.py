@@ -39,6 +39,9 @@ ONE_LINE = r"^[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\s][^\x00-\x1f\x7f]*$"
 NAME = r"^\w[\w.-]*$"
 """Pattern of a name that is the name of a folder too."""
 
+ROLE_NAME = r"^\w[\w-]*$"
+"""Pattern of a name that is part of a role's name."""
+
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Sequences = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from fivefold.config.methods import ADVANTAGES, LOSSES
 from fivefold.config.schema.corrections import RolloutCorrectionConfig
+from fivefold.config.schema.distillation import DistillConfig
 from fivefold.config.schema.engine import (
-    FrozenModelConfig,
     MicroBatchConfig,
     OffloadConfig,
     TrainedModelConfig,
@@ -31,7 +31,6 @@ from fivefold.config.schema.fields import (
 from fivefold.config.schema.role import Head, Offloadable, RoleConfig
 from fivefold.config.schema.rules import (
     Named,
-    Rule,
     above_0,
     absent,
     differs,
@@ -76,37 +75,6 @@ class SampleWeightsConfig(Section):
     difficulty does not count."""
     length: bool = False
     """Weight by the length: 1.5 for the shortest sample of the step, 0.5 for the longest, and linear in between."""
-
-
-_DISTILLS = reads_if(above_0("coeff"))
-
-
-class DistillConfig(Section):
-    """How the actor is drawn towards the model of the section `teacher`, on its own samples (docs/distillation.md)."""
-
-    coeff: Annotated[
-        NonNegativeFloat, Rule(given("teacher", fix="name its model, teacher.path"), why="needs a teacher")
-    ] = 0.0
-    """Weight of the divergence from the teacher; at 0, no teacher is loaded."""
-    over: Annotated[Literal["sampled", "top_k", "full"], _DISTILLS] = "sampled"
-    """Tokens over which the divergence is taken at each place: the sampled one, as an advantage; the teacher's `top_k`
-    and all others as one; or the whole vocabulary."""
-    direction: Annotated[
-        Literal["reverse", "forward"],
-        _DISTILLS,
-        needs(
-            "forward",
-            equals("over", "top_k", "full"),
-            "needs the teacher's probabilities of more than the sampled token",
-        ),
-    ] = "reverse"
-    """`reverse`: KL(actor || teacher), the only one for `over: sampled`. `forward`: KL(teacher || actor)."""
-    top_k: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, _DISTILLS, reads_if(equals("over", "top_k"))] = None
-    """Number of tokens for `over: top_k`; null: 64."""
-
-
-class TeacherConfig(FrozenModelConfig):
-    """The model that `actor.distill` draws the actor towards; it must have the actor's tokens."""
 
 
 _COMPUTES_OLD = "records the pass that computes old log-probs"

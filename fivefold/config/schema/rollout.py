@@ -12,6 +12,7 @@ from fivefold.config.schema.fields import (
     Dtype,
     Fraction,
     NonNegative,
+    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Section,
@@ -19,7 +20,7 @@ from fivefold.config.schema.fields import (
     Staleness,
 )
 from fivefold.config.schema.generator import GeneratorConfig
-from fivefold.config.schema.rules import OfServers, above_0, reads_if, rule
+from fivefold.config.schema.rules import OfServers, Rule, above_0, reads_if, rule
 
 TokenId = Annotated[str, BeforeValidator(str), Field(pattern="^[0-9]+$")]
 """A token id as the key of a mapping, which is a text in JSON."""
@@ -80,6 +81,36 @@ _ALTERING = ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", 
 _AHEAD = reads_if(above_0("max_head_offpolicyness"))
 
 
+class ReplayBufferConfig(Section):
+    """Samples that are trained again in later steps, besides the new ones (docs/async.md).
+
+    The groups with the largest priority are chosen: the version of the weights that sampled a group, minus `decay`
+    times the number of steps that have trained it.
+    """
+
+    batch_size: Positive
+    """Most groups that a step trains again, in addition to the `train_dataset.batch_size` new ones."""
+    max_age: Staleness
+    """Most training steps by which the weights that sampled a token may be older than those that are trained on it
+    again; older groups leave the buffer."""
+    max_uses: Annotated[int, Field(ge=2, le=1000)] = 3
+    """Most steps that train a group, the first one among them."""
+    cooldown_steps: Positive = 1
+    """Steps from one use of a group to the next, at least."""
+    decay: NonNegativeFloat = 2.0
+    """How many versions of the weights one use counts for in the priority."""
+    sigma: NonNegativeFloat = 0.0
+    """Standard deviation of noise that is added to the priority."""
+
+    @rule
+    def _reach(self) -> Iterator[str]:
+        if self.cooldown_steps > self.max_age:
+            yield (
+                f"cooldown_steps={self.cooldown_steps} is above max_age={self.max_age}, so that no group would be "
+                "trained again: lower the first or raise the second"
+            )
+
+
 class RolloutConfig(GeneratorConfig):
     """The engine that generates, and where it runs."""
 
@@ -118,6 +149,13 @@ class RolloutConfig(GeneratorConfig):
     sync_freq_steps: Positive = 1
     """Training steps from one update of the rollout's weights to the next, which `max_head_offpolicyness` must allow:
     it is at least one less. An evaluation and a run that resumes update them too."""
+    replay_buffer: Annotated[
+        ReplayBufferConfig | None,
+        Rule(
+            above_0("max_head_offpolicyness"),
+            why="trains on samples of older weights, which a synchronous run does not correct for",
+        ),
+    ] = None
     overlap_weight_sync: bool | None = None
     """Let the trainer begin its next step while the engines take a copy of its weights from host memory, with
     `max_head_offpolicyness` above 0 and separate devices. null: if weights go through host memory anyway, with
@@ -133,6 +171,20 @@ class RolloutConfig(GeneratorConfig):
                 f"old, and max_head_offpolicyness={self.max_head_offpolicyness} allows fewer: raise the second to "
                 f"{self.sync_freq_steps - 1}, or lower the first"
             )
+
+    @rule
+    def _buffer(self) -> Iterator[str]:
+        buffer, age = self.replay_buffer, self.max_head_offpolicyness
+        if buffer is not None and 0 < age >= buffer.max_age:
+            yield (
+                f"replay_buffer.max_age={buffer.max_age} must be above max_head_offpolicyness={age}, because groups "
+                "are up to so old when they are trained first: raise the first"
+            )
+
+    @property
+    def oldest(self) -> int:
+        """Most training steps by which the weights that sampled a token may be older than those trained on it."""
+        return self.max_head_offpolicyness if self.replay_buffer is None else self.replay_buffer.max_age
 
     @property
     def takes_turns(self) -> bool | None:

@@ -9,10 +9,16 @@ from pydantic import Field
 
 from fivefold.config.algorithms import AlgorithmName
 from fivefold.config.schema.data import DatasetConfig, ExpertDatasetConfig, PromptRowsConfig, RowsConfig
+from fivefold.config.schema.distillation import (
+    NamedTeacherConfig,
+    TeacherConfig,
+    taught_example_problems,
+    teacher_problems,
+)
 from fivefold.config.schema.environment import EnvironmentConfig
-from fivefold.config.schema.fields import NAME, Fraction, NonNegative, Positive, PositiveFloat, Sequences
+from fivefold.config.schema.fields import NAME, ROLE_NAME, Fraction, NonNegative, Positive, PositiveFloat, Sequences
 from fivefold.config.schema.rewards import RewardConfig
-from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
+from fivefold.config.schema.roles import ActorConfig, CriticConfig, ReferenceConfig
 from fivefold.config.schema.rollout import GenerationConfig, RolloutConfig
 from fivefold.config.schema.rules import above_0, equals, reads_if, rule
 from fivefold.config.schema.run import EvaluationsConfig, RunConfig
@@ -62,6 +68,9 @@ class TrainRecipe(RunConfig):
         TeacherConfig | None,
         reads_if(above_0("actor.distill.coeff", fix="set algorithm=distill, or raise actor.distill.coeff")),
     ] = None
+    teachers: dict[Annotated[str, Field(pattern=ROLE_NAME)], NamedTeacherConfig] = {}
+    """Several teachers in place of `teacher`: each name has a mapping with the same keys, and which prompts it
+    teaches."""
     rollout: RolloutConfig = RolloutConfig()
     gconfig: GenerationConfig = GenerationConfig()
     train_dataset: DatasetConfig
@@ -136,6 +145,12 @@ class TrainRecipe(RunConfig):
                 "actor.advantage=none trains on no reward, and there is no teacher to learn from: set "
                 "actor.distill.coeff and teacher.path, or choose another advantage"
             )
+
+    @rule
+    def _teachers(self) -> Iterator[str]:
+        yield from teacher_problems(self.actor.distill.coeff, self.teacher, self.teachers)
+        if self.expert_dataset is not None and self.expert_dataset.signal == "teacher":
+            yield from taught_example_problems(self.actor.distill, self.teachers)
 
     @rule
     def _environment(self) -> Iterator[str]:
@@ -234,6 +249,16 @@ class TrainRecipe(RunConfig):
             yield (
                 f"the correction for the age of samples with rollout.max_head_offpolicyness={stale}",
                 "set actor.rollout_correction.method to none",
+            )
+
+    @rule
+    def _replayed(self) -> Iterator[str]:
+        corrects = self.actor.rollout_correction.method != "none" or self.actor.recompute_logprob is False
+        if self.rollout.replay_buffer is not None and not corrects:
+            yield (
+                "rollout.replay_buffer trains on samples of older weights, and with actor.rollout_correction.method="
+                "none nothing weighs them by how likely they are now: set the method to auto, or "
+                "actor.recompute_logprob=false"
             )
 
     @rule

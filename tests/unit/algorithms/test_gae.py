@@ -41,6 +41,22 @@ def plain(batch: Batch, gamma: float, lam: float, token_rewards: list[float]) ->
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0)])
+def test_rewards_of_tokens_are_parts_of_the_reward_at_their_places(gamma: float, lam: float) -> None:
+    batch, generator = make_batch(), torch.Generator().manual_seed(1)
+    own_T = torch.randn(batch.n_tokens, generator=generator) * batch.mask_T
+    penalty_T = -0.1 * batch.fields["kl"]
+    rewards = (own_T + penalty_T).tolist()
+    for start, end in zip(batch.offsets(), batch.offsets()[1:], strict=False):
+        steps = [place for place in range(start, end) if batch.mask_T[place]]
+        if steps:  # what is left of the whole for the last token
+            rewards[steps[-1]] -= sum(float(own_T[place]) for place in steps)
+    want_advantages, want_returns = plain(batch, gamma, lam, rewards)
+    advantages_T, returns_T = GAE(gamma, lam).estimate(batch.with_fields(token_rewards=own_T), penalty_T)
+    torch.testing.assert_close(advantages_T, torch.tensor(want_advantages))
+    torch.testing.assert_close(returns_T, torch.tensor(want_returns))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0)])
 def test_advantages_and_returns_are_those_of_a_plain_loop(gamma: float, lam: float) -> None:
     batch = make_batch()
     penalty_T = -0.1 * batch.fields["kl"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.algorithms.distillation import Distillation
 from fivefold.algorithms.imitation import EXPERT, NLL_WEIGHT, ExpertWeight, Imitation, TokenWeight, policy_mask
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.ppo import PPO
@@ -97,7 +98,7 @@ def test_shares_of_a_mini_batch_add_up_to_the_means_of_each_term(
     mu, positive, batch = 0.3, 0.2, samples()
     loss = PolicyLoss(1.0, PPO(), aggregation, imitation=Imitation(1 - mu))
     divisor = loss.normalizer(batch.totals())
-    term = ExpertTerm(sft_columns(EXAMPLES), mu, by_sequence=aggregation == "sequence_mean")
+    term = ExpertTerm(RemoteBatch.of(sft_columns(EXAMPLES)), mu, by_sequence=aggregation == "sequence_mean")
     mixed = with_imitation(batch, divisor, term, positive)
     assert mixed.totals().n_trained_tokens == batch.totals().n_trained_tokens
     planner = BatchPlanner.of(
@@ -132,6 +133,31 @@ def test_shares_of_a_mini_batch_add_up_to_the_means_of_each_term(
     assert total / divisor == pytest.approx((1 - mu) * policy + mu * expert + positive * right, rel=1e-5)
 
 
+def test_an_experts_tokens_cost_the_divergence_from_their_teacher_in_place_of_their_likelihood() -> None:
+    """A loop over tokens: (1 - mu) policy loss, c times an expert's divergence, -log p of right completions."""
+    rows = {
+        "mask": [0.0, 1.0, 1.0, 0.0, 1.0, 1.0],
+        "logprobs": [0.0, -1.0, -0.5, 0.0, -2.0, -3.0],
+        "divergence": [torch.nan, 0.25, 0.5, torch.nan, 2.0, 4.0],
+        EXPERT: [0.0, 0.0, 0.0, 1.0, 1.0, 1.0],
+        NLL_WEIGHT: [0.1, 0.1, 0.1, 0.3, 0.3, 0.3],
+        "advantages": [1.0, 1.0, 1.0, 0.0, 0.0, 0.0],
+    }
+    fields = {name: torch.tensor(values) for name, values in rows.items()}
+    predictions = {name: fields.pop(name).requires_grad_() for name in ("logprobs", "divergence")}
+    predictions["entropy"] = torch.zeros(6)
+    distillation, imitation = Distillation(0.7, "top_k"), Imitation(0.75, teacher_coeff=0.7)
+    loss = PolicyLoss(1.0, PPO(), distillation=distillation, imitation=imitation)
+    total, metrics = loss(LossInputs(predictions, fields.pop("mask"), (3, 3), fields))
+    policy = sum(-1.0 + 0.7 * divergence for divergence in (0.25, 0.5))
+    assert float(total) == pytest.approx(0.75 * policy + 0.3 * 0.7 * (2.0 + 4.0) + 0.1 * (1.0 + 0.5))
+    of_logprobs_T, of_divergence_T = torch.autograd.grad(total, [predictions["logprobs"], predictions["divergence"]])
+    torch.testing.assert_close(of_logprobs_T, torch.tensor([0, -0.75 - 0.1, -0.75 - 0.1, 0, 0, 0]))
+    torch.testing.assert_close(of_divergence_T, torch.tensor([0, 0.525, 0.525, 0, 0.21, 0.21]))
+    values = metric_values(metrics)
+    assert (values["teacher_kl"], values["imitation_teacher_kl"]) == pytest.approx((0.375, 3.0))
+
+
 def clipped(advantage: float, nll: float) -> float:
     """Return PPO's objective for a token whose old log-prob is -1."""
     ratio = float(np.exp(1.0 - nll))
@@ -146,13 +172,18 @@ def test_the_weight_rises_and_falls_by_its_schedule() -> None:
     assert [ExpertWeight(0.1, 0.1)(step) for step in (1, 99)] == [0.1, 0.1]
 
 
-def test_each_pass_over_a_step_has_all_of_its_examples_and_the_position_goes_on() -> None:
+def test_each_pass_over_a_step_has_all_of_its_examples_and_the_position_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_batch, "put", lambda columns: columns)
     config = ExpertDatasetConfig(path="x", batch_size=2, weight=0.4)
     data = Examples(tuple(SFTExample((1,), (i, i + 1)) for i in range(7)), tuple(range(1, 8)), n_rows=7, n_too_long=0)
     experts = ExpertExamples.of(config, data, n_minibatches=2, seed=1)
 
     def dealt(given: Sequence[Columns], step: int, updates: range) -> list[tuple[int, ...]]:
-        return [tuple(experts.term(step, given, number).columns.values["tokens"]) for number in updates]
+        batches = [RemoteBatch.of(columns) for columns in given]
+        terms = [experts.term(step, batches, number).batch for number in updates]
+        return [tuple(batch.pieces[0].columns.values["tokens"]) for batch in terms]
 
     drawn = []
     for step in range(1, 4):

@@ -19,6 +19,7 @@ from fivefold.data.replay import Replay
 from fivefold.data.sampler import EpochSampler
 from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.group import Group
+from fivefold.experience.replay_buffer import ReplayBuffer
 from fivefold.experience.source import Source
 from fivefold.experience.stream import Stream
 from fivefold.experience.waiting import Saved, SavedGroup, WaitingGroups, read_waiting
@@ -82,6 +83,7 @@ class Parts:
         resend: Callable[[int], None] = never,
         saved: Saved | None = None,
         corrects: Callable[[], bool] = lambda: False,
+        buffer: ReplayBuffer | None = None,
     ) -> Iterator[Source]:
         """Yield a source over a stream that runs inside the block."""
         sampling = SamplingParams.for_training(self.recipe)
@@ -89,7 +91,15 @@ class Parts:
         parts = (self.recipe, self.rollout, self.rewards, self.timers, resend, self.reward_model)
         with Stream(*parts, tell=self.told.append) as stream:
             yield Source(
-                self.recipe, self.sampler, sampling, stream, self.timers, **steps, saved=saved, corrects=corrects
+                self.recipe,
+                self.sampler,
+                sampling,
+                stream,
+                self.timers,
+                **steps,
+                saved=saved,
+                corrects=corrects,
+                buffer=buffer,
             )
 
 

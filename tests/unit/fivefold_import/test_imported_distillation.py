@@ -47,6 +47,45 @@ def test_a_teacher_on_the_students_samples_is_converted(
     assert "actor.kl_ctl" not in recipe or framework != "trinity"
 
 
+def test_several_teachers_of_verl_have_the_prompts_of_their_keys() -> None:
+    at = "distillation.teacher_models."
+    words = (
+        *VERL, f"{at}math.key=openai/gsm8k", f"{at}code.key=kodcode", f"{at}code.model_path=other",
+        "distillation.teacher_key=data_source", f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=True",
+    )  # fmt: skip
+    conversion = convert_words("verl", *words)
+    recipe = conversion.recipe
+    assert conversion.unsupported() == set()
+    assert "teacher.path" not in recipe
+    assert (recipe["teachers.math.path"], recipe["teachers.code.path"]) == ("big", "other")
+    assert (recipe["teachers.math.data_sources"], recipe["teachers.code.data_sources"]) == (
+        ["openai/gsm8k"], ["kodcode"],
+    )  # fmt: skip
+    assert recipe["teachers.math.backend"] == recipe["teachers.code.backend"] == recipe["actor.backend"]
+    by_other = convert_words("verl", *words[:-3], "distillation.teacher_key=ability")
+    assert by_other.recipe["teacher.path"] == "big"
+    assert {"distillation.teacher_key", f"{at}code.model_path"} <= by_other.unsupported()
+
+
+def test_mixed_divergences_keep_the_teachers_share() -> None:
+    trinity = ("algorithm.algorithm_type=jsd", "model.model_path=m", "explorer.auxiliary_models.0.model_path=big")
+    arguments = "algorithm.advantage_fn_args."
+    for words, expected in (
+        ((f"{arguments}lambda_coef=0.3",), {"direction": "jsd", "teacher_share": 0.3, "coeff": 1.0}),
+        ((f"{arguments}kl_coef=0.4",), {"direction": "jsd", "teacher_share": 0.5, "coeff": 0.4}),
+        ((f"{arguments}lambda_coef=1",), {"direction": "forward"}),
+        ((f"{arguments}lambda_coef=0.0",), {"direction": "reverse"}),
+    ):
+        recipe = convert_words("trinity", *trinity, *words).recipe
+        assert (recipe["teacher.path"], recipe["actor.distill.over"]) == ("big", "top_k")
+        assert {name: recipe[f"actor.distill.{name}"] for name in expected} == expected
+    nemo = convert_words(
+        "nemo_rl", "distillation.topk_logits_k=32", "teacher.model_name=big", "policy.model_name=m",
+        "loss_fn.kl_type=mixed", "loss_fn.mixed_kl_weight=0.3",
+    ).recipe  # fmt: skip
+    assert (nemo["actor.distill.direction"], nemo["actor.distill.teacher_share"]) == ("mixed", 0.3)
+
+
 def test_what_a_teacher_cannot_do_is_told() -> None:
     words = (
         *VERL,

@@ -139,11 +139,33 @@ def test_a_response_of_one_token_is_no_limit(tmp_path: Path) -> None:
     assert (five.recipe["gconfig.min_new_tokens"], five.recipe["actor.rollout_correction.method"]) == (5, "none")
 
 
-def test_a_replay_buffer_is_unsupported_where_it_is_on() -> None:
+def test_a_replay_buffer_trains_samples_again_if_they_come_back_to_it() -> None:
     own = "buffer.trainer_input.experience_buffer.replay_buffer."
-    words = [f"{own}priority_fn=linear_decay", f"{own}reuse_cooldown_time=3"]
-    assert convert_words("trinity", f"{own}enable=true", *words).unsupported() == {f"{own}enable"}
-    assert convert_words("trinity", f"{own}enable=false", *words).unsupported() == set()
+    words = [
+        f"{own}enable=true",
+        f"{own}priority_fn=linear_decay",
+        f"{own}priority_fn_args.decay=0.6",
+        "buffer.batch_size=96",
+    ]
+    once = convert_words("trinity", *words, f"{own}reuse_cooldown_time=null")
+    assert not [key for key in once.recipe if key.startswith("rollout.replay_buffer")]
+    off = convert_words("trinity", f"{own}enable=false", *words[1:], f"{own}reuse_cooldown_time=3")
+    assert not [key for key in off.recipe if key.startswith("rollout.replay_buffer")]
+    again = convert_words("trinity", *words, f"{own}reuse_cooldown_time=3", "synchronizer.sync_interval=4")
+    limited = convert_words(
+        "trinity", f"{own}enable=true", f"{own}reuse_cooldown_time=3", f"{own}priority_fn=decay_limit_randomization",
+        f"{own}priority_fn_args.sigma=0.5", f"{own}priority_fn_args.use_count_limit=4",
+    )  # fmt: skip
+    for conversion in (once, off, again, limited):
+        assert conversion.unsupported() == set()
+    at = "rollout.replay_buffer."
+    assert (again.recipe[f"{at}batch_size"], again.recipe[f"{at}decay"]) == (96, 0.6)
+    assert (again.recipe["rollout.max_head_offpolicyness"], again.recipe[f"{at}max_age"]) == (3, 10)
+    assert again.recipe[f"{at}max_uses"] == 1000
+    assert (limited.recipe[f"{at}sigma"], limited.recipe[f"{at}max_uses"]) == (0.5, 4)
+    assert limited.recipe["rollout.max_head_offpolicyness"] == 1
+    other = convert_words("trinity", f"{own}enable=true", f"{own}reuse_cooldown_time=3", f"{own}priority_fn=newest")
+    assert other.unsupported() == {f"{own}priority_fn"}
 
 
 def test_a_task_set_has_its_own_workflow_and_reward() -> None:

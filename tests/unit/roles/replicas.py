@@ -98,7 +98,7 @@ class Engine:
                 tokens_TK = batch.fields["teacher_tokens"].long()
                 log_p = self._rows(batch, loss.temperature).log_softmax(1).gather(1, tokens_TK)
                 teacher = batch.fields["teacher_token_logprobs"]
-                predictions["divergence"] = coarse_divergence(log_p, teacher, loss.divergence).float()
+                predictions["divergence"] = coarse_divergence(log_p, teacher, loss.divergence.direction).float()
             total, _ = loss(LossInputs(predictions, batch.mask_T, batch.lengths, batch.fields))
             (gradient,) = torch.autograd.grad(total / loss.normalizer(share.totals), weight, materialize_grads=True)
             self.gradient += gradient

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.batch import Columns
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.machines import ClusterConfig
 from fivefold.config.schema.preferences import DPORecipe
@@ -78,10 +77,7 @@ def test_the_experts_sequences_count_for_the_actors_training_alone() -> None:
     shape = find_shape(recipe.actor.path)
     speed = StepSpeed(recipe, place(recipe), shape, {"critic": shape}, peak=1e12)
     batch = RemoteBatch(np.array([40, 20]), np.array([8, 4]), ())
-    given = [
-        Columns(np.array([10], np.int32), {"mask": np.arange(10) >= 6}),
-        Columns(np.array([5], np.int32), {"mask": np.arange(5) >= 3}),
-    ]
+    given = [RemoteBatch(np.array([n]), np.array([n_trained]), ()) for n, n_trained in ((10, 4), (5, 2))]
     seconds = {"train": 2.0, "values": 0.5, "critic train": 1.0}
     alone, both = (Worked(batch, batch, experts) for experts in ((), given))
     plain, metrics = (speed.metrics(worked, seconds) for worked in (alone, both))
