@@ -35,7 +35,7 @@ _TURNED: dict[Cut, Cut] = {"rows": "columns", "columns": "rows"}
 def stored_mappings(shape: ModelShape) -> Iterator[WeightMapping]:
     """Yield the mapping of each parameter of a model to what a checkpoint of Megatron-Core has of it, in their order.
 
-    The tensors are those of Hugging Face, or the parts of those that Megatron-Core holds apart.
+    The tensors are those that Hugging Face names, or their parts where Megatron-Core holds these apart.
     """
     for mapping in mappings(shape):
         yield _separated(mapping) if mapping.is_joint else mapping

@@ -56,6 +56,8 @@ CASES: list[tuple[AnyCase, str]] = [
     *((FSDPCase("fsdp:d1"), model) for model in EVERY),
     (FSDPCase("fsdp:d2", FSDPConfig(recompute="full")), "qwen3_moe_mixed"),
     (FSDPCase("fsdp:c2t2"), "deepseek_v3"),
+    (Case("megatron:d1"), "deepseek_v32"),
+    (FSDPCase("fsdp:d1"), "glm_moe_dsa"),
 ]
 
 

@@ -19,7 +19,7 @@ from fivefold.types import UNKNOWN_EXPERT
 from tests.unit.rollout.test_transformers_engine import engine_at, ragged_prompts, sampling
 
 Folder = Callable[..., Path]
-MOE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+MOE = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe")
 
 
 def own_choices(path: Path, sequences: Sequence[Sequence[int]]) -> list[Any]:
