@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +25,11 @@ from fivefold.cluster.interrupt import keep_exit_statuses
 
 JOIN_S = 10.0
 """Seconds that a cluster has to accept a connection."""
+
+ASK_S = 0.02
+"""Seconds between two questions whether a starting Ray is ready."""
+START_S = 30.0
+"""Seconds after which Ray itself asks on, and says why it did not start."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -108,6 +114,27 @@ def without_monitors() -> Iterator[None]:
     with ExitStack() as patches:
         for start in ("start_monitor", "start_api_server", "start_log_monitor"):
             patches.enter_context(mock.patch.object(ray._private.node.Node, start))
+        yield
+
+
+@contextmanager
+def asked_often() -> Iterator[None]:
+    """Let a Ray that starts inside this context be used as soon as it is ready.
+
+    Symptom: a start takes half a second longer than Ray's processes need.
+    Cause: `ray.init` asks whether the raylet has registered, and sleeps for a second in C++ if it has not.
+    Remove when: it waits for the registration itself.
+    """
+    ask = ray._private.services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        client = ray._raylet.GcsClient(address=gcs_address)
+        end = time.monotonic() + START_S
+        while not client.get_all_node_info() and time.monotonic() < end:
+            time.sleep(ASK_S)
+        return ask(gcs_address, node_id)
+
+    with mock.patch.object(ray._private.services, "get_node", get_node):
         yield
 
 

@@ -20,6 +20,7 @@ from ray.exceptions import AuthenticationError
 
 from fivefold.cluster.compat import (
     NoDriverFolders,
+    asked_often,
     keep_token_private,
     on_loopback,
     signals_kept,
@@ -139,7 +140,7 @@ def _init(folder: Path) -> None:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB. Then the slower temporary folder holds the object store.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with signals_kept(), on_loopback(), without_monitors(), writable_home(folder / "home"):
+    with signals_kept(), on_loopback(), without_monitors(), asked_often(), writable_home(folder / "home"):
         ray.init(
             address="local",
             num_cpus=min(os.cpu_count() or 1, MAX_STARTING),
