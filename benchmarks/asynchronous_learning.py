@@ -160,7 +160,6 @@ class LateEngine:
         """Longest delay of each job of a stream."""
         self._late: dict[int, tuple[float, list[Completion]]] = {}
         """Jobs that are done: when they are handed over, and their completions."""
-        self._n_late = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.forked_workers import fork_workers, python_path
@@ -23,18 +25,34 @@ def forking() -> ForkServerContext:
     return context
 
 
+def start_forked(
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], output: Path, errors: Path
+) -> BaseProcess:
+    """Start the `fivefold` command, or a Python program if `arguments` begin with its file, in a forked process.
+
+    Args:
+        arguments: as on the command line.
+        cwd: its working folder.
+        environment: its environment.
+        output: file for its standard output.
+        errors: file for its standard error output.
+    """
+    process = forking().Process(target=_run, args=(list(arguments), cwd, dict(environment), output, errors))
+    process.start()
+    return process
+
+
 def run_forked(
     arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `fivefold` command as `subprocess.run` does, in a forked process.
+    """Run what `start_forked` starts as `subprocess.run` does.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     with tempfile.TemporaryDirectory(prefix="forked-") as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = forking().Process(target=_command, args=(list(arguments), cwd, dict(environment), output, errors))
-        process.start()
+        process = start_forked(arguments, cwd=cwd, environment=environment, output=output, errors=errors)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -43,7 +61,7 @@ def run_forked(
         return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
 
 
-def _command(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
     from tests import preloaded
 
     for descriptor, file in ((1, output), (2, errors)):
@@ -55,13 +73,17 @@ def _command(arguments: list[str], cwd: Path, environment: dict[str, str], outpu
     os.environ.update(environment)
     os.chdir(cwd)
     sys.path[:] = python_path(cwd)
-    sys.argv = ["fivefold", *arguments]
+    is_program = arguments[0].endswith(".py")
+    sys.argv = arguments if is_program else ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     fork_workers(preloaded.HOST)
     from fivefold.cli.main import app
 
     try:
-        app(prog_name="fivefold")
+        if is_program:
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            app(prog_name="fivefold")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

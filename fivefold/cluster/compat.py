@@ -6,7 +6,10 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +27,26 @@ from fivefold.cluster.interrupt import keep_exit_statuses
 
 JOIN_S = 10.0
 """Seconds that a cluster has to accept a connection."""
+
+AGENT_PORTS = (
+    ray._raylet.METRICS_AGENT_PORT_NAME,
+    ray._raylet.METRICS_EXPORT_PORT_NAME,
+    ray._raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    ray._raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+)
+"""The ports of agents that a raylet waits for."""
+IDLE = """
+import os, time
+raylet = os.getppid()
+while os.getppid() == raylet:
+    time.sleep(0.5)
+"""
+"""A program that does nothing until its parent has ended."""
+
+ASK_S = 0.02
+"""Seconds between two questions whether a starting Ray is ready."""
+START_S = 30.0
+"""Seconds after which Ray itself asks on, and says why it did not start."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -108,6 +131,54 @@ def without_monitors() -> Iterator[None]:
     with ExitStack() as patches:
         for start in ("start_monitor", "start_api_server", "start_log_monitor"):
             patches.enter_context(mock.patch.object(ray._private.node.Node, start))
+        yield
+
+
+@contextmanager
+def without_agents() -> Iterator[None]:
+    """Let the raylet of a Ray that starts inside this context have no agents.
+
+    Symptom: a start waits for two Python processes that import Ray, which takes each of them half a second of a core.
+    Cause: the raylet starts one agent for metrics and one for runtime environments, and waits for their ports. A run
+        uses neither. Ray itself writes -1 for the port of a service that is not in use, but starts the agent for that,
+        and the raylet ends if it has none.
+    Remove when: a raylet starts without agents.
+    """
+    start = ray._private.services.start_ray_process
+    idle = subprocess.list2cmdline([sys.executable, "-I", "-S", "-c", IDLE])
+
+    def start_ray_process(command: list[str], process_type: str, *arguments: Any, **options: Any) -> Any:
+        if process_type == ray._private.ray_constants.PROCESS_TYPE_RAYLET:
+            given = dict(option.removeprefix("--").split("=", 1) for option in command if "=" in option)
+            for name in AGENT_PORTS:
+                ray._raylet.persist_port(given["session_dir"], given["node_id"], name, -1)
+            agents = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
+            command = [option for option in command if not option.startswith(agents)]
+            command += [f"{agent}{idle}" for agent in agents]
+        return start(command, process_type, *arguments, **options)
+
+    with mock.patch.object(ray._private.services, "start_ray_process", start_ray_process):
+        yield
+
+
+@contextmanager
+def asked_often() -> Iterator[None]:
+    """Let a Ray that starts inside this context be used as soon as it is ready.
+
+    Symptom: a start takes half a second longer than Ray's processes need.
+    Cause: `ray.init` asks whether the raylet has registered, and sleeps for a second in C++ if it has not.
+    Remove when: it waits for the registration itself.
+    """
+    ask = ray._private.services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        client = ray._raylet.GcsClient(address=gcs_address)
+        end = time.monotonic() + START_S
+        while not client.get_all_node_info() and time.monotonic() < end:
+            time.sleep(ASK_S)
+        return ask(gcs_address, node_id)
+
+    with mock.patch.object(ray._private.services, "get_node", get_node):
         yield
 
 

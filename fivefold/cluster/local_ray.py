@@ -20,9 +20,11 @@ from ray.exceptions import AuthenticationError
 
 from fivefold.cluster.compat import (
     NoDriverFolders,
+    asked_often,
     keep_token_private,
     on_loopback,
     signals_kept,
+    without_agents,
     without_monitors,
 )
 from fivefold.cluster.machine import check_machine, writable_home
@@ -86,8 +88,8 @@ class LocalRay:
         """Start Ray and connect to it.
 
         If this process is killed and cannot call `end`, the workers end with it. Processes that they have started must
-        notice that themselves, as inference servers and reward programs do, because Ray is killed, too. Two small
-        processes of Ray end within a minute, and the folder stays until the next start.
+        notice that themselves, as inference servers and reward programs do, because Ray is killed, too. The folder
+        stays until the next start.
 
         Raises:
             ValueError: Ray cannot run on this machine as it is set up.
@@ -139,7 +141,10 @@ def _init(folder: Path) -> None:
     store = _object_store_bytes()
     # A container's /dev/shm may be as small as 64 MB. Then the slower temporary folder holds the object store.
     roomy = Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 1.1 * store
-    with signals_kept(), on_loopback(), without_monitors(), writable_home(folder / "home"):
+    with (
+        signals_kept(), on_loopback(), without_monitors(), without_agents(), asked_often(),
+        writable_home(folder / "home"),
+    ):  # fmt: skip
         ray.init(
             address="local",
             num_cpus=min(os.cpu_count() or 1, MAX_STARTING),

@@ -17,9 +17,10 @@ from pydantic import BaseModel
 MOST_SUGGESTIONS = 3
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys, sections included."""
-    return (path for path, _ in _owned_keys(schema, prefix))
+@cache
+def known_keys(schema: type[BaseModel]) -> tuple[str, ...]:
+    """Return the dotted paths of all keys, sections included."""
+    return tuple(path for path, _ in _owned_keys(schema))
 
 
 def _owned_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

@@ -258,6 +258,12 @@ class ModelShape:
         shapes = {"value": self.as_critic, "score": self.as_reward_model, "stored": self.as_reward_model}
         return shapes[head]() if head in shapes else self
 
+    def valued(self, value_head: bool, value_bias: bool) -> ModelShape:
+        """Return the shape of an engine's model over the files of this one: as it is, or with a value head."""
+        if not value_head:
+            return self
+        return self.as_critic() if value_bias else self.as_reward_model()
+
     def as_critic(self) -> ModelShape:
         """Return the shape of this model with a value head in place of its output layer."""
         return replace(self, value_head=True, tied_embeddings=False)

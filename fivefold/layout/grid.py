@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.stages import chunk_sizes
 
 Axis = Literal["tp", "cp", "dp", "pp", "ep", "etp", "edp"]
-AXES: tuple[Axis, ...] = get_args(Axis)
 
 DENSE_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
 EXPERT_AXES: tuple[Axis, ...] = ("etp", "ep", "edp", "pp")

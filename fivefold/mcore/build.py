@@ -111,10 +111,8 @@ def build(
     if config.megatron.use_deterministic_algorithms:
         make_deterministic()
     folder = resolve_model_folder(config.path)
-    stored = shape = load_shape(folder)
-    if value_head:
-        shape = stored.as_critic() if value_bias else stored.as_reward_model()
-    shape = replace(shape, adapters=adapters)
+    stored = load_shape(folder)
+    shape = replace(stored.valued(value_head, value_bias), adapters=adapters)
     _check(config)
     groups = initialize_parallel(layout, seed, timeout_s)
     shards = shard_groups(groups)

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from fivefold.cluster.group import Remote, WorkerGroup, put
 from fivefold.cluster.role import Part
 from fivefold.observe.timers import PhaseTimers
-from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.rollout.receiving import receiver_of
 from fivefold.weights.nccl_link import Invitation, Meeting
 from fivefold.weights.stream import CollectiveSender, Sender, Stack
 from fivefold.weights.transport import Route
 
 if TYPE_CHECKING:
+    from fivefold.roles.rollout_worker import RolloutWorker
+    from fivefold.roles.trainer_worker import TrainerWorker
     from fivefold.rollout.servers.engine import ServerEngine
 
 

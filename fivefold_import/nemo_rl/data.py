@@ -26,7 +26,6 @@ SPLIT = (
 )
 GYM, MATH = "nemo_gym", "math"
 GAMES = ("sliding_puzzle_game",)
-OWN_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ ALGORITHM, GENERATOR = "trainer.algorithm.", "generator."
 ARGUMENTS = "rollout.server_args"
 HANDED_ON = ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching")
 """Options of the engine that its command line has under the same names."""
-MEGATRON_OPTIMIZER = {"optimizer_cpu_offload": {True: "host", False: "device"}}
 
 
 def updates_of_run(draft: Draft) -> int | None:

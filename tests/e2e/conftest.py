@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,21 @@ COMMAND = [sys.executable, "-m", "fivefold"]
 
 TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "bubble")
 """Parts of the names of metrics that measure time, and so differ between runs of the same bits."""
+
+
+def cut_back(run: Path, step: int) -> Path:
+    """Leave of a finished run its checkpoints up to `step`, and the metrics and samples of all steps.
+
+    Returns a copy of the whole run.
+    """
+    whole = Path(shutil.copytree(run, run.parents[1] / "whole" / run.name))
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "weights")
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    return whole
+
 
 Fivefold = Callable[..., subprocess.CompletedProcess[str]]
 

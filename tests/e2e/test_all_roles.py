@@ -9,7 +9,6 @@ and the run goes on with the same bits.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForTokenClassification
 
-from tests.e2e.conftest import ROOT, Fivefold, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
 from tests.e2e.documents import as_listed, listed_metrics
 from tests.e2e.reward_models import TINY, check_scores, write_reward_model
 
@@ -156,10 +155,7 @@ def test_the_expert_is_a_part_of_the_loss_by_its_schedule(run: Path) -> None:
 
 
 def test_the_run_goes_on_with_the_same_bits(run: Path, fivefold: Fivefold, command: tuple[str, ...]) -> None:
-    whole = Path(shutil.copytree(run, run.parents[1] / "copy" / "trial-0"))
-    (run / "summary.json").unlink()
-    for step in range(2, N_STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    whole = cut_back(run, 1)
     result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "continues after step" in result.stdout

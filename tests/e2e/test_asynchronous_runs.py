@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.experience.waiting import read_waiting
 from fivefold.rollout.tokenizer import load_tokenizer
-from tests.e2e.conftest import COMMAND, ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import listed_metrics
 from tests.e2e.held_reward import held_after
 from tests.e2e.reward_models import check_scores, write_reward_model
+from tests.forks import start_forked
 
 BATCH, SAMPLES, STEPS, AGE = 8, 4, 6, 2
 KEYS = (
@@ -42,14 +42,15 @@ def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path, f
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     checkpoints = CheckpointStore(run / "checkpoints")
     with held_after(run / "checkpoints" / "step-000002", tmp_path / "hold"):
-        first = subprocess.Popen(
-            [*COMMAND, *command(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        errors = tmp_path / "errors"
+        first = start_forked(
+            command(tmp_path), cwd=ROOT, environment=environment, output=tmp_path / "output", errors=errors
         )
         while (latest := checkpoints.latest()) is None or latest.step < 2:
-            assert first.poll() is None, first.communicate()
+            assert first.is_alive(), errors.read_text()
             time.sleep(0.01)
         first.kill()
-        first.communicate()
+        first.join()
     latest = checkpoints.latest()
     assert latest is not None
     assert latest.step < STEPS

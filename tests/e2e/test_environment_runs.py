@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import ROOT, Fivefold, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
 
 TRAIN = (
     "train", str(ROOT / "recipes" / "guess-digit.yaml"), "gconfig.n_samples=4", "evaluator.n_samples=4",
-    "evaluator.freq_steps=2", "recover.freq_steps=1", "stats.n_logged_samples=4",
+    "evaluator.freq_steps=2", "recover.freq_steps=1", "recover.max_to_keep=4", "stats.n_logged_samples=4",
     "actor.optimizer.lr_scheduler_type=constant",
 )  # fmt: skip
 URL = ("environment.game=null", "environment.agent=fivefold.environments.guess_digit:play")
@@ -48,24 +48,30 @@ def test_a_run_says_how_its_episodes_were(played: Path) -> None:
     assert all(sample["n_tokens"] == sample.get("n_turns", 1) for sample in samples), "a turn is one token"
 
 
-@pytest.mark.parametrize("way", ["a URL", "two starts"])
-def test_the_same_episodes_train_the_same_weights(way: str, played: Path, fivefold: Fivefold) -> None:
-    run = played.with_name(way.replace(" ", "-"))
-    options = URL if way == "a URL" else ()
-    for total in (4,) if way == "a URL" else (2, 4):
-        result = fivefold(*TRAIN, *place(run), f"total_train_steps={total}", *options)
-        assert result.returncode == 0, result.stderr + result.stdout
-    [mine, wanted] = [load_file(folder / "weights" / "model.safetensors") for folder in (run, played)]
+def assert_same_weights(run: Path, other: Path) -> None:
+    [mine, wanted] = [load_file(folder / "weights" / "model.safetensors") for folder in (run, other)]
     assert all((mine[name] == tensor).all() for name, tensor in wanted.items())
-    own = metrics(run)
-    if way == "a URL":
-        # An agent returns in the end; a game that was not won stops for its turns.
-        own, theirs = (
-            [{k: v for k, v in row.items() if "ended" not in k} for row in each] for each in (own, metrics(played))
-        )
-        assert own == theirs
-    else:
-        assert own == metrics(played)
+
+
+def test_the_same_episodes_through_a_url_train_the_same_weights(played: Path, fivefold: Fivefold) -> None:
+    run = played.with_name("a-url")
+    result = fivefold(*TRAIN, *place(run), "total_train_steps=4", *URL)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert_same_weights(run, played)
+    # An agent returns in the end; a game that was not won stops for its turns.
+    own, theirs = (
+        [{k: v for k, v in row.items() if "ended" not in k} for row in metrics(each)] for each in (run, played)
+    )
+    assert own == theirs
+
+
+def test_a_resumed_run_trains_the_same_weights(played: Path, fivefold: Fivefold) -> None:
+    whole = cut_back(played, 2)
+    result = fivefold(*TRAIN, *place(played), "total_train_steps=4")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "continues after step 2" in result.stdout
+    assert_same_weights(played, whole)
+    assert metrics(played) == metrics(whole)
 
 
 def test_the_weights_play_in_an_evaluation_too(played: Path, fivefold: Fivefold) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold, cut_back
 
 N_STEPS = 3
 TRAIN = (
@@ -36,9 +35,7 @@ def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -
     on_fsdp = rows(run)
     assert all(row["grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in on_fsdp)
     assert all(row["rollout_mismatch/max"] < 1e-3 for row in on_fsdp), "trainer and rollout have different weights"
-    (run / "summary.json").unlink()
-    for step in range(2, N_STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    cut_back(run, 1)
     goes_on = fivefold(
         *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=megatron:t2", "critic.backend=megatron:d1"
     )

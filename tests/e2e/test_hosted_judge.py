@@ -19,7 +19,7 @@ from fivefold.roles.judge import sampling_of
 from fivefold.rollout.protocol import GenerationRequest, complete, question_seed
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
-from tests.e2e.conftest import ROOT, Fivefold, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
 
 TOOLS = ROOT / "fivefold" / "models" / "tiny-moe-tools"
 TEMPLATE, PATTERN, MAX_TOKENS, SEED = "How much is {response}?", r"(\d)", 24, 7
@@ -151,10 +151,7 @@ def test_the_rollout_is_awake_for_further_rounds_and_evaluations(in_turn: Path) 
 def test_an_interrupted_run_continues_with_the_same_scores(
     in_turn: Path, fivefold: Fivefold, in_turn_command: tuple[str, ...]
 ) -> None:
-    whole = Path(shutil.copytree(in_turn, in_turn.parents[1] / "copy" / "trial-0"))
-    (in_turn / "summary.json").unlink()
-    for step in (2, 3):
-        shutil.rmtree(in_turn / "checkpoints" / f"step-{step:06}")
+    whole = cut_back(in_turn, 1)
     result = fivefold(*in_turn_command)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "continues after step 1" in result.stdout

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold, cut_back
 
+RUN = Path("quickstart/trial-0")
+TINY_MOE = ROOT / "fivefold" / "models" / "tiny-moe"
 LORA = ("actor.lora.rank=4", "actor.lora.rank_of_experts=2", "actor.lora.alpha=8", "actor.optimizer.lr=1e-3")
 ADAPTERS = (*LORA, "actor.lora.use_rslora=true", "actor.kl_ctl=0.01")
 TRAIN = (
@@ -25,14 +27,12 @@ def run(fivefold: Fivefold, folder: Path, n_steps: int, *keys: str, says: str) -
     result = fivefold(*TRAIN, f"cluster.fileroot={folder}", f"total_train_steps={n_steps}", *keys)
     assert result.returncode == 0, result.stderr + result.stdout
     assert says in result.stdout
-    [file] = folder.glob("*/*/metrics.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
 
 
 def changed(folder: Path) -> set[str]:
     """Return the weights of a run that differ from those that it began with."""
-    [file] = folder.glob("*/*/weights/model.safetensors")
-    before, after = load_file(ROOT / "fivefold" / "models" / "tiny-moe" / "model.safetensors"), load_file(file)
+    before, after = (load_file(model / "model.safetensors") for model in (TINY_MOE, folder / "weights"))
     assert before.keys() == after.keys()
     return {name for name in before if not (before[name].float() == after[name].float()).all()}
 
@@ -41,16 +41,17 @@ def test_the_reference_is_the_model_without_its_adapters_and_a_run_resumes_with_
     fivefold: Fivefold, tmp_path: Path
 ) -> None:
     says = "rank 4, 2 of each expert"
-    whole = run(fivefold, tmp_path / "whole", 3, *ADAPTERS, says=says)
+    whole = run(fivefold, tmp_path, 2, *ADAPTERS, says=says)
     assert whole[0]["kl_ref"] == 0.0, "new adapters change nothing, and the reference has none"
     assert whole[1]["kl_ref"] > 0.0
-    run(fivefold, tmp_path / "resumed", 1, *ADAPTERS, says=says)
-    assert run(fivefold, tmp_path / "resumed", 2, *ADAPTERS, says=says)[1]["kl_ref"] == whole[1]["kl_ref"]
-    [folder] = (tmp_path / "whole").glob("*/*/weights")
+    folder = tmp_path / RUN / "weights"
     adapters = load_file(folder / "adapter/adapter_model.safetensors")
     adapted = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapters if "lora_A" in name}
-    assert changed(tmp_path / "whole") == adapted
+    assert changed(tmp_path / RUN) == adapted
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["use_rslora"] is True
+    cut_back(tmp_path / RUN, 1)
+    resumed = run(fivefold, tmp_path, 2, *ADAPTERS, says=says)
+    assert resumed[1]["kl_ref"] == whole[1]["kl_ref"]
 
 
 @pytest.mark.parametrize("keys", [(), ("rollout.max_head_offpolicyness=1",)], ids=["in turn", "ahead"])
@@ -95,11 +96,11 @@ def test_frozen_weights_stay_the_others_learn_and_a_run_resumes_with_the_same_bi
     keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
 ) -> None:
     keys, says = (*FREEZE, *keys, "rollout.backend=transformers:d1"), "frozen"
-    whole = run(fivefold, tmp_path / "whole", 2, *keys, says=says)
+    whole = run(fivefold, tmp_path, 2, *keys, says=says)
     assert all(row["grad_norm"] > 0 for row in whole)
-    run(fivefold, tmp_path / "resumed", 1, *keys, says=says)
-    assert run(fivefold, tmp_path / "resumed", 2, *keys, says=says)[1]["grad_norm"] == whole[1]["grad_norm"]
-    names = load_file(ROOT / "fivefold" / "models" / "tiny-moe" / "model.safetensors").keys()
+    cut_back(tmp_path / RUN, 1)
+    assert run(fivefold, tmp_path, 2, *keys, says=says)[1]["grad_norm"] == whole[1]["grad_norm"]
+    names = load_file(TINY_MOE / "model.safetensors").keys()
     frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in FROZEN)}
     assert 0 < len(frozen) < len(names)
-    assert changed(tmp_path / "whole") == names - frozen
+    assert changed(tmp_path / RUN) == names - frozen

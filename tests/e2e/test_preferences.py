@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from tests.e2e.conftest import ROOT, Fivefold, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
 from tests.e2e.documents import as_listed, listed_metrics
 
 N_STEPS = 4
@@ -176,12 +175,7 @@ def test_an_example_leaves_room_for_the_token_that_follows_it(tmp_path: Path) ->
 
 def test_a_run_goes_on_with_the_same_bits(runs: Runs) -> None:
     run = runs.folder("dpo")
-    whole = Path(shutil.copytree(run, run.with_name("copy")))
-    # What is left of the run is its second checkpoint.
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "weights")
-    for step in range(3, N_STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    whole = cut_back(run, 2)
     assert "continues after step" in runs.run("dpo")
     assert rows(run) == rows(whole)
     mine, other = (load_file(path / "weights" / "model.safetensors") for path in (run, whole))

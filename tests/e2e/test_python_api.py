@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from fivefold import Run
 from fivefold.config.problems import RecipeError
 from tests.e2e.conftest import ROOT
+from tests.forks import run_forked
 
 PAGE = ROOT / "docs" / "python.md"
 CHECK = """
@@ -37,10 +36,8 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     assert "  batch_size: 32 " in recipe
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "quickstart.yaml").write_text(recipe.replace("  batch_size: 32 ", "  batch_size: 4 "))
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
-    )  # fmt: skip
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    done = run_forked([str(program)], cwd=tmp_path, environment=environment, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "2 of 4: reward" in done.stdout
     assert "3 of 4" not in done.stdout

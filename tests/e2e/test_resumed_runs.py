@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_to_torch_dist
-from tests.e2e.conftest import COMMAND, ROOT, Fivefold, is_timed
+from tests.e2e.conftest import COMMAND, ROOT, Fivefold, cut_back, is_timed
 from tests.e2e.held_reward import held_after
+from tests.forks import start_forked
 
 N_STEPS = 5
 KEEP_ALL = f"recover.max_to_keep={N_STEPS}"
@@ -99,6 +100,22 @@ def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tu
     return code, output.read_text(), errors.read_text()
 
 
+def kill(run: Path) -> None:
+    """Train, in a forked process, which is killed in the step after the first checkpoint."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    folder = run.parents[1]
+    errors = folder / "errors"
+    with held_after(run / "checkpoints" / "step-000001", folder / "hold"):
+        driver = start_forked(
+            (*TRAIN, *place(run)), cwd=folder, environment=environment, output=folder / "output", errors=errors
+        )
+        while last_step(run) < 1:
+            assert driver.is_alive(), errors.read_text()
+            time.sleep(0.01)
+        driver.kill()
+        driver.join()
+
+
 @dataclass(frozen=True)
 class Ended:
     """A run that was killed, went on, and then ended because its terminal was closed."""
@@ -113,8 +130,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def ended(undisturbed: Path) -> Ended:
     run = undisturbed.with_name("interrupted")
-    code, *_ = interrupted(run, subprocess.Popen.kill)
-    assert code == -signal.SIGKILL
+    kill(run)
     code, output, errors = interrupted(run, lambda driver: os.killpg(driver.pid, signal.SIGHUP))
     assert code == 130, errors
     return Ended(run, Path(shutil.copytree(run, run.with_name("copy"))), output, errors)
@@ -214,12 +230,7 @@ def test_supervised_fine_tuning_goes_on_with_the_same_bits(folder: Path, fivefol
     command = (*SFT, f"train_dataset.path={examples}", *place(run))
     result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
-    whole = Path(shutil.copytree(run, run.with_name("copy")))
-    # What is left of the run is its second checkpoint, and the metrics of steps that are in no checkpoint.
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "weights")
-    for step in range(3, N_STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06}")
+    whole = cut_back(run, 2)
     result = fivefold(*command)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "continues after step" in result.stdout

@@ -32,9 +32,9 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_r
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
-from fivefold.rollout.servers.life import ServerLife
+from fivefold.rollout.servers.life import Restarts, ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
-from fivefold.rollout.servers.process import ServerDied, last_said
+from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.stream import ServerStream
 from fivefold.rollout.servers.updates import ServerUpdates
 from fivefold.rollout.servers.weights import StagedWeights
@@ -89,9 +89,7 @@ class ServerEngine:
         )
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""
-        self._n_restarts = 0
-        self._restarts: list[str] = []
-        """Why the server was started again, as far as `take_restarts` has not told."""
+        self._restarts = Restarts(spec.max_restarts)
         self._quiet_since = 0.0
         """When the server last showed that it works, on the clock of `time.monotonic`."""
         self._start()
@@ -148,8 +146,7 @@ class ServerEngine:
 
     def take_restarts(self) -> list[str]:
         """Return why the server was started again since the last call, each with its last messages."""
-        restarts, self._restarts = self._restarts, []
-        return restarts
+        return self._restarts.take()
 
     def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
         """Ask the server, and return its reply; any thread may."""
@@ -184,13 +181,12 @@ class ServerEngine:
         """
         if self._life.is_ready:
             return
-        again = f" again ({self._n_restarts} of {self._spec.max_restarts} times)" if self._n_restarts else ""
-        with counting(f"starting the server{again}"):
+        with counting(f"starting the server{self._restarts.count}"):
             while not self._life.is_ready:
                 try:
                     self._life.wait_until_ready()
                 except ServerDied as death:
-                    if self._n_restarts == 0:
+                    if not self._restarts.count:
                         raise
                     self._restart(death)
 
@@ -226,12 +222,7 @@ class ServerEngine:
         Raises:
             ServerDied: it has died too often.
         """
-        self._n_restarts += 1
-        if self._n_restarts > self._spec.max_restarts:
-            raise death
-        note = f"{death}; it is started again ({self._n_restarts} of {self._spec.max_restarts} times)"
-        self._restarts.append(f"{note}. Its last messages:\n{last_said()}")
-        print(note, flush=True)
+        self._restarts.add(death)
         self._life.close()
         self._lost |= self._stream.lose()
         self._start()

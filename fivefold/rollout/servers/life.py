@@ -18,7 +18,7 @@ from fivefold.rollout.servers.dialect import Ask, Dialect
 from fivefold.rollout.servers.follower import Follower
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.port import claim_port
-from fivefold.rollout.servers.process import ServerDied, ServerProcess
+from fivefold.rollout.servers.process import ServerDied, ServerProcess, last_said
 from fivefold.rollout.servers.weights import WeightLoader
 
 DEATH_S = 60.0
@@ -27,6 +27,40 @@ GRACE_S = 60.0
 """Seconds that a server has, besides `rollout.server_timeout_s`, to load weights, to sleep or to wake."""
 WELL_S = 2.0
 """Seconds that a server has to say that it is well, when it has not taken its weights."""
+
+
+class Restarts:
+    """The starts of a server after its first one."""
+
+    def __init__(self, most: int) -> None:
+        """Allow `most` of them."""
+        self._most = most
+        self._n = 0
+        self._told: list[str] = []
+        """Why they were, as far as `take` has not told."""
+
+    @property
+    def count(self) -> str:
+        """Which of them is the last one, as in ` again (1 of 3 times)`; nothing before the first."""
+        return f" again ({self._n} of {self._most} times)" if self._n else ""
+
+    def add(self, death: ServerDied) -> None:
+        """Allow one more, after a death.
+
+        Raises:
+            ServerDied: it is one too many.
+        """
+        if self._n == self._most:
+            raise death
+        self._n += 1
+        note = f"{death}; it is started{self.count}"
+        self._told.append(f"{note}. Its last messages:\n{last_said()}")
+        print(note, flush=True)
+
+    def take(self) -> list[str]:
+        """Return why they were since the last call, each with the server's last messages."""
+        told, self._told = self._told, []
+        return told
 
 
 class ServerLife:

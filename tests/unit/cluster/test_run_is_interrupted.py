@@ -111,8 +111,8 @@ def test_workers_end_if_the_driver_is_killed(tmp_path: Path) -> None:
         for pid in started:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        assert gone(pids)
     # The next run begins with a folder of its own, and removes the one that is left. It may be one of another test.
-    # While two small processes of Ray go on, they may write to it.
     deadline = time.monotonic() + SOON_S
     while left.exists() and time.monotonic() < deadline:
         PrivateFolder.create(left.parent).remove()
