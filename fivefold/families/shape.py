@@ -258,19 +258,13 @@ class ModelShape:
         shapes = {"value": self.as_critic, "score": self.as_reward_model, "stored": self.as_reward_model}
         return shapes[head]() if head in shapes else self
 
-    def valued(self, value_head: bool, value_bias: bool) -> ModelShape:
-        """Return the shape of an engine's model over the files of this one: as it is, or with a value head."""
-        if not value_head:
-            return self
-        return self.as_critic() if value_bias else self.as_reward_model()
-
-    def as_critic(self) -> ModelShape:
+    def as_critic(self, *, has_bias: bool = True) -> ModelShape:
         """Return the shape of this model with a value head in place of its output layer."""
-        return replace(self, value_head=True, tied_embeddings=False)
+        return replace(self, value_head=True, value_bias=has_bias, tied_embeddings=False)
 
     def as_reward_model(self) -> ModelShape:
         """Return the shape of this model with a value head without bias in place of its output layer."""
-        return replace(self, value_head=True, value_bias=False, tied_embeddings=False)
+        return self.as_critic(has_bias=False)
 
     # Widths
 

@@ -118,7 +118,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         stored = load_shape(self._folder)
-        self.shape = replace(stored.valued(value_head, value_bias), adapters=adapters)
+        self.shape = replace(stored.as_critic(has_bias=value_bias) if value_head else stored, adapters=adapters)
         self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()

@@ -112,7 +112,7 @@ def build(
         make_deterministic()
     folder = resolve_model_folder(config.path)
     stored = load_shape(folder)
-    shape = replace(stored.valued(value_head, value_bias), adapters=adapters)
+    shape = replace(stored.as_critic(has_bias=value_bias) if value_head else stored, adapters=adapters)
     _check(config)
     groups = initialize_parallel(layout, seed, timeout_s)
     shards = shard_groups(groups)
