@@ -66,7 +66,8 @@ def _marks(
         yield Masked(masked)
     above, below = actor.group_mean_above, actor.group_mean_below
     if above is not None or below is not None:
-        yield MaskedGroups(-inf if above is None else above, inf if below is None else below)
+        of_accuracy = actor.group_mean_of == "accuracy"
+        yield MaskedGroups(-inf if above is None else above, inf if below is None else below, of_accuracy)
     if experts is not None or actor.positive_nll_coeff > 0:
         yield Imitated(experts, actor.positive_nll_coeff)
     if (weights := SampleWeights.of(actor)) is not None:
@@ -120,7 +121,7 @@ def _advantages(
     if estimator is not None:
         yield PenaltyInReward(estimator)
     if actor.whitens:
-        yield WhitenedAdvantages(models.actor)
+        yield WhitenedAdvantages(models.actor, actor.whiten_by_source)
 
 
 def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Iterator[Part]:

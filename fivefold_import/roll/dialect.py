@@ -10,7 +10,7 @@ from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
-from fivefold_import.roll import agents, given
+from fivefold_import.roll import agents, files, given
 from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
@@ -309,6 +309,9 @@ def _whitening(draft: Draft) -> None:
     key = "whiten_advantages"
     if draft.get(key) is True:
         draft.mapped(key, "actor.whiten_advantages", True)
+        if len({name.split(".")[1] for name in draft.keys("rewards.*")}) > 1:
+            draft.recipe["actor.whiten_by_source"] = True
+            draft.notes.append("actor.whiten_by_source=true: ROLL whitens the advantages of each domain")
     draft.implied(key, "it is switched off")
 
 
@@ -379,4 +382,5 @@ DIALECT = Dialect(
     {REINFORCEMENT: Conversion(convert, RULES.defaults, count_updates), SFT: given.FINE_TUNING, PREFERENCES: given.DPO},
     SIGNS,
     merge=merge,
+    read=files.read,
 )

@@ -27,6 +27,8 @@ class RowsConfig(Section):
     reader: Annotated[str | None, Field(pattern=r"^[^\x00-\x1f\x7f]+:\w+$")] = None
     """Your own function that reads each path, as `module:function` or `file.py:function`: it is called with the path
     and `split`, and yields rows, a mapping of columns each; null: Fivefold reads the path."""
+    reader_kwargs: Annotated[dict[str, Any], reads_if(given("reader"))] = {}
+    """Further keyword arguments of the function."""
     split: str | None = None
     """Split of a `datasets`, ModelScope or package name, or of a folder whose files are named after splits; null:
     `train`."""

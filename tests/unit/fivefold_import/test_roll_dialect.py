@@ -169,10 +169,7 @@ def test_a_judge_in_processes_of_the_run_keeps_its_model_its_layout_and_its_leng
     conversion = convert_text("roll", tmp_path, text)
     keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
     assert len(keys) == 14
-    assert keys & conversion.unsupported() == {
-        "rewards.judge.judge_prompt",
-        "rewards.judge.generating_args.top_p",
-    }
+    assert keys & conversion.unsupported() == {"rewards.judge.judge_prompt"}
     assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
         "reward.fn": "judge",
         "reward.kwargs.max_tokens": 100,
