@@ -47,7 +47,8 @@ def _with_parents(path: Path, deepest: int) -> Document:
         if entry == SELF:
             parts.append(own)
         elif (parent := _parent(path, entry)) is not None:
-            parts.append(_with_parents(parent, deepest - 1))
+            if parent.read_bytes().strip():
+                parts.append(_with_parents(parent, deepest - 1))
         else:
             problems.append(
                 f"{path.name}: its {DEFAULTS} have {entry}, and no such file is there: its keys are missing"
