@@ -80,7 +80,9 @@ def spread_experts(draft: Draft, source: str) -> None:
     elif plan is None or plan.backend != "vllm" or draft.get(f"{section}.data_parallel_size", 1) != 1:
         draft.unsupported(source, reasons.ROLLOUT_DEGREES)
     elif draft.get(source) != tensor:
-        draft.unsupported(source, f"vLLM spreads experts over the {tensor} ranks of a replica: {reasons.ROLLOUT_DEGREES}")
+        draft.unsupported(
+            source, f"vLLM spreads experts over the {tensor} ranks of a replica: {reasons.ROLLOUT_DEGREES}"
+        )
     else:
         arguments = draft.recipe.setdefault(TO, [])
         arguments.append("--enable-expert-parallel")

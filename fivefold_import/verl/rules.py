@@ -190,6 +190,12 @@ def _scored_by_model(draft: Draft, source: str) -> None:
 # The run
 
 
+def _all_samples(draft: Draft, source: str) -> None:
+    """Convert a folder for all samples of each step, or of each evaluation, which are in the run's folder here."""
+    section = "stats" if "rollout" in source else "evaluator"
+    draft.mapped(source, f"{section}.n_logged_samples", "all", "in the run's folder")
+
+
 def _outputs(draft: Draft, source: str) -> None:
     """Convert the folder of all results, which may be an argument of the script that is not given here."""
     if draft.get(source) in (None, ""):

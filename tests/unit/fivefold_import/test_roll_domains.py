@@ -250,7 +250,10 @@ def test_known_games_are_played_by_fivefold(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("env_type: sokoban", "env_type: chess"),
-        ("${env_manager_cls}\n    agent_system_template: Play.\n", "${env_manager_cls}\n    agent_system_template: Other.\n"),
+        (
+            "${env_manager_cls}\n    agent_system_template: Play.\n",
+            "${env_manager_cls}\n    agent_system_template: Other.\n",
+        ),
         ("tokens: {observation}", "tokens: {observation} {suffix}"),
         ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),
         ("max_tokens_per_step: 32", "max_tokens_per_step: 32\n    agent_runner_cls: my.Runner"),
