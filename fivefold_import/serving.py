@@ -71,22 +71,17 @@ def engine_option(draft: Draft, source: str) -> None:
 
 
 def spread_experts(draft: Draft, source: str) -> None:
-    """Convert the ranks of vLLM over which experts are spread: all of a replica or one, as vLLM has no others."""
-    section, plan = source.rpartition(".")[0], draft.plans.get("rollout")
-    degrees = [draft.get(f"{section}.{name}") for name in ("tensor_parallel_size", "tensor_model_parallel_size")]
-    tensor = next((degree for degree in degrees if degree is not None), 1)
-    if draft.get(source) in (1, None):
+    """Convert the ranks over which an engine spreads experts: all of a replica, or one."""
+    section, plan, ranks = source.rpartition(".")[0], draft.plans.get("rollout"), draft.get(source)
+    has_more = draft.get(f"{section}.data_parallel_size", 1) != 1 or draft.get("sglang_dp_size", 1) != 1
+    if ranks in (1, None):
         draft.implied(source, "experts are not spread over ranks")
-    elif plan is None or plan.backend != "vllm" or draft.get(f"{section}.data_parallel_size", 1) != 1:
-        draft.unsupported(source, reasons.ROLLOUT_DEGREES)
-    elif draft.get(source) != tensor:
-        draft.unsupported(
-            source, f"vLLM spreads experts over the {tensor} ranks of a replica: {reasons.ROLLOUT_DEGREES}"
-        )
+    elif plan is None or plan.backend not in ("vllm", "sglang") or has_more or ranks != plan.get("tp"):
+        draft.unsupported(source, f"experts are spread over the t ranks of a replica: {reasons.ROLLOUT_DEGREES}")
     else:
         arguments = draft.recipe.setdefault(TO, [])
-        arguments.append("--enable-expert-parallel")
-        draft.mapped(source, TO, arguments, "vLLM spreads experts over the ranks of a replica")
+        arguments.append("--enable-expert-parallel" if plan.backend == "vllm" else f"--ep-size={ranks}")
+        draft.mapped(source, TO, arguments, "the engine spreads experts over the ranks of a replica")
 
 
 def of_vllm(name: str, value: Any) -> str | None:

@@ -197,7 +197,7 @@ class AdvantageMoments:
 
     change: Callable[[Batch], Batch]
     n_sources: int | None = None
-    """Number of data sources whose moments are separate, by the field `source`; None: those of all tokens together."""
+    """Number of data sources whose moments are separate, by the field `source`; None: there is one for all tokens."""
 
     def __call__(self, batch: Batch) -> tuple[list[Moments], dict[str, torch.Tensor]]:
         """Return the moments, of each source if they are separate, and no column."""

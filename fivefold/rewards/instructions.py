@@ -203,7 +203,7 @@ def _read(ground_truth: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(truth, Mapping):
         raise ValueError(f"the ground truth is a {type(truth).__name__}: {form}")
     name = truth.get(FUNCTION)
-    if name not in CHECKS:
+    if not isinstance(name, str) or name not in CHECKS:
         raise ValueError(f"the ground truth has {FUNCTION}={name!r}, which is none of {', '.join(CHECKS)}")
     _, *wanted = inspect.signature(CHECKS[name]).parameters
     if missing := [argument for argument in wanted if truth.get(argument) is None]:

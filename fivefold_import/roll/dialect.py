@@ -270,6 +270,8 @@ def _advantages(draft: Draft) -> None:
             draft.recipe.setdefault(STD_LEVEL, levels[draft.get("reward_norm")])
     for key in ("reward_shift", "reward_scale"):
         draft.implied(key, "it says whether reward_norm is about the mean or the standard deviation")
+    if draft.get("reward_norm") in (None, "None"):
+        draft.implied("reward_norm", "norm_mean_type and norm_std_type say how rewards are normalised")
     _whitening(draft)
     if estimator == "reinforce":
         for target in (MEAN_LEVEL, STD_LEVEL):

@@ -23,7 +23,7 @@ PROMPTS, PROMPT_MAP = "roll/utils/prompt.py", "prompt_maps"
 
 
 def read(path: Path, environment: Mapping[str, str]) -> Document:
-    """Return the keys of a file with those of the files in its `defaults`.
+    """Return the keys of a file, and of the files in its `defaults`.
 
     Raises:
         ValueError: a file cannot be read, or its `defaults` lead back to it.

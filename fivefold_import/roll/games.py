@@ -68,7 +68,7 @@ def convert_games(draft: Draft, prompts: int) -> None:
     for tag in _tags(draft):
         _chat(draft, f"{ENVS}{tag}.")
     draft.notes.append(
-        "FrozenLake and Sokoban are Fivefold's own games: symbols and rewards are ROLL's, the rules are told in other "
+        "FrozenLake and Sokoban are Fivefold's own games: symbols and rewards are ROLL's, the rules have other "
         "words unless env_instruction has them, and boards of the same kind are drawn otherwise"
     )
 

@@ -49,7 +49,7 @@ class RowsConfig(Section):
 
 
 class AskedRowsConfig(RowsConfig):
-    """Prompts of their own columns."""
+    """Prompts in separate columns."""
 
     prompt_template: Annotated[str | None, Field(min_length=1), reads_if(absent("messages_key"))] = None
     """A text with `{prompt}`, in whose place each prompt of the data comes; null: prompts stay as they are. It is for

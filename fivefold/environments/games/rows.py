@@ -21,7 +21,7 @@ def rows(path: str, split: str | None, games: Mapping[str, Mapping[str, Any]], s
         path: not read.
         split: not read.
         games: by the name of a data source, `n` tasks of a game, with the further keys of its `extra_info`
-            (`GridGame.reset`); `rules` is told in place of the game's own.
+            (`GridGame.reset`); `rules` replaces the game's text.
         seed: seed of the first task.
 
     Raises:

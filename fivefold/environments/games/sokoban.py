@@ -64,6 +64,8 @@ class Sokoban:
                 f"num_boxes={self.num_boxes}"
             )
         self._random = np.random.default_rng(self.seed)
+        self._player: Place = (0, 0)
+        self._boxes: frozenset[Place] = frozenset()
         for _ in range(MOST_LEVELS):
             self._floor = self._dug()
             if len(self._floor) > 2 * self.num_boxes + 1 and self._placed():
