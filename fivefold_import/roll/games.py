@@ -40,7 +40,7 @@ GAME, READER = "fivefold.environments.games.grid:GridGame", "fivefold.environmen
 
 def are_known(draft: Draft) -> bool:
     """Return whether all games of the source are known, and are played in chats of one form."""
-    tags = _tags(draft)
+    tags = _tags(draft) if isinstance(draft.get(f"{TRAIN_ENVS}tags"), list) else []
     forms = {tuple(draft.get(f"{ENVS}{tag}.agent_{name}") for name in ("system_template", "template")) for tag in tags}
     fields = {field for _, form in forms for field in re.findall(r"\{(\w*)\}", str(form))}
     return (
@@ -61,7 +61,7 @@ def convert_games(draft: Draft, prompts: int) -> None:
     if n > MOST_ROWS:
         draft.notes.append(f"train_dataset has {MOST_ROWS} tasks, which come again: ROLL makes {n} of them")
     _rows(draft, TRAIN_ENVS, "train_dataset.", min(n, MOST_ROWS), draft.read("seed", whole, 42))
-    if draft.keys(f"{HELD_OUT_ENVS}*"):
+    if isinstance(draft.get(f"{HELD_OUT_ENVS}tags"), list):
         groups = draft.read(f"{HELD_OUT_ENVS}num_env_groups", positive, 128)
         draft.recipe |= {"valid_dataset.path": "games", "valid_dataset.reader": READER}
         _rows(draft, HELD_OUT_ENVS, "valid_dataset.", groups, draft.read("seed", whole, 42) + HELD_OUT_SEED)
@@ -81,7 +81,8 @@ def _tags(draft: Draft) -> list[str]:
 
 def _rows(draft: Draft, section: str, to: str, n: int, seed: int) -> None:
     """Convert the tasks of a section: each game's share of `n`."""
-    tags = [str(tag) for tag in draft.get(f"{section}tags", ())]
+    found = draft.get(f"{section}tags")
+    tags = [str(tag) for tag in found] if isinstance(found, list) else []
     shares = draft.get(f"{section}num_groups_partition")
     known = isinstance(shares, list) and len(shares) == len(tags) and all(isinstance(each, int) for each in shares)
     parts = dict(zip(tags, shares if known else [1] * len(tags), strict=True))

@@ -46,7 +46,15 @@ def test_every_key_ends_in_one_entry_that_names_a_key_of_the_recipe_or_a_reason(
         assert len({entry.key for entry in entries}) == len(entries), fixture
         for entry in entries:
             if entry.outcome == "mapped":
-                by_name = ("reward.rewards.", "valid_datasets.", "chat_template_kwargs.", "scheduler.environment.")
+                by_name = (
+                    "reward.rewards.",
+                    "valid_datasets.",
+                    "chat_template_kwargs.",
+                    "scheduler.environment.",
+                    "train_dataset.reader_kwargs.",
+                    "valid_dataset.reader_kwargs.",
+                    "train_dataset.source_weights.",
+                )
                 assert entry.to in known or entry.to.startswith(by_name), (fixture, entry)
                 assert conversion.recipe[entry.to] == entry.result, (fixture, entry)
             else:
