@@ -74,7 +74,10 @@ def convert_rewards(draft: Draft) -> None:
 def _domains(draft: Draft, names: Sequence[str]) -> None:
     """Let the rows' tags become data sources, which ROLL calls domains: the names of the rewards."""
     tags = {name: f"rewards.{name}.tag_included" for name in names}
-    domains = {str(tag): name for name, key in tags.items() for tag in draft.get(key, ())}
+    for key in [key for key in tags.values() if draft.writes(key) and not isinstance(draft.get(key), list)]:
+        draft.unsupported(key, f"{draft.get(key)!r} is not a list of tags")
+    lists = {name: draft.get(key) for name, key in tags.items() if isinstance(draft.get(key), list)}
+    domains = {str(tag): name for name, own in lists.items() for tag in own}
     draft.recipe |= {"train_dataset.reader": READER, DOMAINS: domains}
     for key in filter(draft.writes, tags.values()):
         draft.mapped(key, DOMAINS, domains, f"{READER} reads ROLL's rows: the domain of the tag is the data source")
