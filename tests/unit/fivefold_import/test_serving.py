@@ -166,3 +166,14 @@ def test_rounds_of_dynamic_sampling_are_counted_in_batches_that_are_trained() ->
     assert conversion.recipe["actor.dynamic_sampling_max_rounds"] == 30
     assert "data.gen_batch_size" not in conversion.unsupported()
     assert "data.gen_batch_size" in convert_words("verl", *given).unsupported()
+
+
+def test_kernels_for_weights_in_fp8_are_environment_variables_as_in_nemo_rl() -> None:
+    section = "policy.generation.vllm_cfg."
+    given = ["policy.model_name=some/model", "grpo.num_prompts_per_step=8", f"{section}use_deep_gemm=true"]
+    variable = "scheduler.environment.rollout.VLLM_USE_DEEP_GEMM"
+    recipe = convert_words("nemo_rl", *given, f"{section}precision=fp8").recipe
+    assert (recipe[variable], recipe[f"{variable}_E8M0"]) == ("1", "0")
+    other = convert_words("nemo_rl", *given, f"{section}precision=bfloat16")
+    assert variable not in other.recipe
+    assert f"{section}use_deep_gemm" not in other.unsupported()
