@@ -32,6 +32,7 @@ from fivefold.experience.source import Experience, Source
 from fivefold.experience.stream import Stream
 from fivefold.experience.waiting import Saved, taken_over
 from fivefold.observe.columns import TRAIN_COLUMNS
+from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.step_log import SampleLog
 from fivefold.roles.devices import Roles
@@ -151,7 +152,7 @@ class Reinforcement:
             self._send_weights(step)
             self.source.stream.settle()
         with self._timers.phase("evaluation"):
-            evaluation = evaluator.run(self.source.stream)
+            evaluation = evaluator.run(self.source.stream, partial(self._write_held_out, step))
         when = f"after step {step}" if step else "before training"
         run.screen.note(f"held-out accuracy {when}: {evaluation.told}", style="cyan")
         return evaluation.measures
@@ -191,6 +192,17 @@ class Reinforcement:
         records = [as_record(sample, step=step) for sample in logged]
         log.write(records)
         return len(records)
+
+    def _write_held_out(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log the samples of an evaluation, as many as the recipe wants."""
+        wanted, evaluator = self._setup.recipe.evaluator.n_logged_samples, self._setup.evaluator
+        logged = samples if wanted == "all" else samples[:wanted]
+        if not logged or evaluator is None:
+            return
+        with JsonLines(self._run.folder.held_out_samples) as lines:
+            for sample in logged:
+                lines.write({**as_record(sample, step=step), "set": evaluator.set_of(sample.prompt)})
+            lines.sync()
 
     def _described(self, samples: Sequence[Sample]) -> dict[str, float]:
         by_source = len(self._setup.data.sources) > 1

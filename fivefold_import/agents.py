@@ -92,7 +92,8 @@ def complete(draft: Draft) -> None:
     one = player(draft)
     if one is None:
         return
-    if not any(entry.note == TO_WRITE[one] for entry in draft.entries):
+    is_open = draft.recipe[f"environment.{one}"] == MISSING
+    if is_open and not any(entry.note == TO_WRITE[one] for entry in draft.entries):
         draft.notes.append(f"environment.{one}: no key of the source names what plays the episodes: {TO_WRITE[one]}")
     _drop_single(draft)
     if one == "tools":

@@ -273,6 +273,10 @@ def _read_device_lists(draft: Draft) -> None:
         plan.n_devices = draft.plans["actor"].n_devices
 
 
+WRAPPED = re.compile(r"^list\((\[[^\[\]()]*\])\)$")
+"""A list that is made a list once more, as ROLL's files may have it."""
+
+
 def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
     """Return the devices of each role whose list can be read, and count them in the role's plan."""
     lists: dict[Role, tuple[int, ...]] = {}
@@ -280,7 +284,7 @@ def _parsed_lists(draft: Draft) -> dict[Role, tuple[int, ...]]:
         if plan.devices is None:
             continue
         try:
-            lists[role] = parse_devices(str(plan.devices))
+            lists[role] = parse_devices(WRAPPED.sub(r"\1", str(plan.devices)))
         except AllocationError as error:
             del plan.keys[plan.devices_key]
             draft.unsupported(plan.devices_key, f"{error.rule}; {error.fix}")

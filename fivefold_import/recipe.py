@@ -69,7 +69,7 @@ SECTIONS_OF_ROLES = tuple(role.key for role in ROLES.values())
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
     *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
-    *("max_length", "apply_chat_template", "system_prompt", "truncation"),
+    *("max_length", "apply_chat_template", "system_prompt", "truncation", "reader", "reader_kwargs.domains"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
 MAPPINGS = ("scheduler.environment.", "chat_template_kwargs.")

@@ -70,6 +70,20 @@ def engine_option(draft: Draft, source: str) -> None:
     return draft.mapped(source, TO, arguments)
 
 
+def spread_experts(draft: Draft, source: str) -> None:
+    """Convert the ranks over which an engine spreads experts: all of a replica, or one."""
+    section, plan, ranks = source.rpartition(".")[0], draft.plans.get("rollout"), draft.get(source)
+    has_more = draft.get(f"{section}.data_parallel_size", 1) != 1 or draft.get("sglang_dp_size", 1) != 1
+    if ranks in (1, None):
+        draft.implied(source, "experts are not spread over ranks")
+    elif plan is None or plan.backend not in ("vllm", "sglang") or has_more or ranks != plan.get("tp"):
+        draft.unsupported(source, f"experts are spread over the t ranks of a replica: {reasons.ROLLOUT_DEGREES}")
+    else:
+        arguments = draft.recipe.setdefault(TO, [])
+        arguments.append("--enable-expert-parallel" if plan.backend == "vllm" else f"--ep-size={ranks}")
+        draft.mapped(source, TO, arguments, "the engine spreads experts over the ranks of a replica")
+
+
 def of_vllm(name: str, value: Any) -> str | None:
     """Return an option as vLLM's command line has it; None: it is off without an argument."""
     section, dot, rest = name.partition(".")

@@ -21,8 +21,8 @@ ONE_TEACHER = "nothing says which prompts each of several teachers has: the firs
 NO_REWARD = "no reward is trained on: the teacher is the only signal"
 TOKEN_BUDGET_KEY = "actor.mb_spec.max_tokens_per_mb"
 
-SCREEN = ("console", "stdout", "none", "")
-"""Names that frameworks give to no tracker, or to the screen."""
+SCREEN = ("console", "stdout", "file", "none", "")
+"""Names that frameworks give to no tracker, to the screen, or to a file of metrics, which a run always has."""
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Values of `stats.trackers`."""
 SWITCHED_OFF = ("disabled", "disable", "", None)

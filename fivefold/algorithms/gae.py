@@ -196,16 +196,23 @@ class Estimates:
         return EstimateMoments.of(batch.with_fields(**columns)), columns
 
 
+SOURCE = "source"
+"""Name of the scalar that is the number of a sequence's data source."""
+
+
 @dataclass(frozen=True)
 class AdvantageMoments:
     """Moments of the advantages of a batch's trained tokens, as they are after `change`."""
 
     change: Callable[[Batch], Batch]
+    n_sources: int | None = None
+    """Number of data sources whose moments are separate, by the field `source`; None: there is one for all tokens."""
 
-    def __call__(self, batch: Batch) -> tuple[Moments, dict[str, torch.Tensor]]:
-        """Return the moments, and no column."""
-        advantages_T = self.change(batch).fields["advantages"]
-        return Moments.of(advantages_T[batch.mask_T.bool()]), {}
+    def __call__(self, batch: Batch) -> tuple[list[Moments], dict[str, torch.Tensor]]:
+        """Return the moments, of each source if they are separate, and no column."""
+        advantages_T, trained_T = self.change(batch).fields["advantages"], batch.mask_T.bool()
+        sources = [None] if self.n_sources is None else range(self.n_sources)
+        return [Moments.of(advantages_T[of_source(batch, trained_T, source)]) for source in sources], {}
 
 
 @dataclass(frozen=True)
@@ -220,9 +227,17 @@ class Whitening:
     std: float
     eps: float = 1e-8
     """Added to the variance."""
+    source: int | None = None
+    """The data source whose tokens are changed, by the field `source`; None: all are."""
 
     def applied(self, batch: Batch) -> Batch:
         """Return `batch` with its `advantages` whitened; tokens that are not trained keep 0."""
-        advantages_T = batch.fields["advantages"]
+        advantages_T, trained_T = batch.fields["advantages"], batch.mask_T.bool()
         white_T = (advantages_T - self.mean) / math.sqrt(self.std**2 + self.eps)
-        return batch.with_fields(advantages=torch.where(batch.mask_T.bool(), white_T, torch.zeros_like(white_T)))
+        changed_T = torch.where(of_source(batch, trained_T, self.source), white_T, advantages_T)
+        return batch.with_fields(advantages=torch.where(trained_T, changed_T, torch.zeros_like(white_T)))
+
+
+def of_source(batch: Batch, trained_T: torch.Tensor, source: int | None) -> torch.Tensor:
+    """Return which trained tokens are of a data source (bool [T]); None: all of them."""
+    return trained_T if source is None else trained_T & (batch.fields[SOURCE] == source)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fivefold.config.schema.data import PROMPT, DatasetConfig, PromptRowsConfig, RowsConfig
+from fivefold.config.schema.data import PROMPT, AskedRowsConfig, DatasetConfig, PromptRowsConfig, RowsConfig
 from fivefold.data.files import Row
 from fivefold.data.rows import drawn_apart, fingerprint, load_rows, require_column, usage
 from fivefold.data.sampler import EpochSampler
@@ -145,7 +145,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        rendered = render(_asked(row[config.prompt_key], config, where), config, tokenizer, where, at_most)
+        rendered = render(asked(row[config.prompt_key], config, where), config, tokenizer, where, at_most)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -168,8 +168,12 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
 
 
-def _asked(prompt: Any, config: PromptRowsConfig, where: str) -> Any:
-    """Return a prompt in the recipe's `prompt_template`, if there is one."""
+def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:
+    """Return a prompt in the recipe's `prompt_template`, if there is one.
+
+    Raises:
+        ValueError: there is one, and the prompt is no text.
+    """
     if config.prompt_template is None:
         return prompt
     if config.apply_chat_template is not False:

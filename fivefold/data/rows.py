@@ -12,6 +12,7 @@ from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.data import RowsConfig
@@ -47,7 +48,7 @@ def load_rows(config: RowsConfig) -> list[Row]:
         ValueError: a path that does not exist, a data set without rows, a split that does not exist or that is asked of
             a single file, a file whose content is not what its suffix says, or a user's reader that fails.
     """
-    read = _read if config.reader is None else partial(_read_own, config.reader)
+    read = _read if config.reader is None else partial(_read_own, config.reader, config.reader_kwargs)
     paths = [config.path] if isinstance(config.path, str) else config.path
     rows = list(islice((row for path in paths for row in read(path, config.split)), config.limit))
     if not rows:
@@ -170,14 +171,14 @@ def _read(path: str, split: str | None) -> Iterator[Row]:
         yield from _read_hub(path, split or DEFAULT_SPLIT)
 
 
-def _read_own(reader: str, path: str, split: str | None) -> Iterator[Row]:
+def _read_own(reader: str, kwargs: Mapping[str, Any], path: str, split: str | None) -> Iterator[Row]:
     """Yield the rows that a user's function reads from a path."""
     read = load_user_object("reader", reader)
     if not callable(read):
         raise ValueError(f"reader={reader!r} is a {type(read).__name__}: name a function of a path and a split")
     try:
         with one_process(f"reader={reader}"):
-            for number, row in enumerate(read(path, split), start=1):
+            for number, row in enumerate(read(path, split, **kwargs), start=1):
                 if not isinstance(row, Mapping):
                     raise TypeError(f"row {number} is a {type(row).__name__}, not a mapping of columns")
                 yield dict(row)

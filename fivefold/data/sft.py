@@ -23,7 +23,7 @@ from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.beginnings import beginnings
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import read_messages, render, render_chat, with_system
+from fivefold.data.prompts import asked, read_messages, render, render_chat, with_system
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
 
@@ -107,7 +107,8 @@ def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBas
         messages = list(with_system(_messages(row[config.messages_key], config.messages_key, where), config))
         return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
     response = read_answer(row[config.response_key], config)
-    answers = Answers(row[config.prompt_key], config, tokenizer, where, as_chat=is_chat(response))
+    prompt = asked(row[config.prompt_key], config, where)
+    answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(response))
     return [answers.tokenized(response, config.response_key)]
 
 

@@ -33,6 +33,10 @@ def _build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Env
         from fivefold.environments.agents.tools import Tools
 
         return Tools(config, tokenizer)
+    if config.turn_template is not None:
+        from fivefold.environments.agents.chat_game import ChatGame
+
+        return ChatGame(config, tokenizer)
     from fivefold.environments.game import Game
 
     return Game(config, tokenizer)
@@ -64,3 +68,7 @@ def check_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
     from fivefold.environments.game import load_game
 
     load_game(config)
+    if config.turn_template is not None:
+        from fivefold.environments.agents.chat_game import check_template as check_chat
+
+        check_chat(tokenizer)

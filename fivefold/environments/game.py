@@ -64,7 +64,7 @@ class Game:
         game = await call(prompt, self._make)
         opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
         transcript = Transcript(prompt.token_ids)
-        transcript.given(self._encoded(self._opening(prompt, game.reset, opening)))
+        transcript.given(self._encoded(opening_of(self._calls, prompt, game.reset, opening)))
         rewards: Counter[str] = Counter()
         moves: list[Move] = []
         reason: StopReason = "turns"
@@ -78,7 +78,8 @@ class Game:
             start = len(transcript)
             transcript.sampled(completion)
             [move] = decoded(self._tokenizer, [completion.token_ids])
-            observation, reward, done = self._step(prompt, game.step, await call(prompt, game.step, move))
+            answer = await call(prompt, game.step, move)
+            observation, reward, done = step_of(self._calls, prompt, game.step, answer)
             rewards.update(reward)
             moves.append(Move(start, len(completion.token_ids), reward, state))
             if done:
@@ -96,22 +97,34 @@ class Game:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         return token_ids
 
-    def _opening(self, prompt: Prompt, reset: Callable[..., Any], value: object) -> str:
-        """Return the text that `reset` gives, alone or as gymnasium does."""
-        text = value[0] if isinstance(value, tuple) and len(value) == 2 else value
-        if text is not None and not isinstance(text, str):
-            raise self._calls.other_form(prompt, reset, value, "a text, (text, info), or nothing")
-        return text or ""
 
-    def _step(self, prompt: Prompt, step: Callable[..., Any], value: Any) -> tuple[str, Mapping[str, float], bool]:
-        """Return the observation of a step, its rewards by name, and whether the game is over."""
-        if not isinstance(value, tuple) or len(value) not in (3, 5) or not isinstance(value[0], str):
-            raise self._calls.other_form(prompt, step, value, _STEP)
-        observation, reward, *ends = value
-        rewards = named_rewards(reward)
-        if rewards is None:
-            raise self._calls.other_form(prompt, step, value, "finite rewards: a number, or numbers by name")
-        return observation, rewards, any(ends[:2])
+def opening_of(calls: UserCalls, prompt: Prompt, reset: Callable[..., Any], value: object) -> str:
+    """Return the text that `reset` gives, alone or as gymnasium does.
+
+    Raises:
+        EnvironmentFailed: it gave something else.
+    """
+    text = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    if text is not None and not isinstance(text, str):
+        raise calls.other_form(prompt, reset, value, "a text, (text, info), or nothing")
+    return text or ""
+
+
+def step_of(
+    calls: UserCalls, prompt: Prompt, step: Callable[..., Any], value: Any
+) -> tuple[str, Mapping[str, float], bool]:
+    """Return the observation of a step, its rewards by name, and whether the game is over.
+
+    Raises:
+        EnvironmentFailed: it returned something else.
+    """
+    if not isinstance(value, tuple) or len(value) not in (3, 5) or not isinstance(value[0], str):
+        raise calls.other_form(prompt, step, value, _STEP)
+    observation, reward, *ends = value
+    rewards = named_rewards(reward)
+    if rewards is None:
+        raise calls.other_form(prompt, step, value, "finite rewards: a number, or numbers by name")
+    return observation, rewards, any(ends[:2])
 
 
 def _within(room: int, task: Task) -> SamplingParams:

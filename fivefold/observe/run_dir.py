@@ -8,6 +8,7 @@ runs/<experiment_name>/<trial_name>/
     heartbeat        touched every few seconds while the run is alive
     metrics.jsonl    one line per step
     samples.jsonl    generations of each step
+    held_out_samples.jsonl   of each evaluation, with evaluator.n_logged_samples
     samples/         the same as parquet files, with the values of each token
     tensorboard/
     trackers/        local files of other trackers, and the run's key in them
@@ -76,6 +77,7 @@ class RunDir:
         self.about = path / "about.json"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.held_out_samples = path / "held_out_samples.jsonl"
         self.sample_parts = path / "samples"
         self.tensorboard = path / "tensorboard"
         self.trackers = path / "trackers"
@@ -191,7 +193,15 @@ class RunDir:
 
     def has_results(self) -> bool:
         """Return whether an earlier run has left more than its recipe and logs."""
-        results = (self.metrics, self.samples, self.checkpoints, self.weights, self.critic, self.summary)
+        results = (
+            self.metrics,
+            self.samples,
+            self.held_out_samples,
+            self.checkpoints,
+            self.weights,
+            self.critic,
+            self.summary,
+        )
         return any(_has_content(path) for path in results)
 
     def ending(self) -> str:
@@ -267,6 +277,7 @@ class RunDir:
             "checkpoints": self.checkpoints,
             "metrics": self.metrics,
             "samples": self.samples,
+            "held-out samples": self.held_out_samples,
             "TensorBoard": self.tensorboard,
             "summary": self.summary,
             "recipe": self.recipe,
@@ -377,7 +388,7 @@ class RunDir:
             number = folder.name.removeprefix("step-")
             if number.isdecimal() and int(number) > step:
                 self._delete(folder)
-        for lines in (self.metrics, self.samples):
+        for lines in (self.metrics, self.samples, self.held_out_samples):
             cut_back(lines, step)
         cut_back_parts(self.sample_parts, step)
         self.summary.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ class Question(Protocol):
     @property
     def text(self) -> str:
         """The prompt as the model in training sees it."""
+
+    @property
+    def chat(self) -> Sequence[Mapping[str, Any]]:
+        """The prompt as chat messages."""
 
     @property
     def ground_truth(self) -> Any:

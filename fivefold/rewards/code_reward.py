@@ -39,6 +39,8 @@ class CodeReward:
     partial: bool = False
     """Whether the reward is the share of the tests that pass."""
     language: Literal["python"] = "python"
+    preamble: str = ""
+    """Python text that comes before each program, such as imports that answers are written with in mind."""
     allow_unsandboxed: bool = False
     """Whether programs run with what the machine has, if it lacks Landlock or seccomp."""
     sandbox_url: str | None = None
@@ -59,6 +61,10 @@ class CodeReward:
         for name, (least, most) in bounds.items():
             if (value := getattr(self, name)) is not None and not least <= value <= most:
                 raise ValueError(f"reward.kwargs.{name}={value} must be from {least:g} to {most:,}")
+        try:
+            compile(self.preamble, "preamble", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"reward.kwargs.preamble={self.preamble[:200]!r} is not Python: {error}") from error
         if self.sandbox_url is not None:
             check_url("sandbox_url", self.sandbox_url)
             if self.allow_unsandboxed:
@@ -79,7 +85,7 @@ class CodeReward:
             ValueError: the ground truth holds no tests.
             RuntimeError: the sandbox could not be closed, or its service has no answer.
         """
-        tests, program = read_tests(ground_truth), program_of(response)
+        tests, program = read_tests(ground_truth), self._with_preamble(program_of(response))
         deadline, n_passed = time.monotonic() + self.total_timeout_s, 0
         for test in tests:
             left = min(self.timeout_s, deadline - time.monotonic())
@@ -120,6 +126,9 @@ class CodeReward:
                 f"a program that prints 1 fails in the sandbox of the reward 'code' with {result.ended}: raise "
                 f"reward.kwargs.memory_mb={self.memory_mb}"
             )
+
+    def _with_preamble(self, program: str) -> str:
+        return f"{self.preamble}\n{program}" if self.preamble else program
 
     def _within(self, seconds: float) -> Runs:
         """Return what runs a program for at most so many seconds."""

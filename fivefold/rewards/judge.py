@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from fivefold.json_text import parsed
 from fivefold.rewards.asking import Asking, NoScore, Question
 from fivefold.rewards.http_client import SHOWN, RequestFailed, shown
 from fivefold.rewards.service import Service
 
-FIELDS = ("prompt", "response", "ground_truth")
+FIELDS = ("prompt", "question", "response", "ground_truth")
 TEMPLATE = """\
 Judge the answer to a question.
 
@@ -31,17 +31,37 @@ Does the answer agree with the reference? Explain in one sentence. Then end with
 "Score: 0" if it does not."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a judge's answer is sampled."""
+
+    temperature: float
+    """0: the most likely tokens are taken."""
+    top_p: float
+    top_k: int
+    """0: all tokens."""
+    max_tokens: int
+    """Most tokens of the answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judging(Asking):
-    """Asks a model for a score, which is found in its answer by a regular expression."""
+    """Asks a model for a score, which is found in its answer by a regular expression, or by words."""
 
     template: str = TEMPLATE
-    """What is asked: `{prompt}`, `{response}` and `{ground_truth}` stand for the sample's."""
+    """What is asked: `{prompt}`, `{response}` and `{ground_truth}` stand for the sample's, `{question}` for the last
+    message of the prompt."""
     temperature: float = 0.0
+    top_p: float = 1.0
+    """The answer is drawn from the likeliest tokens that have this probability together."""
+    top_k: int = 0
+    """The answer is drawn from so many likeliest tokens; 0: from all."""
     max_tokens: int = 512
     """Most tokens of the model's answer."""
     pattern: str = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression that finds the score: the first group of its last match, or all of it without groups."""
+    words: dict[str, float] = field(default_factory=dict)
+    """Scores of words, in place of `pattern`: the first of them that is in the answer counts, in any case."""
 
     def __post_init__(self) -> None:
         """Check the arguments.
@@ -54,6 +74,11 @@ class Judging(Asking):
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"reward.kwargs.pattern={self.pattern!r} is not a regular expression: {error}") from error
+        for word, score in self.words.items():
+            if not word.strip() or not math.isfinite(score):
+                raise ValueError(f"reward.kwargs.words has {word!r}: {score}; give words with finite numbers")
+        if self.words and self.pattern != Judging.pattern:
+            raise ValueError("reward.kwargs.words and pattern both find the score: drop one of them")
         if "{response}" not in self.template:
             raise ValueError("reward.kwargs.template has no {response}, so every response would have the same score")
         for name in re.findall(r"\{(\w+)\}", self.template):
@@ -64,6 +89,8 @@ class Judging(Asking):
         yield from super()._bounds()
         yield "max_tokens", (1, 10**6)
         yield "temperature", (0, 100)
+        yield "top_p", (1e-6, 1)
+        yield "top_k", (0, 10**6)
 
     @property
     def title(self) -> str:
@@ -73,8 +100,10 @@ class Judging(Asking):
     def question(self, prompt: Question, response: str) -> str:
         """Return the text that the model is asked."""
         values = {"prompt": prompt.text, "response": response, "ground_truth": str(prompt.ground_truth)}
+        if "{question}" in self.template:
+            values["question"] = _text(prompt.chat[-1].get("content"))
         # In one pass, so that a response cannot bring further fields.
-        return re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], self.template)
+        return re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], self.template)
 
     def score(self, answer: str) -> float:
         """Return the scaled score in an answer.
@@ -82,6 +111,8 @@ class Judging(Asking):
         Raises:
             NoScore: it has none.
         """
+        if self.words:
+            return self._of_words(answer) * self.scale
         matches = list(re.finditer(self.pattern, answer))
         text = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
         try:
@@ -91,6 +122,17 @@ class Judging(Asking):
         if not math.isfinite(score):
             raise NoScore(f"{self.pattern!r} finds no score in the answer {answer[-SHOWN:]!r}")
         return score
+
+    def _of_words(self, answer: str) -> float:
+        for word, score in self.words.items():
+            if word.lower() in answer.lower():
+                return score
+        raise NoScore(f"none of the words {', '.join(self.words)} is in the answer {answer[-SHOWN:]!r}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the model's answer is sampled."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -119,6 +161,8 @@ class Judge(Judging, Service):
             "messages": [{"role": "user", "content": self.question(prompt, response)}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
+            **({"top_p": self.top_p} if self.top_p < 1 else {}),
+            **({"top_k": self.top_k} if self.top_k else {}),
         }
         return self.asked(body, self._read)
 
@@ -134,13 +178,12 @@ class Judge(Judging, Service):
 class Host(Protocol):
     """Answers questions with a model in processes of the run. Any thread may ask."""
 
-    def answer(self, question: str, *, temperature: float, max_tokens: int, attempt: int) -> str:
+    def answer(self, question: str, *, sampling: Sampling, attempt: int) -> str:
         """Return the model's answer, without special tokens.
 
         Args:
             question: the text of a user's only message.
-            temperature: 0: the most likely tokens are taken.
-            max_tokens: most tokens of the answer.
+            sampling: how the answer is sampled.
             attempt: 0 for the first answer to a question; others have other random numbers.
 
         Raises:
@@ -190,15 +233,20 @@ class AskedHost:
         judge = self.judge
         attempts = 1 + judge.retries if judge.temperature > 0 else 1
         for attempt in range(attempts):
-            answer = self.host.answer(
-                question, temperature=judge.temperature, max_tokens=judge.max_tokens, attempt=attempt
-            )
+            answer = self.host.answer(question, sampling=judge.sampling, attempt=attempt)
             try:
                 return judge.score(answer)
             except NoScore as error:
                 last = error
         times = "its answer" if attempts == 1 else f"{attempts} answers"
         raise NoScore(f"the judge gave no score in {times}: {last}")
+
+
+def _text(content: Any) -> str:
+    """Return the content of a chat message as one text; it may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))
 
 
 def _content(data: bytes) -> str:

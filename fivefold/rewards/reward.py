@@ -259,6 +259,11 @@ def accepted_answers(ground_truth: Any) -> Sequence[Any]:
     return ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
 
 
+def after_thoughts(response: str) -> str:
+    """Return what a response says behind its last `</think>`, without line breaks before it; all of it without one."""
+    return response.rpartition("</think>")[2].lstrip("\n") if "</think>" in response else response
+
+
 def as_text(truth: Any) -> str:
     """Return a right answer as a response writes it: a float without an exponent, `0.00001` and not `1e-05`."""
     return format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)

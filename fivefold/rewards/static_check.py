@@ -21,17 +21,25 @@ from pydantic import TypeAdapter, ValidationError
 from fivefold.config.paths import user_path
 from fivefold.config.problems import did_you_mean, show
 from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig, is_hosted
+from fivefold.rewards.choice import Choice
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.http_reward import HTTPReward
+from fivefold.rewards.instructions import Instructions
 from fivefold.rewards.judge import HostedJudge, Judge
 from fivefold.rewards.math_reward import MathReward
+from fivefold.rewards.repetition import Repetition
 from fivefold.rewards.user_function import check_call
 
-BuiltInReward = ExactMatch | MathReward | Judge | HostedJudge | HTTPReward | CodeReward
+BuiltInReward = (
+    ExactMatch | MathReward | Choice | Instructions | Repetition | Judge | HostedJudge | HTTPReward | CodeReward
+)
 BUILT_IN: Mapping[str, type[BuiltInReward]] = {
     "exact_match": ExactMatch,
     "math": MathReward,
+    "choice": Choice,
+    "instructions": Instructions,
+    "repetition": Repetition,
     "judge": Judge,
     "http": HTTPReward,
     "code": CodeReward,

@@ -11,7 +11,6 @@ from fivefold.engine.contract import Offloadable
 from fivefold.roles.models import TrainedModel, Turn
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer import Trainer
-from fivefold.roles.trainer_worker import BatchChange
 from fivefold.roles.weight_sync import SendsWeights
 from fivefold.weights.host_memory import THROUGH_HOST
 
@@ -40,9 +39,10 @@ class Actor(TrainedModel):
         self.streams_frozen = streams_frozen
         self._verifies = verifies
 
-    def advantage_moments(self, batch: RemoteBatch, change: BatchChange) -> Moments:
-        """Return the moments of the advantages of all trained tokens, as they are after `change`."""
-        return Moments.merged(self.trainer.compute(batch, AdvantageMoments(change))[1])
+    def advantage_moments(self, batch: RemoteBatch, moments: AdvantageMoments) -> list[Moments]:
+        """Return the moments of the advantages of all trained tokens, or of each data source's."""
+        parts = self.trainer.compute(batch, moments)[1]
+        return [Moments.merged(own) for own in zip(*parts, strict=True)]
 
     def host_buckets(self) -> Iterator[Remote]:
         """Yield all weights in buckets in host memory, which are filled while they are read."""

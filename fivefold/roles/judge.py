@@ -23,6 +23,7 @@ from fivefold.engine.contract import Offloadable
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.rewards.asking import HostFailed, NoScore
+from fivefold.rewards.judge import Sampling
 from fivefold.roles.actor import Actor
 from fivefold.roles.responses import Job
 from fivefold.roles.rollout import Rollout
@@ -201,17 +202,17 @@ class Judge:
             except HostFailed as failure:
                 raise failure.__cause__ or failure from None
 
-    def answer(self, question: str, *, temperature: float, max_tokens: int, attempt: int) -> str:
+    def answer(self, question: str, *, sampling: Sampling, attempt: int) -> str:
         """Return the model's answer; see `fivefold.rewards.judge.Host`.
 
         Its random numbers follow from the question, so that they do not depend on the order of questions.
         """
-        token_ids = self._texts.token_ids(question, max_tokens)
+        token_ids = self._texts.token_ids(question, sampling.max_tokens)
         request = GenerationRequest(token_ids, question_seed(self._seed, token_ids, attempt), wants_logprobs=False)
         with self._changed:
             number = next(self._numbers)
             prompt = Prompt(number, question, token_ids, None)
-            self._new.append(Job(number, prompt, [request], sampling_of(temperature, max_tokens)))
+            self._new.append(Job(number, prompt, [request], sampling_of(sampling)))
             self._waiting.add(number)
             self._changed.notify_all()
             is_done = self._changed.wait_for(lambda: number in self._answers or self._is_over, self._timeout_s)
@@ -268,17 +269,17 @@ class Judge:
         self._thread.join(ENDING_S)
 
 
-def sampling_of(temperature: float, max_tokens: int) -> SamplingParams:
+def sampling_of(asked: Sampling) -> SamplingParams:
     """Return how the judge's answers are sampled: at temperature 0, the most likely tokens are taken."""
     return SamplingParams(
-        max_new_tokens=max_tokens,
+        max_new_tokens=asked.max_tokens,
         min_new_tokens=0,
-        greedy=temperature == 0,
-        temperature=temperature or 1.0,
-        top_p=1.0,
-        top_k=0,
+        greedy=asked.temperature == 0,
+        temperature=asked.temperature or 1.0,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
         stop_token_ids=(),
         stop=(),
-        seeded=temperature > 0,
+        seeded=asked.temperature > 0,
         logprob_share=0.0,
     )

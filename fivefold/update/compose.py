@@ -85,7 +85,8 @@ def _marks(
         yield Masked(masked)
     above, below = actor.group_mean_above, actor.group_mean_below
     if above is not None or below is not None:
-        yield MaskedGroups(-inf if above is None else above, inf if below is None else below)
+        of_accuracy = actor.group_mean_of == "accuracy"
+        yield MaskedGroups(-inf if above is None else above, inf if below is None else below, of_accuracy)
     if experts is not None or actor.positive_nll_coeff > 0:
         taught = recipe.expert_dataset is not None and recipe.expert_dataset.signal == "teacher"
         yield Imitated(experts, actor.positive_nll_coeff, teaching if taught else None)
@@ -162,7 +163,7 @@ def _advantages(
     if estimator is not None:
         yield PenaltyInReward(estimator)
     if actor.whitens:
-        yield WhitenedAdvantages(models.actor)
+        yield WhitenedAdvantages(models.actor, actor.whiten_by_source)
 
 
 def takes_token_rewards(advantage: str) -> bool:

@@ -35,13 +35,16 @@ class MaskedGroups(Part):
 
     above: float
     below: float
+    of_accuracy: bool = False
+    """Whether the share of samples that are right counts in place of their mean reward."""
 
     def prepare(self, step: Prepared) -> Prepared:
         """Take their tokens out of the mask."""
         groups: dict[int, list[int]] = {}
         for index, group in enumerate(step.groups):
             groups.setdefault(group, []).append(index)
-        means = {group: fmean(step.samples[index].reward for index in own) for group, own in groups.items()}
+        values = [float(each.is_right) if self.of_accuracy else each.reward for each in step.samples]
+        means = {group: fmean(values[index] for index in own) for group, own in groups.items()}
         untrained = {group for group, mean in means.items() if not self.above < mean < self.below}
         batch = step.batch.untrained([index for group in untrained for index in groups[group]])
         return replace(step, batch=batch).measured({"masked_groups": len(untrained) / len(groups)})

@@ -11,7 +11,7 @@ import torch
 
 from fivefold.algorithms.advantages.token_baseline import token_advantages
 from fivefold.algorithms.batch_steps import InTurn
-from fivefold.algorithms.gae import Moments, Whitening
+from fivefold.algorithms.gae import SOURCE, AdvantageMoments, Moments, Whitening
 from fivefold.algorithms.kl import KLEstimator
 from fivefold.algorithms.kl_in_reward import KLInReward
 from fivefold.batch import Batch, Columns
@@ -62,11 +62,21 @@ class WhitenedAdvantages(Part):
     """Brings the advantages of a step's tokens to mean 0 and standard deviation 1."""
 
     actor: Actor
+    by_source: bool = False
+    """Whether the tokens of each data source are brought there apart from the others."""
 
     def prepare(self, step: Prepared) -> Prepared:
         """Change the advantages before they are trained on, after all other changes."""
-        moments = self.actor.advantage_moments(step.batch, InTurn(step.changes))
-        return replace(step, changes=(*step.changes, Whitening(moments.mean, moments.std).applied))
+        batch, numbers = step.batch, list[int | None]([None])
+        if self.by_source:
+            names = [sample.prompt.data_source for sample in step.samples]
+            order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+            batch = batch.with_scalars(**{SOURCE: np.array([order[name] for name in names], np.float32)})
+            numbers = [*order.values()]
+        wanted = AdvantageMoments(InTurn(step.changes), len(numbers) if self.by_source else None)
+        found = zip(numbers, self.actor.advantage_moments(batch, wanted), strict=True)
+        whitened = [Whitening(moments.mean, moments.std, source=number).applied for number, moments in found]
+        return replace(step, batch=batch, changes=(*step.changes, *whitened))
 
 
 @dataclass(frozen=True)

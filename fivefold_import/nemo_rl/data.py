@@ -12,7 +12,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold_import import reasons
 from fivefold_import.agents import leave_open, limit_length
 from fivefold_import.draft import Draft
-from fivefold_import.nemo_rl.files import FileText
+from fivefold_import.files import FileText
 from fivefold_import.settings import ask_as_user
 from fivefold_import.values import number, positive, text, whole
 

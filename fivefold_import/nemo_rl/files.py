@@ -13,14 +13,8 @@ from typing import Any
 
 from fivefold.config.paths import user_path
 from fivefold_import.dialect import merged
+from fivefold_import.files import FileText, find
 from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
-
-
-class FileText(str):
-    """The name of a text file, with the text."""
-
-    content: str
-
 
 PROMPTS = ("prompt_file", "system_prompt_file")
 """Keys that name files with texts."""
@@ -48,7 +42,7 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
     named = script.values.get(CONFIG)
     if not named:
         return script
-    parent = _find(path, str(named))
+    parent = find(path, str(named))
     if parent is None:
         script.problems.append(f"{_unread(named)}: give the file before the script")
         return script
@@ -58,9 +52,8 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
 def _with_texts(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with the texts of the files that some of them name."""
     for key, value in values.items():
-        if key.rpartition(".")[2] in PROMPTS and isinstance(value, str) and (file := _find(path, value)) is not None:
-            values[key] = text = FileText(value)
-            text.content = file.read_text(encoding="utf-8")
+        if key.rpartition(".")[2] in PROMPTS and isinstance(value, str) and (file := find(path, value)) is not None:
+            values[key] = FileText.of(value, file.read_text(encoding="utf-8"))
     return values
 
 
@@ -110,9 +103,3 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
         kept = {name: child for name, child in value.items() if name != OVERRIDES}
         whole[key] = _merged({} if replaces else old, kept)
     return whole
-
-
-def _find(script: Path, name: str) -> Path | None:
-    """Return the file that a script calls `name`: it may be relative to any folder that the script is in."""
-    places = [user_path(name), *(folder / name for folder in script.absolute().parents)]
-    return next((place for place in places if place.is_file()), None)

@@ -230,6 +230,16 @@ def _precision(draft: Draft, source: str) -> None:
     draft.mapped(source, "rollout.dtype", DTYPE(name))
 
 
+def _deep_gemm(draft: Draft, source: str) -> None:
+    """Convert the switch of vLLM's kernels for weights in FP8, which NeMo-RL sets as environment variables."""
+    section = source.removesuffix("use_deep_gemm")
+    if draft.get(source) is True and draft.get(f"{section}precision") == "fp8" and not draft.get(f"{section}is_mx"):
+        variables = "scheduler.environment.rollout.VLLM_USE_DEEP_GEMM"
+        draft.recipe[f"{variables}_E8M0"] = "0"
+        draft.mapped(source, variables, "1", f"with {variables}_E8M0=0")
+    draft.implied(source, "only weights in FP8 read this")
+
+
 def _tokenizer(draft: Draft, source: str) -> None:
     if draft.get(source) == draft.get("policy.model_name"):
         draft.implied(source, "it is the model's")

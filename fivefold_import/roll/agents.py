@@ -5,6 +5,7 @@ from __future__ import annotations
 from fivefold_import import reasons
 from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, leave_open, limit, player
 from fivefold_import.draft import Draft, Rule
+from fivefold_import.roll.games import GAME, are_known, convert_games
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold_import.values import positive
 
@@ -38,13 +39,20 @@ def step_of(draft: Draft) -> tuple[int, int]:
 
 def convert_agents(draft: Draft) -> None:
     """Convert the episodes of a step, and their limits."""
-    leave_open(draft, _player(draft))
+    has_games = are_known(draft)
+    if has_games:
+        draft.recipe["environment.game"] = GAME
+    else:
+        leave_open(draft, _player(draft))
     _groups(draft)
     _lengths(draft)
     _turns(draft)
     held_out = f"{HELD_OUT_ENVS}group_size"
     if draft.writes(held_out):
         draft.mapped(held_out, "evaluator.n_samples", draft.read(held_out, positive))
+    if has_games:
+        convert_games(draft, step_of(draft)[0])
+        return
     draft.notes.append(
         "ROLL's environments make their tasks themselves; here each group starts from a row of train_dataset, and an "
         "evaluation from the rows of valid_dataset: write files of prompts, whose values your code may take "

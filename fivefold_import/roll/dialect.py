@@ -9,9 +9,10 @@ from fivefold_import.agents import MAX_LENGTH
 from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
-from fivefold_import.draft import Draft
-from fivefold_import.roll import agents, given
+from fivefold_import.draft import Draft, Role
+from fivefold_import.roll import agents, files, given
 from fivefold_import.roll.adapters import convert_adapters
+from fivefold_import.roll.games import READER as GAMES_READER
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
 from fivefold_import.roll.rules import (
@@ -118,7 +119,8 @@ def convert(draft: Draft) -> None:
     convert_rewards(draft)
     draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
-    if "train_dataset.path" in draft.recipe and "train_dataset.answer_key" not in draft.recipe:
+    has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") != GAMES_READER
+    if has_rows and "train_dataset.answer_key" not in draft.recipe:
         draft.recipe["train_dataset.answer_key"] = ANSWERS
         draft.notes.append(f"train_dataset.answer_key={ANSWERS}, the column that holds the answer in ROLL's rows")
 
@@ -206,27 +208,32 @@ def count_updates(draft: Draft) -> None:
     In ROLL, an update takes per_device_train_batch_size * gradient_accumulation_steps sequences of each replica, and
     the number of replicas is known only after the layout.
     """
-    steps, plan, per_device = draft.get(ACCUMULATION), draft.plans.get("actor"), draft.get(PER_DEVICE)
-    if plan is not None and plan.n_devices is not None and isinstance(steps, int) and isinstance(per_device, int):
-        replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
-        _updates(draft, per_device, steps, replicas)
-    draft.unsupported(ACCUMULATION, "the updates in a step cannot be counted here: set actor.ppo_n_minibatches")
+    _updates(draft, "actor", ACCUMULATION, PER_DEVICE)
     if draft.writes(WARMUP):
         warmup(draft, WARMUP, None)
+    if has_critic(draft):
+        own = CRITIC + "training_args."
+        _updates(draft, "critic", own + "gradient_accumulation_steps", own + "per_device_train_batch_size")
 
 
-def _updates(draft: Draft, per_device: int, steps: int, replicas: int) -> None:
-    """Convert the accumulation to the updates in a step; it is unsupported if they do not divide its sequences."""
+def _updates(draft: Draft, role: Role, accumulation: str, per_device_key: str) -> None:
+    """Convert a role's accumulation to the updates in a step; it is unsupported if they do not divide its sequences."""
+    steps, per_device, to = draft.get(accumulation), draft.get(per_device_key), f"{role}.ppo_n_minibatches"
+    plan = draft.plans.get(role, draft.plans.get("actor"))
+    if plan is None or plan.n_devices is None or not isinstance(steps, int) or not isinstance(per_device, int):
+        draft.unsupported(accumulation, f"the updates in a step cannot be counted here: set {to}")
+        return
+    replicas = plan.n_devices // (plan.get("tp") * plan.get("pp") * plan.get("cp"))
     prompts, group = agents.step_of(draft)
     update, responses = per_device * steps * replicas, prompts * group
     if update < 1 or responses % update or prompts % (responses // update):
         text = (
             f"{prompts} prompts of {group} responses do not divide into updates of {update} sequences in whole groups"
         )
-        draft.unsupported(ACCUMULATION, text)
+        draft.unsupported(accumulation, text)
         return
     note = f"{prompts}*{group} sequences in updates of {per_device}*{steps}*{replicas} replicas"
-    draft.mapped(ACCUMULATION, "actor.ppo_n_minibatches", responses // update, note)
+    draft.mapped(accumulation, to, responses // update, note)
 
 
 # Algorithm
@@ -263,6 +270,8 @@ def _advantages(draft: Draft) -> None:
             draft.recipe.setdefault(STD_LEVEL, levels[draft.get("reward_norm")])
     for key in ("reward_shift", "reward_scale"):
         draft.implied(key, "it says whether reward_norm is about the mean or the standard deviation")
+    if draft.get("reward_norm") in (None, "None"):
+        draft.implied("reward_norm", "norm_mean_type and norm_std_type say how rewards are normalised")
     _whitening(draft)
     if estimator == "reinforce":
         for target in (MEAN_LEVEL, STD_LEVEL):
@@ -293,10 +302,7 @@ def _critics_batches(draft: Draft) -> None:
         per_device = draft.get(own + "per_device_train_batch_size")
         token_budget(critic, own + "per_device_train_batch_size", per_device, _sequence_length(draft))
     warmup(critic, own + "warmup_steps", None)
-    draft.unsupported(
-        own + "gradient_accumulation_steps",
-        "the critic makes as many updates as the actor: set critic.ppo_n_minibatches",
-    )
+    draft.awaiting.add(own + "gradient_accumulation_steps")
     switch = CRITIC + "model_args.disable_gradient_checkpointing"
     is_on = not draft.read(switch, flag, False)
     if (plan := draft.plans.get("critic")) is not None and plan.shards_weights:
@@ -309,6 +315,9 @@ def _whitening(draft: Draft) -> None:
     key = "whiten_advantages"
     if draft.get(key) is True:
         draft.mapped(key, "actor.whiten_advantages", True)
+        if len({name.split(".")[1] for name in draft.keys("rewards.*")}) > 1:
+            draft.recipe["actor.whiten_by_source"] = True
+            draft.notes.append("actor.whiten_by_source=true: ROLL whitens the advantages of each domain")
     draft.implied(key, "it is switched off")
 
 
@@ -379,4 +388,5 @@ DIALECT = Dialect(
     {REINFORCEMENT: Conversion(convert, RULES.defaults, count_updates), SFT: given.FINE_TUNING, PREFERENCES: given.DPO},
     SIGNS,
     merge=merge,
+    read=files.read,
 )

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
+from fivefold_import.files import FileText
 from fivefold_import.roll.layout import lay_out_engine, lay_out_frozen
-from fivefold_import.values import DTYPE, number, positive
+from fivefold_import.roll.rules import DOMAINS
+from fivefold_import.values import DTYPE, number, positive, top_k
 
+READER = "fivefold.data.roll:rows"
+RULES: Mapping[str, str] = {
+    "MathRule": "math",
+    "CrossThinkQA": "choice",
+    "GeneralRuleReward": "instructions",
+    "CodeSandbox": "code",
+}
+"""Parts of the names of workers whose rewards ship with Fivefold."""
+REPETITIONS: Mapping[str, float] = {"CrossThinkQA": 0.5, "GeneralRuleReward": 0.5}
+"""Workers that take off so much for words that are repeated all the time."""
+GRADED = ("right", "right_unboxed", "wrong", "wrong_unboxed")
+GRADES: Mapping[Any, Sequence[float]] = {
+    "soft": (1.0, 0.5, -0.5, -1.0),
+    "loose": (1.0, 1.0, -1.0, -1.0),
+    "strict": (1.0, -1.0, -1.0, -1.0),
+}
+"""Rewards of a choice by `reward_type`."""
+SECONDS = 20
+"""Time limit of a test of a program."""
+IMPORTED = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+"""Modules of the standard library that each program has, by their own names and by those that they define."""
+PREAMBLE = "\n".join(
+    [
+        "; ".join(f"from {name} import *" for name in IMPORTED),
+        f"import {', '.join(IMPORTED)}",
+        "sys.setrecursionlimit(600_000)",
+    ]
+)
+SCORING = ("format_pattern", "response_length_penalty_coef", "reward_type")
+"""Keys of a reward that change it."""
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
 """The keys of a reward that say where it runs."""
 SCORED = ("auto_sequence_classification", "auto_token_classification", "trl")
@@ -18,11 +56,37 @@ def convert_rewards(draft: Draft) -> None:
     if _is_scored(draft, "reward."):
         _score_model(draft, "reward.", "reward.")
     names = sorted({key.split(".")[1] for key in draft.keys("rewards.*")})
+    repeats = {name: weight for name in names if (weight := _repetition(draft, f"rewards.{name}."))}
+    is_several = len(names) > 1 or bool(repeats)
+    if is_several:
+        _domains(draft, names)
     for name in names:
-        to = f"reward.rewards.{name}." if len(names) > 1 else "reward."
-        if _reward(draft, f"rewards.{name}.", to) and len(names) > 1:
-            tags = f"rewards.{name}.tag_included"
-            draft.mapped(tags, f"{to}data_sources", draft.get(tags), "rows name them in the column data_source")
+        to = f"reward.rewards.{name}." if is_several else "reward."
+        if _reward(draft, f"rewards.{name}.", to) and is_several:
+            draft.recipe[f"{to}data_sources"] = [name]
+    for weight in sorted(set(repeats.values())):
+        own = "reward.rewards.repetition" if len(set(repeats.values())) == 1 else f"reward.rewards.repetition{weight}"
+        domains = [name for name in names if repeats.get(name) == weight]
+        draft.recipe |= {f"{own}.fn": "repetition", f"{own}.weight": weight, f"{own}.data_sources": domains}
+        draft.notes.append(f"{own}: ROLL's workers of {' and '.join(domains)} take this off for repeated words")
+
+
+def _domains(draft: Draft, names: Sequence[str]) -> None:
+    """Let the rows' tags become data sources, which ROLL calls domains: the names of the rewards."""
+    tags = {name: f"rewards.{name}.tag_included" for name in names}
+    for key in [key for key in tags.values() if draft.writes(key) and not isinstance(draft.get(key), list)]:
+        draft.unsupported(key, f"{draft.get(key)!r} is not a list of tags")
+    lists = {name: draft.get(key) for name, key in tags.items() if isinstance(draft.get(key), list)}
+    domains = {str(tag): name for name, own in lists.items() for tag in own}
+    draft.recipe |= {"train_dataset.reader": READER, DOMAINS: domains}
+    for key in filter(draft.writes, tags.values()):
+        draft.mapped(key, DOMAINS, domains, f"{READER} reads ROLL's rows: the domain of the tag is the data source")
+
+
+def _repetition(draft: Draft, own: str) -> float | None:
+    """Return what a worker takes off, at most, for repeated words."""
+    worker = str(draft.get(f"{own}worker_cls", ""))
+    return next((most for name, most in REPETITIONS.items() if name in worker), None)
 
 
 def _reward(draft: Draft, own: str, to: str) -> bool:
@@ -33,7 +97,6 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
         own: beginning of its keys in the source.
         to: beginning of its keys in the recipe.
     """
-    worker = str(draft.get(f"{own}worker_cls", ""))
     if _is_behind_url(draft, own):
         _judge_behind_url(draft, own, to)
         return True
@@ -46,22 +109,43 @@ def _reward(draft: Draft, own: str, to: str) -> bool:
     if _judges_with_a_model(draft, own):
         draft.all_unsupported(f"{own}*", reasons.NO_REWARD_MODEL)
         return False
-    hosting = tuple(own + part for part in HOSTING)
-    if "MathRule" in worker:
-        draft.mapped(f"{own}worker_cls", f"{to}fn", "math")
-        instead = f"write it in {to}fn=module:function"
-    elif "CodeSandbox" in worker:
-        instead = f"write {to}fn=code, and the rows' tests in its form (docs/rewards.md)"
-    else:
-        instead = f"write this reward as {to}fn=module:function"
+    return _rule(draft, own, to)
+
+
+def _rule(draft: Draft, own: str, to: str) -> bool:
+    """Convert a reward that no model gives; return whether it has a counterpart."""
+    worker, kind = f"{own}worker_cls", str(draft.get(f"{own}worker_cls", ""))
+    fn = next((fn for name, fn in RULES.items() if name in kind), None)
+    if fn == "code" and draft.get(f"{own}use_local") is not True:
+        fn = None
+    if fn is not None:
+        draft.mapped(worker, f"{to}fn", fn)
+    if fn == "choice":
+        _graded(draft, own, to)
+    elif fn == "code":
+        draft.recipe |= {f"{to}kwargs.timeout_s": SECONDS, f"{to}kwargs.preamble": PREAMBLE}
+        draft.implied(f"{own}use_local", "the sandbox of the driver's machine runs the programs")
+    elif fn == "instructions":
+        draft.implied(f"{own}reward_type", "an instruction is followed or not")
     for key in draft.keys(f"{own}query_filter_config.*"):
         if draft.get(f"{own}query_filter_config.type", "no_filter") != "no_filter":
             draft.unsupported(key, "actor.dynamic_sampling replaces prompts whose responses all have one reward")
     for key in draft.keys(f"{own}*"):
-        is_scoring = key.removeprefix(own) in ("format_pattern", "response_length_penalty_coef", "reward_type")
-        if is_scoring or ("MathRule" not in worker and not key.startswith(hosting)):
-            draft.unsupported(key, instead)
-    return "MathRule" in worker
+        name = key.removeprefix(own)
+        if name in SCORING or (fn is None and not name.startswith(HOSTING)):
+            draft.unsupported(key, f"write this reward as {to}fn=module:function")
+    return fn is not None
+
+
+def _graded(draft: Draft, own: str, to: str) -> None:
+    """Convert how a choice is graded, with or without a box, and a penalty for its length."""
+    kind, length = f"{own}reward_type", f"{own}response_length_penalty_coef"
+    if draft.get(kind) in GRADES:
+        for name, value in zip(GRADED, GRADES[draft.get(kind)], strict=True):
+            draft.recipe[f"{to}kwargs.{name}"] = value
+        draft.mapped(kind, f"{to}kwargs.right", GRADES[draft.get(kind)][0], "with the rewards of other answers")
+    if not draft.get(length):
+        draft.implied(length, "it is 0")
 
 
 def _is_scored(draft: Draft, own: str) -> bool:
@@ -102,7 +186,27 @@ def _judge_behind_url(draft: Draft, own: str, to: str) -> None:
     draft.mapped(f"{own}judge_model_name", f"{to}kwargs.model", draft.get(f"{own}judge_model_name"))
     draft.implied(f"{own}judge_model_type", "the judge is behind a URL")
     draft.unsupported(f"{own}judge_api_key", f"export the key, and name its variable in {to}kwargs.api_key_env")
-    draft.unsupported(f"{own}judge_prompt", f"write the prompt as {to}kwargs.template")
+    _judges_question(draft, own, to)
+
+
+def _judges_question(draft: Draft, own: str, to: str) -> None:
+    """Convert the question to a judge, whose text ROLL's code has: all answers but yes count as no."""
+    key, question = f"{own}judge_prompt", draft.get(f"{own}judge_prompt")
+    if isinstance(question, FileText):
+        text = question.content.replace("{reference}", "{ground_truth}").replace("{{", "{").replace("}}", "}")
+        draft.recipe |= {
+            f"{to}kwargs.words": {"yes": 1, "no": 0},
+            f"{to}kwargs.retries": 0,
+            f"{to}kwargs.on_failure": 0,
+        }
+        draft.mapped(key, f"{to}kwargs.template", text, "the text of this name in ROLL's code")
+    elif draft.writes(key):
+        draft.unsupported(key, reasons.OWN_QUESTION)
+    else:
+        draft.notes.append(
+            f"{to}fn=judge asks whether the answer agrees with the reference; ROLL asks without judge_prompt for a "
+            f"score, and looks for yes or no: write the question as {to}kwargs.template"
+        )
 
 
 def _is_hosted(draft: Draft, own: str) -> bool:
@@ -119,21 +223,20 @@ def _hosted_judge(draft: Draft, own: str, to: str) -> None:
     draft.sets(path, "reward.judge.path", draft.get(path))
     if draft.writes(dtype):
         draft.mapped(dtype, "reward.judge.dtype", draft.read(dtype, DTYPE))
-    for key, name, convert in (("max_new_tokens", "max_tokens", positive), ("temperature", "temperature", number)):
+    options = (("max_new_tokens", "max_tokens", positive), ("temperature", "temperature", number))
+    for key, name, convert in (*options, ("top_p", "top_p", number), ("top_k", "top_k", top_k)):
         if draft.writes(written := f"{own}generating_args.{key}"):
             draft.mapped(written, f"{to}kwargs.{name}", draft.read(written, convert))
     for key in draft.keys(f"{own}generating_args.*"):
-        draft.unsupported(key, f"a judge samples with {to}kwargs.temperature alone")
-    draft.unsupported(f"{own}judge_prompt", reasons.OWN_QUESTION)
+        if key.endswith(("num_beams", "num_return_sequences")) and draft.get(key) == 1:
+            draft.implied(key, "a judge gives one answer")
+        draft.unsupported(key, f"a judge samples with temperature, top_p and top_k of {to}kwargs")
+    _judges_question(draft, own, to)
     draft.implied(f"{own}data_args.template", "the judge's own chat template renders the question")
     plan = lay_out_engine(draft, "judge", own) if "judge" not in draft.plans else draft.plans["judge"]
     for key in draft.keys(f"{own}*"):
         if key != f"{own}tag_included" and key not in plan.keys:
             draft.implied(key, reasons.JUDGE_HOSTED)
-    draft.notes.append(
-        f"{to}fn=judge asks whether the answer agrees with the reference; ROLL asks for a score from 0 to 10, and "
-        f"takes a tenth of it: for that, write the question as {to}kwargs.template, with {to}kwargs.scale=0.1"
-    )
 
 
 def _judges_with_a_model(draft: Draft, own: str) -> bool:

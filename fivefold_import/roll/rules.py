@@ -15,6 +15,8 @@ from fivefold_import.values import flag, number, whole
 TRAIN, INFER, REF, CRITIC, TEACHER = "actor_train.", "actor_infer.", "reference.", "critic.", "teacher."
 CONFIG = "strategy_args.strategy_config."
 GENERATING, HELD_OUT = INFER + "generating_args.", "validation.generating_args."
+DOMAINS = "train_dataset.reader_kwargs.domains"
+"""The recipe's key of what the tags of rows are called as data sources."""
 PURE, MIXED, WEIGHT = "is_pure_opd", "use_opd", "opd_kl_coef"
 """Switches of on-policy distillation, without rewards and together with them, and its weight with rewards."""
 
@@ -51,6 +53,12 @@ def _difficulty_mask(draft: Draft, source: str) -> None:
         return draft.implied(source, "it is switched off")
     low, high = (draft.read(f"difficulty_{side}_threshold", number, otherwise) for side, otherwise in _THRESHOLDS)
     draft.recipe["actor.group_mean_below"] = high
+    if DOMAINS in draft.recipe:
+        draft.recipe["actor.group_mean_of"] = "accuracy"
+        draft.notes.append(
+            "actor.group_mean_of=accuracy: difficulty_mask counts right answers, and not the rewards that penalties "
+            "change; a right choice without a box counts here only if it has the full reward"
+        )
     return draft.mapped(source, "actor.group_mean_above", low, f"and actor.group_mean_below={high:g}")
 
 
@@ -84,6 +92,17 @@ def _ipo(draft: Draft, source: str) -> None:
     if flag(draft.get(source)):
         draft.mapped(source, "actor.loss_type", "ipo")
     draft.implied(source, "the loss is DPO's")
+
+
+def share_of_domain(draft: Draft, source: str) -> None:
+    """Convert the share of a domain's prompts in each step; one domain alone has them all."""
+    domain, share = source.rpartition(".")[2], number(draft.get(source))
+    if share == 1:
+        draft.implied(source, "there is only this domain")
+    elif DOMAINS not in draft.recipe:
+        draft.unsupported(source, "write the shares of the data sources as train_dataset.source_weights")
+    else:
+        draft.mapped(source, f"train_dataset.source_weights.{domain}", share, "the domain is the data source")
 
 
 TABLES = read_tables("roll", {**globals(), **vars(agents)}, {"megatron": megatron.TABLES})

@@ -61,9 +61,21 @@ def _aggregation(draft: Draft, source: str) -> None:
 def _rounds(draft: Draft, source: str) -> None:
     """Convert the most batches that a step samples; 0 and negative numbers set no limit."""
     most = whole(draft.get(source))
+    sampled, trained = draft.get("data.gen_batch_size"), draft.get("data.train_batch_size")
+    if isinstance(sampled, int) and isinstance(trained, int) and trained > 0:
+        most = -(-most * sampled // trained)  # a round has a batch of prompts here
     if draft.get(source.replace("max_num_gen_batches", "enable")) is True:
         draft.mapped(source, "actor.dynamic_sampling_max_rounds", most if 0 < most <= 1000 else 1000)
     draft.implied(source, "dynamic sampling is switched off")
+
+
+def _sampled_at_once(draft: Draft, source: str) -> None:
+    """Convert the prompts of a round of dynamic sampling; other runs sample what they train on."""
+    if draft.get("algorithm.filter_groups.enable") is True:
+        draft.implied(source, "a round of dynamic sampling reads a batch of prompts, and what is too many is dropped")
+    if draft.get(source) == draft.get("data.train_batch_size"):
+        draft.implied(source, reasons.FIXED_BATCH)
+    draft.unsupported(source, reasons.FIXED_BATCH)
 
 
 def _filtration(draft: Draft, source: str) -> None:
@@ -188,6 +200,12 @@ def _scored_by_model(draft: Draft, source: str) -> None:
 
 
 # The run
+
+
+def _all_samples(draft: Draft, source: str) -> None:
+    """Convert a folder for all samples of each step, or of each evaluation, which are in the run's folder here."""
+    section = "stats" if "rollout" in source else "evaluator"
+    draft.mapped(source, f"{section}.n_logged_samples", "all", "in the run's folder")
 
 
 def _outputs(draft: Draft, source: str) -> None:

@@ -66,7 +66,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
 BLOCKS = {
-    "agents.md": ["python", "yaml", "python", "yaml", "python", "json", "yaml", "python"],
+    "agents.md": ["python", *["yaml"] * 3, "python", "yaml", "python", "json", "yaml", "python"],
     "README.md": ["yaml", "", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],
@@ -75,7 +75,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
-    "rewards.md": ["python", "yaml", "bash", "python", "python", *["yaml"] * 6, "python"],
+    "rewards.md": ["python", "yaml", "bash", "python", "python", *["yaml"] * 7, "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
@@ -187,7 +187,7 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     with (rewards_folder / "my_rewards.py").open("a") as module:
         module.write("\n\ndef brevity(response, ground_truth, **_):\n    return -len(response)\n")
     _, *written = (yaml.safe_load(block)["reward"] for block in blocks(DOCS / "rewards.md", "yaml"))
-    several, of_model, hosted, judge, http, code = (RewardConfig.model_validate(keys) for keys in written)
+    several, of_choice, of_model, hosted, judge, http, code = (RewardConfig.model_validate(keys) for keys in written)
     rewards = resolve_rewards(several)
     prompts = [Prompt(0, "", (1,), "46", "gsm8k"), Prompt(1, "", (1,), {"inputs": [""], "outputs": ["46"]}, "taco")]
     assert rewards.judge(prompts, ["46", "print(46)"]) == [
@@ -195,6 +195,8 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
         {"program": 1.0, "brief": -9.0},
     ]
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
+    chosen = [Prompt(0, "", (1,), "B", "quiz")]
+    assert resolve_rewards(of_choice).judge(chosen, ["b b b B"]) == [{"quiz": 0.5, "brief": pytest.approx(-0.5)}]
     asked: list[str] = []
 
     class Host:

@@ -42,6 +42,7 @@ def run(keys: list[str], fivefold: Fivefold, tmp_path_factory: pytest.TempPathFa
     result = fivefold(
         "train", str(QUICKSTART), *keys, f"cluster.fileroot={root}", f"total_train_steps={STEPS}",
         "trial_name=sets", "evaluator.before_training=false", "evaluator.freq_steps=3", "stats.n_logged_samples=all",
+        f"evaluator.n_logged_samples={LIMIT * N + 1}",
         "rollout.max_head_offpolicyness=1", f"rollout.sync_freq_steps={EVERY}", "recover.mode=disabled",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
@@ -63,6 +64,13 @@ def test_each_set_and_source_has_its_accuracy(run: Path) -> None:
     assert summary["accuracy_before"] is None
     assert summary["accuracy_after"] == metrics[-1]["eval/accuracy"]
     assert summary["held_out_prompts"] == 2 * LIMIT
+
+
+def test_the_first_completions_of_each_evaluation_are_logged_with_their_sets(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "held_out_samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3] * (LIMIT * N + 1) + [4] * (LIMIT * N + 1)
+    assert [row["set"] for row in rows[: LIMIT * N + 1]] == ["mixed"] * LIMIT * N + ["packaged"]
+    assert all(len(row["response"]) <= 2 for row in rows)
 
 
 def test_weights_are_sent_every_other_step_and_before_an_evaluation(run: Path) -> None:

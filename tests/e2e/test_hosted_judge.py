@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.generate import generate
+from fivefold.rewards.judge import Sampling
 from fivefold.roles.judge import sampling_of
 from fivefold.rollout.protocol import GenerationRequest, complete, question_seed
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
@@ -121,7 +122,8 @@ def drawn_scores(samples: Sequence[dict[str, Any]]) -> list[float]:
     for attempt in range(1 + RETRIES):
         asked = [GenerationRequest(ids, question_seed(SEED, ids, attempt)) for ids in prompts]
         answers = decoded(
-            tokenizer, [c.token_ids for c in complete(engine, asked, sampling_of(TEMPERATURE, MAX_TOKENS))]
+            tokenizer,
+            [c.token_ids for c in complete(engine, asked, sampling_of(Sampling(TEMPERATURE, 1.0, 0, MAX_TOKENS)))],
         )
         found = [score(answer) if earlier is None else earlier for earlier, answer in zip(found, answers, strict=True)]
     return [FAILED if each is None else each for each in found]

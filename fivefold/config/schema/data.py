@@ -27,6 +27,8 @@ class RowsConfig(Section):
     reader: Annotated[str | None, Field(pattern=r"^[^\x00-\x1f\x7f]+:\w+$")] = None
     """Your own function that reads each path, as `module:function` or `file.py:function`: it is called with the path
     and `split`, and yields rows, a mapping of columns each; null: Fivefold reads the path."""
+    reader_kwargs: Annotated[dict[str, Any], reads_if(given("reader"))] = {}
+    """Further keyword arguments of the function."""
     split: str | None = None
     """Split of a `datasets`, ModelScope or package name, or of a folder whose files are named after splits; null:
     `train`."""
@@ -46,21 +48,25 @@ class RowsConfig(Section):
     """Message of the system that every chat begins with, unless it has one; null: none is added."""
 
 
-class PromptRowsConfig(RowsConfig):
-    """Prompts to complete."""
+class AskedRowsConfig(RowsConfig):
+    """Prompts in separate columns."""
 
-    prompt_template: Annotated[str | None, Field(min_length=1)] = None
+    prompt_template: Annotated[str | None, Field(min_length=1), reads_if(absent("messages_key"))] = None
     """A text with `{prompt}`, in whose place each prompt of the data comes; null: prompts stay as they are. It is for
     prompts that are texts."""
-
-    truncation: Literal["drop", "left", "right", "error"] = "drop"
-    """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
-    reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
 
     @rule
     def _template(self) -> Iterator[str]:
         if self.prompt_template is not None and PROMPT not in self.prompt_template:
             yield f"prompt_template has no {PROMPT}, so every prompt would be the same: write it into the text"
+
+
+class PromptRowsConfig(AskedRowsConfig):
+    """Prompts to complete."""
+
+    truncation: Literal["drop", "left", "right", "error"] = "drop"
+    """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
+    reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
 
 
 class BatchesConfig(Section):
@@ -104,7 +110,7 @@ class DatasetConfig(PromptRowsConfig, DividedConfig):
             yield f"source_weights={self.source_weights} are all 0: raise one of them"
 
 
-class SFTRowsConfig(RowsConfig):
+class SFTRowsConfig(AskedRowsConfig):
     """Prompts, each with the response to learn."""
 
     response_key: Annotated[str, reads_if(absent("messages_key"))] = "response"

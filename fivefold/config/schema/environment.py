@@ -11,10 +11,12 @@ from pydantic import Field
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.fields import Duration, NonNegative, OneLine, Positive, Section
-from fivefold.config.schema.rules import absent, reads_if, rule
+from fivefold.config.schema.rules import absent, given, reads_if, rule
 
 McpEntry = dict[str, OneLine]
 """An MCP server: `mcp` is its command or its URL, `cwd` the folder in which the command starts."""
+OBSERVATION = "{observation}"
+"""What stands for a game's answer in `turn_template`."""
 _OF_CHATS = reads_if(absent("game"), "has no effect on a game, whose moves are no chat")
 
 
@@ -29,6 +31,11 @@ class EnvironmentConfig(Section):
     game: OneLine | None = None
     """Class of a game, as `module:Class` or `file.py:Class`, with the methods `reset` and `step`: each completion is a
     move."""
+    turn_template: Annotated[
+        Annotated[str, Field(min_length=1)] | None, reads_if(given("game"), "is for the messages of a game")
+    ] = None
+    """A text with `{observation}`: the game is played in a chat, and each of its answers is a message of the user, as
+    this text, which may have `{turn}`, `{turns_left}` and `{max_new_tokens}` too; null: an episode is one text."""
     tools: OneLine | list[OneLine | McpEntry] | None = None
     """What the model may call in a chat: a class, as `module:Class` or `file.py:Class`, whose public methods are tools,
     with `reset` and `reward`; or a list of functions, whose episodes `reward` judges. In the list, `python` runs
@@ -64,6 +71,8 @@ class EnvironmentConfig(Section):
     def _one(self) -> Iterator[str]:
         if len(self._given) != 1:
             yield f"set one of game, tools and agent, and not {' and '.join(self._given) or 'none of them'}"
+        if self.turn_template is not None and OBSERVATION not in self.turn_template:
+            yield f"turn_template has no {OBSERVATION}, so the model would not see the game: write it into the text"
         if self.tools == []:
             yield "tools=[] has no tool: name functions, or leave the section out"
         names = self.tools if isinstance(self.tools, list) else [*self._given.values()]

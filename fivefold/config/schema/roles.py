@@ -132,6 +132,8 @@ class ActorConfig(TrainedModelConfig):
     whiten_advantages: bool | None = None
     """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
     reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
+    whiten_by_source: Annotated[bool, reads_if(differs("advantage", "gae"))] = False
+    """Whiten the tokens of each value of the column `data_source` apart from the others."""
     advantage_clip: PositiveFloat | None = None
     """The advantages of tokens are clipped to ± this value, after whitening; null: they are not clipped."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
@@ -233,6 +235,9 @@ class ActorConfig(TrainedModelConfig):
     """Train only on prompts whose completions have a mean reward above this; null: on prompts of any mean."""
     group_mean_below: float | None = None
     """Train only on prompts whose completions have a mean reward below this; null: on prompts of any mean."""
+    group_mean_of: Literal["reward", "accuracy"] = "reward"
+    """What `group_mean_above` and `group_mean_below` bound: the mean reward, or the share of completions that are
+    right."""
     dynamic_sampling: Annotated[bool, needs(True, _SYNCHRONOUS, _SAMPLES_MORE)] = False
     """Replace prompts whose completions all have the same reward by further prompts of the data set (DAPO)."""
     dynamic_sampling_max_rounds: Annotated[
@@ -285,8 +290,15 @@ class ActorConfig(TrainedModelConfig):
         return self.whiten_advantages
 
     @rule
+    def _sources(self) -> Iterator[str]:
+        if self.whiten_by_source and not self.whitens:
+            yield "whiten_by_source=true has no effect, because advantages are not whitened: set whiten_advantages=true"
+
+    @rule
     def _group_means(self) -> Iterator[str]:
         above, below = self.group_mean_above, self.group_mean_below
+        if self.group_mean_of != "reward" and above is None and below is None:
+            yield f"group_mean_of={self.group_mean_of} has no effect: set group_mean_above or group_mean_below"
         if above is not None and below is not None and above >= below:
             yield (
                 f"group_mean_above={above} is not below group_mean_below={below}, so that no prompt would be trained: "

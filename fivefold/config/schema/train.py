@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -43,6 +43,8 @@ class EvaluatorConfig(EvaluationsConfig):
     """As `gconfig.top_k`; null: its value."""
     min_p: Annotated[Fraction | None, _SAMPLES] = None
     """As `gconfig.min_p`; null: its value."""
+    n_logged_samples: NonNegative | Literal["all"] = 0
+    """Completions of each evaluation that are written to `held_out_samples.jsonl`, the first ones; `all`: every one."""
 
     def sampling(self, config: GenerationConfig) -> GenerationConfig:
         """Return how held-out prompts are sampled, where `config` is how the others are."""

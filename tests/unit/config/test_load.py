@@ -363,6 +363,8 @@ def test_a_number_that_would_take_for_ever_is_refused(write: Any, overrides: lis
             ["train_dataset.hold_out=0.1", "valid_dataset.path=v"],
             "train_dataset.hold_out=0.1 and valid_dataset exclude each other",
         ),
+        (["actor.group_mean_of=accuracy"], "set group_mean_above or group_mean_below"),
+        (["actor.whiten_by_source=true"], "whiten_by_source=true has no effect, because advantages are not whitened"),
         (
             ["actor.group_mean_above=0.8", "actor.group_mean_below=0.8"],
             "group_mean_above=0.8 is not below group_mean_below=0.8",

@@ -45,6 +45,9 @@ def halves(path, split):
         for part in line.split():
             yield {"question": part, "answer": split}
 
+def named(path, split, answer):
+    yield {"question": path, "answer": answer}
+
 def broken(path, split):
     yield {"question": "a", "answer": "b"}
     raise KeyError("no such column")
@@ -60,6 +63,8 @@ def test_a_users_function_reads_the_rows(tmp_path: Path, tokenizer: PreTrainedTo
     data.write_text("a b\nc\n")
     prompts = load_prompts(plain(str(data), reader=f"{code}:halves", split="test"), tokenizer).prompts
     assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("a", "test"), ("b", "test"), ("c", "test")]
+    [own] = load_rows(plain("x", reader=f"{code}:named", reader_kwargs={"answer": "7"}))
+    assert own == {"question": "x", "answer": "7"}
     with pytest.raises(ValueError, match=r"(?s)reader=.*broken' failed on .*no such column"):
         load_rows(plain(str(data), reader=f"{code}:broken"))
     with pytest.raises(ValueError, match="row 1 is a str, not a mapping of columns"):

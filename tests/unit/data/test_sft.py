@@ -37,6 +37,15 @@ def test_the_mask_covers_response_and_end_token(tokenizer: PreTrainedTokenizerFa
     assert columns.values["mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
+def test_prompts_come_into_a_template(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    keys = {"prompt_template": "Q {prompt}", "apply_chat_template": True}
+    [example] = load_sft(config(write_jsonl(ROWS[:1]), **keys), tokenizer).examples
+    tokens = ["<|user|>", *"Q 1+1=", "<|assistant|>"]
+    assert list(example.prompt_ids) == [VOCAB[token] for token in tokens]
+    with pytest.raises(ValueError, match="prompt_template is for texts"):
+        load_sft(config(write_jsonl(ROWS), **keys), tokenizer)
+
+
 ENDING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

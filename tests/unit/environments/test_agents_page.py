@@ -12,11 +12,15 @@ import pytest
 import yaml
 
 from fivefold.config.load import load_recipe
+from fivefold.config.schema.data import DatasetConfig
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.environments.agents.agent import Agent
+from fivefold.environments.agents.chat_game import ChatGame
 from fivefold.environments.agents.tools import Tools
 from fivefold.environments.game import Game
+from fivefold.environments.games.grid import GridGame
 from fivefold.environments.play import Player
 from fivefold.types import Episode
 from tests.e2e.documents import DOCS, blocks
@@ -51,7 +55,7 @@ def environment(**fields: Any) -> Any:
 
 def test_the_game_is_the_one_of_the_recipe(snippet: Callable[[int, str], None]) -> None:
     snippet(0, "my_game.py")
-    section, _, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    section, *_ = map(yaml.safe_load, blocks(PAGE, "yaml"))
     overrides = [f"environment={section['environment']}", f"reward={section['reward']}"]
     recipe = load_recipe(RECIPE, overrides, TrainRecipe)
     assert recipe.environment is not None
@@ -66,6 +70,26 @@ def test_the_game_is_the_one_of_the_recipe(snippet: Callable[[int, str], None]) 
         for episodes in games
     ]
     assert told[0] == told[1]
+
+
+def test_the_game_may_be_a_chat(snippet: Callable[[int, str], None]) -> None:
+    snippet(0, "my_game.py")
+    section = yaml.safe_load(blocks(PAGE, "yaml")[1])["environment"]
+    policy = Policy(lambda text: "7" if "Turn 2" in text else "5")
+    episode = episode_of(ChatGame(environment(**section), tokenizer_of()), policy, "7", "Guess.")
+    [text] = texts(episode)
+    assert "user\nTurn 2, 2 left: >1+2=<|im_end|>" in text or "user\nTurn 2, 2 left: <1+2=<|im_end|>" in text
+    assert sum(episode.rewards.values()) == 1.0
+
+
+def test_board_games_need_no_file() -> None:
+    section = yaml.safe_load(blocks(PAGE, "yaml")[2])
+    data = DatasetConfig.model_validate(section["train_dataset"])
+    prompts = load_prompts(data, tokenizer_of()).prompts
+    assert {prompt.data_source for prompt in prompts} == {"Lake", "Boxes"}
+    EnvironmentConfig(**section["environment"])
+    game = GridGame()
+    assert game.reset(prompts[-1].extra_info, seed=0).count("X") == 1
 
 
 def episode_of(kind: Any, policy: Policy, wanted: Any, prompt: str) -> Episode:
@@ -97,7 +121,7 @@ def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable
 
 
 def test_mcp_servers_stand_in_the_list() -> None:
-    _, section, _ = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    section = yaml.safe_load(blocks(PAGE, "yaml")[3])
     calc, time, remote = environment(**section["environment"]).tools
     assert calc == f"{Path.cwd()}/calc.py:calculate"
     assert time == {"mcp": "uvx mcp-server-time", "cwd": str(Path.cwd())}
@@ -109,7 +133,7 @@ def test_the_lake_of_the_row_is_crossed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     [line] = blocks(PAGE, "json")
     (tmp_path / "lake.jsonl").write_text(line)
-    _, _, section = map(yaml.safe_load, blocks(PAGE, "yaml"))
+    section = yaml.safe_load(blocks(PAGE, "yaml")[4])
     overrides = [f"{key}.{name}={value}" for key, values in section.items() for name, value in values.items()]
     recipe = load_recipe(RECIPE, [*overrides, "train_dataset.answer_key=null"], TrainRecipe)
     [prompt] = load_prompts(recipe.train_dataset, tokenizer_of()).prompts

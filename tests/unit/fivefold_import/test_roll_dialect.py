@@ -169,20 +169,19 @@ def test_a_judge_in_processes_of_the_run_keeps_its_model_its_layout_and_its_leng
     conversion = convert_text("roll", tmp_path, text)
     keys = {entry.key for entry in conversion.report.entries if entry.key.startswith("rewards.judge.")}
     assert len(keys) == 14
-    assert keys & conversion.unsupported() == {
-        "rewards.judge.judge_prompt",
-        "rewards.judge.generating_args.top_p",
-    }
+    assert keys & conversion.unsupported() == {"rewards.judge.judge_prompt"}
     assert {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")} == {
         "reward.fn": "judge",
         "reward.kwargs.max_tokens": 100,
         "reward.kwargs.temperature": 0.6,
+        "reward.kwargs.top_p": 0.9,
         "reward.judge.path": "some/judge",
         "reward.judge.dtype": "bfloat16",
         "reward.judge.backend": "sglang:d4t2",
         "reward.judge.device_mapping": "8-15",
     }
-    assert any("ROLL asks for a score from 0 to 10" in note for note in conversion.report.notes)
+    plain = convert_text("roll", tmp_path, text.replace("        judge_prompt: p\n", ""))
+    assert any("write the question as reward.kwargs.template" in note for note in plain.report.notes)
     # A run hosts one judge.
     second = judge.replace("judge:\n", "other:\n", 1).replace("some/judge", "another/judge")
     both = convert_text("roll", tmp_path, f"{text}{second}")

@@ -126,3 +126,54 @@ def test_a_reference_in_the_actors_processes_moves_with_the_actor() -> None:
     conversion = convert_words("verl", *words("verl", "vllm"), *kl, f"{key}=true")
     assert conversion[key].outcome == "implied"
     assert "ref.offload" not in conversion.recipe
+
+
+def test_experts_are_spread_over_all_ranks_of_a_replica_or_not(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout."
+    for engine, degree, expected in (("vllm", 4, ["--enable-expert-parallel"]), ("sglang", 4, ["--ep-size=4"])):
+        given = [*words("verl", engine), f"{rollout}tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8"]
+        conversion = convert_words("verl", *given, f"{rollout}expert_parallel_size={degree}")
+        assert conversion.recipe["rollout.server_args"] == expected
+        for other in (
+            [f"{rollout}expert_parallel_size=2"],
+            [f"{rollout}expert_parallel_size=4", f"{rollout}data_parallel_size=2"],
+        ):
+            assert f"{rollout}expert_parallel_size" in convert_words("verl", *given, *other).unsupported()
+        alone = convert_words("verl", *given, f"{rollout}expert_parallel_size=1")
+        assert f"{rollout}expert_parallel_size" not in alone.unsupported()
+        assert "rollout.server_args" not in alone.recipe
+
+
+def test_samples_of_steps_and_evaluations_are_logged_as_verl_says() -> None:
+    given = [*words("verl", "vllm"), "data.val_files=a.parquet"]
+    some = convert_words("verl", *given, "trainer.log_val_generations=10", "trainer.rollout_data_dir=out")
+    assert some.recipe["evaluator.n_logged_samples"] == 10
+    assert some.recipe["stats.n_logged_samples"] == "all"
+    every = convert_words("verl", *given, "trainer.validation_data_dir=out", "trainer.log_val_generations=0")
+    assert every.recipe["evaluator.n_logged_samples"] == "all"
+    assert not some.unsupported() | every.unsupported()
+
+
+def test_rounds_of_dynamic_sampling_are_counted_in_batches_that_are_trained() -> None:
+    given = [
+        *words("verl", "vllm"),
+        "data.train_batch_size=512",
+        "data.gen_batch_size=1536",
+        "actor_rollout_ref.rollout.n=4",
+    ]
+    filtered = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=10"]
+    conversion = convert_words("verl", *given, *filtered)
+    assert conversion.recipe["actor.dynamic_sampling_max_rounds"] == 30
+    assert "data.gen_batch_size" not in conversion.unsupported()
+    assert "data.gen_batch_size" in convert_words("verl", *given).unsupported()
+
+
+def test_kernels_for_weights_in_fp8_are_environment_variables_as_in_nemo_rl() -> None:
+    section = "policy.generation.vllm_cfg."
+    given = ["policy.model_name=some/model", "grpo.num_prompts_per_step=8", f"{section}use_deep_gemm=true"]
+    variable = "scheduler.environment.rollout.VLLM_USE_DEEP_GEMM"
+    recipe = convert_words("nemo_rl", *given, f"{section}precision=fp8").recipe
+    assert (recipe[variable], recipe[f"{variable}_E8M0"]) == ("1", "0")
+    other = convert_words("nemo_rl", *given, f"{section}precision=bfloat16")
+    assert variable not in other.recipe
+    assert f"{section}use_deep_gemm" not in other.unsupported()

@@ -30,6 +30,15 @@ def earned(response: str, truth: Any, **kwargs: Any) -> float:
     return judge(resolve_reward(RewardConfig(fn="code", kwargs={"timeout_s": 300.0, **kwargs})), response, truth)
 
 
+def test_a_preamble_comes_before_the_program() -> None:
+    program = "def add(a: List, b) -> int:\n    return floor(a) + b"
+    truth = {"asserts": ["assert add(1.5, 2) == 3"]}
+    assert earned(program, truth) == 0.0
+    assert earned(program, truth, preamble="from typing import *\nfrom math import floor") == 1.0
+    with pytest.raises(ValueError, match=r"reward\.kwargs\.preamble='import' is not Python"):
+        earned(program, truth, preamble="import")
+
+
 @pytest.mark.parametrize(
     ("response", "program"),
     [

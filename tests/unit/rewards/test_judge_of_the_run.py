@@ -11,6 +11,7 @@ import pytest
 
 from fivefold.config.schema.rewards import RewardConfig
 from fivefold.rewards.asking import HostFailed, NoScore
+from fivefold.rewards.judge import Sampling
 from fivefold.rewards.resolve import resolve_rewards
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.rewards.static_check import reward_problems
@@ -26,8 +27,8 @@ class Host:
     answers: list[str | Exception]
     asked: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def answer(self, question: str, *, temperature: float, max_tokens: int, attempt: int) -> str:
-        self.asked.append((question, temperature, max_tokens, attempt))
+    def answer(self, question: str, *, sampling: Sampling, attempt: int) -> str:
+        self.asked.append((question, sampling, attempt))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -47,13 +48,29 @@ def judged(host: Host, *responses: str, **kwargs: Any) -> list[float]:
 def test_the_question_is_the_template_and_the_last_score_of_the_answer_counts() -> None:
     host = Host(["Score: 3, no: Score: 8"])
     assert judged(host, "{prompt}", template="{prompt} {response} {ground_truth}", scale=0.1) == [pytest.approx(0.8)]
-    assert host.asked == [("1+1= {prompt} 2", 0.0, 512, 0)]
+    assert host.asked == [("1+1= {prompt} 2", Sampling(0.0, 1.0, 0, 512), 0)]
 
 
 def test_an_answer_without_a_score_is_drawn_again_with_other_numbers() -> None:
     host = Host(["hm", "well", "Score: 1"])
-    assert judged(host, "2", temperature=0.7, max_tokens=9, retries=2, template="{response}") == [1.0]
-    assert host.asked == [("2", 0.7, 9, attempt) for attempt in range(3)]
+    sampled = {"temperature": 0.7, "top_p": 0.8, "top_k": 50, "max_tokens": 9}
+    assert judged(host, "2", **sampled, retries=2, template="{response}") == [1.0]
+    assert host.asked == [("2", Sampling(**sampled), attempt) for attempt in range(3)]
+
+
+@pytest.mark.parametrize(("answer", "score"), [("YES.", 1.0), ("no, or yes?", 1.0), ("No", 0.0)])
+def test_the_first_of_the_words_that_is_in_the_answer_gives_the_score(answer: str, score: float) -> None:
+    assert judged(Host([answer]), "2", words={"Yes": 1, "no": 0}) == [score]
+    with pytest.raises(ValueError, match="none of the words Yes, no is in the answer 'hm'"):
+        judged(Host(["hm"]), "2", words={"Yes": 1, "no": 0})
+
+
+def test_the_question_of_a_template_is_the_last_message_without_the_chat_template() -> None:
+    host = Host(["Score: 1"])
+    rewards = resolve_rewards(config(template="{question}|{response}")).asking(host)
+    chat = ({"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "1+1="}]})
+    rewards.judge([Prompt(0, "<s>1+1=", (1,), "2", messages=chat)], ["2"])
+    assert host.asked[0][0] == "1+1=|2"
 
 
 def test_the_most_likely_answer_is_asked_for_once() -> None:
@@ -96,7 +113,7 @@ def test_as_many_questions_are_asked_at_once_as_the_recipe_says() -> None:
     barrier = threading.Barrier(3, timeout=60)
 
     class Meeting(Host):
-        def answer(self, question: str, *, temperature: float, max_tokens: int, attempt: int) -> str:
+        def answer(self, question: str, *, sampling: Sampling, attempt: int) -> str:
             barrier.wait()
             return "Score: 1"
 

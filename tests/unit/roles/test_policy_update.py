@@ -12,7 +12,7 @@ import torch
 
 from fivefold.algorithms.batch_steps import InTurn
 from fivefold.algorithms.corrections import RolloutCorrection
-from fivefold.algorithms.gae import Moments
+from fivefold.algorithms.gae import AdvantageMoments, Moments
 from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.state import AlgorithmState
@@ -57,8 +57,16 @@ class RecordingActor(Actor):
         self.scores.append(what)
         return ()
 
-    def advantage_moments(self, batch: RemoteBatch, change: Any) -> Moments:
-        return Moments.of(torch.from_numpy(np.repeat(batch.scalars["advantages"], batch.trained_N)))
+    def advantage_moments(self, batch: RemoteBatch, moments: AdvantageMoments) -> list[Moments]:
+        tokens = Batch(
+            lengths=tuple(batch.trained_N.tolist()),
+            tokens_T=torch.zeros(int(batch.trained_N.sum()), dtype=torch.int64),
+            mask_T=torch.ones(int(batch.trained_N.sum())),
+            fields={
+                name: torch.from_numpy(np.repeat(values, batch.trained_N)) for name, values in batch.scalars.items()
+            },
+        )
+        return moments(tokens)[0]
 
     def update(self, batch: RemoteBatch, loss: Any, change: Any = None) -> UpdateResult:
         self.losses.append(loss)
@@ -93,7 +101,7 @@ def updates(
     recipe = load_recipe(QUICKSTART, list(overrides), TrainRecipe)
     models = Models(actor, frozen={"ref": reference or FollowingReference()} if recipe.actor.kl_ctl else {})
     update = policy_update(recipe, models, PhaseTimers(), find_shape("package:tiny-moe"))
-    prompts = [Prompt(i, "?", (1,), "") for i in range(2)]
+    prompts = [Prompt(i, "?", (1,), "", f"source {i}") for i in range(2)]
     samples = [Sample(prompts[i // 2], "", reasons[i], 4, 1 + i, (0, 0), {"r": rewards[i]}) for i in range(4)]
     batch = RemoteBatch(np.full(4, 5), np.array([1, 2, 3, 4]), ())
     outcome = StepOutcome(UpdateState(AlgorithmState.of(recipe.actor), {"actor": Skips()}))
@@ -200,6 +208,8 @@ def test_episodes_that_stopped_for_a_masked_reason_are_not_trained() -> None:
         (["actor.group_mean_above=0.5"], [0, 0, 3, 4]),
         (["actor.group_mean_below=0.6"], [1, 2, 0, 0]),
         (["actor.group_mean_below=0.6", "actor.mask_truncated=true"], [1, 0, 0, 0]),
+        (["actor.group_mean_above=0.45", "actor.group_mean_of=accuracy"], [1, 2, 3, 4]),
+        (["actor.group_mean_above=0.55", "actor.group_mean_of=accuracy"], [0, 0, 3, 4]),
     ],
 )
 def test_prompts_outside_a_range_of_mean_rewards_are_not_trained(keys: list[str], trained: list[int]) -> None:
@@ -252,6 +262,22 @@ def test_reinforce_pp_whitens_the_advantages_of_tokens() -> None:
     plain = RecordingActor()
     updates(plain, ONE_UPDATE)
     assert plain.changes == [None]
+
+
+def test_sources_are_whitened_apart_if_the_recipe_says_so() -> None:
+    actor = RecordingActor()
+    keys = ("actor.whiten_advantages=true", "actor.whiten_by_source=true", "actor.reward_norm.mean_level=none")
+    updates(actor, ONE_UPDATE, *keys, "actor.reward_norm.std_level=none", rewards=(0.0, 1.0, 5.0, 9.0))
+    advantages_T = torch.tensor([0.0, 1, 1, 5, 5, 5, 9, 9, 9, 9])
+    batch = Batch(
+        (1, 2, 3, 4),
+        torch.zeros(10, dtype=torch.int64),
+        torch.ones(10),
+        {"advantages": advantages_T, "source": torch.tensor([0.0] * 3 + [1.0] * 7)},
+    )
+    parts = advantages_T.split([3, 7])
+    expected_T = torch.cat([(part - part.mean()) / part.std() for part in parts])
+    torch.testing.assert_close(actor.changes[0](batch).fields["advantages"], expected_T)
 
 
 def test_whitening_is_on_or_off_as_the_recipe_says_whatever_the_advantage() -> None:

@@ -1,0 +1,1 @@
+"""Games on small boards, which are played in words."""

@@ -1,0 +1,91 @@
+"""ROLL's files: YAML that names other YAML files in `defaults`, as Hydra reads them, and texts that its code has.
+
+defaults: [../config/traj_envs@_here_]     the keys of ../config/traj_envs.yaml, which the file's own override
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold_import.dialect import merged
+from fivefold_import.files import FileText, find
+from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
+
+DEFAULTS, SELF, HERE = "defaults", "_self_", "@_here_"
+DEEPEST = 20
+"""The longest chain of `defaults`, so that a file that names itself ends in an error."""
+PROMPTS, PROMPT_MAP = "roll/utils/prompt.py", "prompt_maps"
+"""The file with the questions to judges, and the mapping there of their names to variables."""
+
+
+def read(path: Path, environment: Mapping[str, str]) -> Document:
+    """Return the keys of a file, and of the files in its `defaults`.
+
+    Raises:
+        ValueError: a file cannot be read, or its `defaults` lead back to it.
+    """
+    if path.suffix not in YAMLS or not path.is_file():
+        return read_document(path, environment)
+    document = _with_parents(path, DEEPEST)
+    for key, value in document.values.items():
+        if key.endswith(".judge_prompt") and (text := _question(path, value)) is not None:
+            document.values[key] = FileText.of(value, text)
+    return document
+
+
+def _with_parents(path: Path, deepest: int) -> Document:
+    if deepest == 0:
+        raise ValueError(f"{path}: its `{DEFAULTS}` lead to more than {DEEPEST} files, or back to itself")
+    tree = read_tree(path)
+    named = tree.pop(DEFAULTS, None) or []
+    own, parts, problems = Document(path.name, dict(flatten(tree))), list[Document](), list[str]()
+    for entry in named if isinstance(named, list) else [named]:
+        if entry == SELF:
+            parts.append(own)
+        elif (parent := _parent(path, entry)) is not None:
+            if parent.read_bytes().strip():
+                parts.append(_with_parents(parent, deepest - 1))
+        else:
+            problems.append(
+                f"{path.name}: its {DEFAULTS} have {entry}, and no such file is there: its keys are missing"
+            )
+    whole = merged(parts if own in parts else [*parts, own])
+    return replace(whole, name=path.name, problems=[*whole.problems, *problems])
+
+
+def _parent(path: Path, entry: Any) -> Path | None:
+    """Return the file that an entry of `defaults` names; None if there is none, or if it goes to another place."""
+    if not isinstance(entry, str) or "@" in entry.removesuffix(HERE):
+        return None
+    file = path.parent / f"{entry.removesuffix(HERE).removesuffix('.yaml')}.yaml"
+    return file if file.is_file() else None
+
+
+def _question(path: Path, name: Any) -> str | None:
+    """Return the question to a judge that ROLL's code has under a name; None if its file is not near `path`."""
+    file = find(path, PROMPTS) if isinstance(name, str) else None
+    if file is None:
+        return None
+    try:
+        tree = ast.parse(file.read_bytes(), file.name)
+    except SyntaxError:
+        return None
+    assigned = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    names = assigned.get(PROMPT_MAP)
+    if not isinstance(names, ast.Dict):
+        return None
+    for key, value in zip(names.keys, names.values, strict=True):
+        text = assigned.get(value.id) if isinstance(value, ast.Name) else value
+        if isinstance(key, ast.Constant) and key.value == name and isinstance(text, ast.Constant):
+            return str(text.value)
+    return None

@@ -1,0 +1,293 @@
+"""ROLL's rewards by domain, its games on boards, and the files that a file of its builds on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from dialect_conversion import ENVIRONMENT, Conversion, convert_files, convert_text
+
+from fivefold.config.schema.rewards import RewardConfig
+from fivefold.config.source import MISSING
+from fivefold.rewards.code_reward import CodeReward
+from fivefold.rewards.static_check import reward_problems
+from fivefold_import.roll.rewards import PREAMBLE
+
+WORKERS = "roll.pipeline.rlvr.rewards"
+ROLES = """
+pretrain: some/model
+prompt_length: 512
+response_length: 1024
+num_return_sequences_in_group: 4
+adv_estimator: reinforce
+whiten_advantages: true
+difficulty_mask: true
+actor_train:
+  strategy_args: {strategy_name: megatron_train}
+  device_mapping: list(range(0,8))
+  data_args:
+    file_name: [data/a.jsonl, data/b.jsonl]
+    messages: messages
+    domain_interleave_probs: {math: 0.5, choice: 0.25, orders: 0.25}
+actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,8))"}
+validation: {data_args: {file_name: data/c.jsonl}}
+"""
+REWARDS = f"""
+rewards:
+  math: {{worker_cls: {WORKERS}.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [gsm8k, aime]}}
+  choice:
+    worker_cls: {WORKERS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker
+    reward_type: soft
+    response_length_penalty_coef: 0.0
+    tag_included: [quiz]
+  orders:
+    worker_cls: {WORKERS}.ifeval_rule_reward_worker.GeneralRuleRewardWorker
+    reward_type: soft
+    tag_included: [ifeval]
+"""
+
+
+def converted(tmp_path: Path, text: str = ROLES + REWARDS) -> Conversion:
+    return convert_text("roll", tmp_path, dedent(text))
+
+
+def test_each_domain_has_its_reward_its_share_and_its_penalty_for_repetition(tmp_path: Path) -> None:
+    conversion = converted(tmp_path)
+    assert conversion.unsupported() == set()
+    recipe = conversion.recipe
+    assert {key.removeprefix("reward."): value for key, value in recipe.items() if key.startswith("reward.")} == {
+        "rewards.math.fn": "math",
+        "rewards.math.data_sources": ["math"],
+        "rewards.choice.fn": "choice",
+        "rewards.choice.kwargs.right": 1.0,
+        "rewards.choice.kwargs.right_unboxed": 0.5,
+        "rewards.choice.kwargs.wrong": -0.5,
+        "rewards.choice.kwargs.wrong_unboxed": -1.0,
+        "rewards.choice.data_sources": ["choice"],
+        "rewards.orders.fn": "instructions",
+        "rewards.orders.data_sources": ["orders"],
+        "rewards.repetition.fn": "repetition",
+        "rewards.repetition.weight": 0.5,
+        "rewards.repetition.data_sources": ["choice", "orders"],
+    }
+    tags = {"gsm8k": "math", "aime": "math", "quiz": "choice", "ifeval": "orders"}
+    for section in ("train_dataset", "valid_dataset"):
+        assert recipe[f"{section}.reader"] == "fivefold.data.roll:rows"
+        domains = {key: value for key, value in recipe.items() if key.startswith(f"{section}.reader_kwargs.domains.")}
+        assert {key.rpartition(".")[2]: value for key, value in domains.items()} == tags
+    shares = {key: value for key, value in recipe.items() if key.startswith("train_dataset.source_weights.")}
+    assert {key.rpartition(".")[2]: value for key, value in shares.items()} == {
+        "math": 0.5,
+        "choice": 0.25,
+        "orders": 0.25,
+    }
+    assert (recipe["actor.whiten_by_source"], recipe["actor.group_mean_of"]) == (True, "accuracy")
+
+
+def test_what_a_worker_does_besides_stays_unsupported(tmp_path: Path) -> None:
+    text = (ROLES + REWARDS).replace("coef: 0.0", "coef: 0.2").replace("reward_type: soft", "reward_type: other", 1)
+    assert converted(tmp_path, text).unsupported() == {
+        "rewards.choice.reward_type",
+        "rewards.choice.response_length_penalty_coef",
+    }
+    alone = converted(tmp_path, ROLES.replace("choice: 0.25, orders: 0.25", "other: 0.5"))
+    assert "actor_train.data_args.domain_interleave_probs.math" in alone.unsupported()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_programs_run_in_the_sandbox_if_they_ran_locally(tmp_path: Path, is_local: bool) -> None:
+    worker = f"worker_cls: {WORKERS}.code_sandbox_reward_worker.CodeSandboxRewardWorker"
+    text = f"rewards: {{code: {{{worker}, use_local: {str(is_local).lower()}, tag_included: [kod]}}}}\n"
+    conversion = converted(tmp_path, ROLES + text)
+    if not is_local:
+        assert {"rewards.code.worker_cls", "rewards.code.use_local"} <= conversion.unsupported()
+        return
+    kwargs = {"timeout_s": 20, "preamble": PREAMBLE}
+    found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if ".kwargs." in key}
+    assert found == kwargs
+    CodeReward(**kwargs)  # the preamble is Python
+    scope: dict[str, Any] = {}
+    exec(PREAMBLE, scope)
+    assert {"List", "heappush", "math", "deque", "inf"} <= scope.keys()
+
+
+JUDGE = f"""
+rewards:
+  judge:
+    worker_cls: {WORKERS}.llm_judge_reward_worker.LLMJudgeRewardWorker
+    judge_prompt: of-answers
+    judge_model_type: inference
+    model_args: {{model_name_or_path: some/judge}}
+    generating_args: {{max_new_tokens: 9, temperature: 0.8, top_p: 0.7, top_k: 5, num_beams: 1, do_sample: true}}
+    strategy_args: {{strategy_name: vllm}}
+    device_mapping: list(range(8,16))
+"""
+
+
+def test_the_question_to_a_judge_is_read_from_the_code_of_roll(tmp_path: Path) -> None:
+    code = tmp_path / "roll" / "utils" / "prompt.py"
+    code.parent.mkdir(parents=True)
+    code.write_text('ASK = """Q {question} A {response} R {reference} {{x}}"""\nprompt_maps = {"of-answers": ASK}\n')
+    (tmp_path / "examples").mkdir()
+    one = ROLES.replace("{math: 0.5, choice: 0.25, orders: 0.25}", "{judge: 1}")
+    conversion = converted(tmp_path / "examples", one + JUDGE)
+    assert conversion.unsupported() == {"rewards.judge.generating_args.do_sample"}
+    kwargs = {
+        key.removeprefix("reward.kwargs."): value
+        for key, value in conversion.recipe.items()
+        if key.startswith("reward.kwargs.")
+    }
+    assert kwargs == {
+        "template": "Q {question} A {response} R {ground_truth} {x}",
+        "words.yes": 1,
+        "words.no": 0,
+        "retries": 0,
+        "on_failure": 0,
+        "max_tokens": 9,
+        "temperature": 0.8,
+        "top_p": 0.7,
+        "top_k": 5,
+    }
+    given = {**{key: value for key, value in kwargs.items() if "." not in key}, "words": {"yes": 1, "no": 0}}
+    config = RewardConfig.model_validate({"fn": "judge", "kwargs": given, "judge": {"path": "p"}})
+    assert list(reward_problems(config)) == []
+    code.write_text("prompt_maps = {}\n")
+    assert "rewards.judge.judge_prompt" in converted(tmp_path / "examples", one + JUDGE).unsupported()
+
+
+BASE = """
+max_actions_per_traj: 7
+env_manager_cls: roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager
+custom_env:
+  Lake:
+    env_type: frozen_lake
+    max_steps: ${max_actions_per_traj}
+    max_tokens_per_step: 32
+    env_manager_cls: ${env_manager_cls}
+    agent_system_template: Play.
+    agent_template: "Turn {turn_idx} of {actions_left}, {max_response_length} tokens: {observation}"
+    env_config: {max_steps: "${max_actions_per_traj}", is_slippery: false, format_penalty: -0.1, action_pattern: "<a>(.*)</a>"}
+"""
+AGENTS = """
+defaults: [../config/base@_here_]
+pretrain: some/model
+sequence_length: 4096
+rollout_batch_size: 16
+max_steps: 10
+adv_estimator: grpo
+actor_train: {strategy_args: {strategy_name: megatron_train}, device_mapping: "list(range(0,8))"}
+actor_infer:
+  generating_args: {temperature: 0.9, top_p: 0.8, max_new_tokens: 64}
+  strategy_args: {strategy_name: vllm}
+  device_mapping: list(range(0,8))
+train_env_manager: {num_env_groups: 4, group_size: 4, tags: [Lake, Boxes], num_groups_partition: [3, 1]}
+val_env_manager: {num_env_groups: 5, group_size: 1, tags: [Lake], num_groups_partition: [5]}
+max_actions_per_traj: 6
+custom_envs:
+  Lake: ${custom_env.Lake}
+  Boxes:
+    env_type: sokoban
+    max_steps: 6
+    max_tokens_per_step: 32
+    env_manager_cls: ${env_manager_cls}
+    agent_system_template: Play.
+    agent_template: "Turn {turn_idx} of {actions_left}, {max_response_length} tokens: {observation}"
+    env_config:
+      dim_room: [6, 6]
+      grid_lookup: {0: W, 1: "."}
+      grid_vocab: {W: wall, ".": floor}
+"""
+
+
+def agentic(tmp_path: Path, text: str = AGENTS) -> Conversion:
+    for folder in ("config", "run"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / "config" / "base.yaml").write_text(BASE)
+    (tmp_path / "run" / "a.yaml").write_text(text)
+    return convert_files("roll", [tmp_path / "run" / "a.yaml"], [], ENVIRONMENT)
+
+
+def test_known_games_are_played_by_fivefold(tmp_path: Path) -> None:
+    conversion = agentic(tmp_path)
+    assert (conversion.unsupported(), conversion.report.problems, conversion.report.to_give) == (set(), (), ())
+    recipe = conversion.recipe
+    lake = {
+        "game": "frozen_lake",
+        "options.is_slippery": False,
+        "format_penalty": -0.1,
+        "move_pattern": "<a>(.*)</a>",
+    }
+    boxes = {"game": "sokoban", "options.dim_room": [6, 6], "options.symbols.W": "wall", "options.symbols..": "floor"}
+
+    def games(section: str) -> dict[str, Any]:
+        start = f"{section}.reader_kwargs.games."
+        return {key.removeprefix(start): value for key, value in recipe.items() if key.startswith(start)}
+
+    assert games("train_dataset") == {
+        **{f"Lake.{name}": value for name, value in {"n": 30, **lake}.items()},
+        **{f"Boxes.{name}": value for name, value in {"n": 10, **boxes}.items()},
+    }
+    assert games("valid_dataset") == {f"Lake.{name}": value for name, value in {"n": 5, **lake}.items()}
+    assert (recipe["train_dataset.source_weights.Lake"], recipe["train_dataset.source_weights.Boxes"]) == (3, 1)
+    expected = {
+        "environment.game": "fivefold.environments.games.grid:GridGame",
+        "environment.turn_template": "Turn {turn} of {turns_left}, {max_new_tokens} tokens: {observation}",
+        "environment.max_turns": 6,
+        "gconfig.max_new_tokens": 32,
+        "train_dataset.system_prompt": "Play.",
+        "valid_dataset.system_prompt": "Play.",
+        "evaluator.greedy": False,
+        "evaluator.temperature": 0.9,
+        "reward.fn": "environment",
+    }
+    assert {key: recipe[key] for key in expected} == expected
+    assert "train_dataset.answer_key" not in recipe
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("env_type: sokoban", "env_type: chess"),
+        (
+            "${env_manager_cls}\n    agent_system_template: Play.\n",
+            "${env_manager_cls}\n    agent_system_template: Other.\n",
+        ),
+        ("tokens: {observation}", "tokens: {observation} {suffix}"),
+        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),
+        ("max_tokens_per_step: 32", "max_tokens_per_step: 32\n    agent_runner_cls: my.Runner"),
+    ],
+)
+def test_games_of_another_form_are_left_to_the_user(tmp_path: Path, old: str, new: str) -> None:
+    conversion = agentic(tmp_path, AGENTS.replace(old, new))
+    assert MISSING in (conversion.recipe.get(f"environment.{one}") for one in ("game", "agent"))
+    assert "custom_envs.Boxes.env_type" in conversion.unsupported()
+
+
+def test_an_option_that_a_game_has_not_is_unsupported(tmp_path: Path) -> None:
+    conversion = agentic(tmp_path, AGENTS.replace("dim_room: [6, 6]", "dim_room: [6, 6]\n      levels: [1]"))
+    assert conversion.unsupported() == {"custom_envs.Boxes.env_config.levels"}
+
+
+def test_sampling_of_the_managers_counts_only_without_the_engines(tmp_path: Path) -> None:
+    own = "generating_args: {temperature: 0.5, top_p: 0.6, max_new_tokens: 64, num_return_sequences: 1}"
+    text = AGENTS.replace("tags: [Lake], num", f"{own}, tags: [Lake], num")
+    assert agentic(tmp_path, text).recipe["evaluator.temperature"] == 0.9
+    alone = text.replace("  generating_args: {temperature: 0.9, top_p: 0.8, max_new_tokens: 64}\n", "")
+    conversion = agentic(tmp_path, alone)
+    assert conversion.unsupported() == set()
+    assert (conversion.recipe["evaluator.temperature"], conversion.recipe["evaluator.top_p"]) == (0.5, 0.6)
+
+
+def test_files_in_defaults_come_before_the_file_unless_it_says_where_its_own_keys_come(tmp_path: Path) -> None:
+    assert agentic(tmp_path)["max_actions_per_traj"].value == 6
+    last = agentic(tmp_path, AGENTS.replace("[../config/base@_here_]", "[_self_, ../config/base@_here_]"))
+    assert last["max_actions_per_traj"].value == 7
+    for entry in ("absent", "../config/base@other", "{model: base}"):
+        text = AGENTS.replace("../config/base@_here_", entry)
+        [problem] = [each for each in agentic(tmp_path, text).report.problems if "its defaults have" in each]
+        assert problem.startswith("a.yaml: its defaults have ")
+    (tmp_path / "config" / "base.yaml").write_text("defaults: base\n")
+    with pytest.raises(ValueError, match="or back to itself"):
+        convert_files("roll", [tmp_path / "config" / "base.yaml"], [], ENVIRONMENT)
