@@ -45,8 +45,8 @@ REWARD_MODEL = Task(
 )
 DISTILLATION = Task(
     "distillation from a teacher on given answers",
-    "`fivefold train` distils on the student's own answers (docs/distillation.md), and `fivefold sft` trains on a "
-    "teacher's answers without its probabilities",
+    "`fivefold train` distils on the student's own answers, and with expert_dataset.signal=teacher on given ones too "
+    "(docs/distillation.md); `fivefold sft` trains on a teacher's answers without its probabilities",
 )
 EVALUATION = Task(
     "evaluation or generation without training",

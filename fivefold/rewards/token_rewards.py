@@ -36,7 +36,7 @@ class TokenizedText(str):
 
 
 class TokenRewards(float):
-    """The reward of a response, of which its tokens have a part each. The rest belongs to the response as a whole."""
+    """The reward of a response. Its tokens have a part each, and the rest belongs to the response as a whole."""
 
     values: tuple[float, ...]
     """Reward of each sampled token."""

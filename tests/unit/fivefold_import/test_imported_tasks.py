@@ -36,7 +36,7 @@ REFUSED: list[tuple[Framework, str, str, str]] = [
     ("areal", "actor: {path: m, self_distillation: {teacher_update_rate: 0.05}}\n", DISTILLATION, "self_distillation"),
     ("roll", "student_pretrain: m\nteacher: {model_args: {dtype: bf16}}\n", DISTILLATION, "student_pretrain=m"),
     ("roll", "pretrain: m\nstudent: {device_mapping: '0-7'}\n", DISTILLATION, "student.device_mapping"),
-    ("trinity", "algorithm: {algorithm_type: jsd}\n", DISTILLATION, "algorithm_type=jsd"),
+    ("trinity", "algorithm: {algorithm_type: sdpo}\n", DISTILLATION, "algorithm_type=sdpo"),
     ("trinity", "mode: bench\n", EVALUATION, "mode=bench"),
     ("verl", "python3 -m verl.trainer.main_generation data.path=x", EVALUATION, "verl.trainer.main_generation"),
     ("verl", "python3 -m recipe.spin.main_spin trainer.nnodes=1", "self-play", "recipe.spin.main_spin"),
