@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from typing import Any
 
 import pytest
@@ -76,6 +78,19 @@ def test_instructions_are_followed_or_not(name: str, arguments: dict[str, Any], 
     truth = {"func_name": name, "language": None, **arguments}
     assert [judge(reward, text, truth) for text in (right, wrong)] == [1.0, 0.0]
     assert judge(reward, f"<think>{wrong}</think>\n{right}", json.dumps(truth)) == 1.0
+
+
+def test_marked_parts_are_counted_as_by_a_regular_expression_but_without_its_time() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choices("[]<>* a\n", k=draw.randrange(40)))
+        for name, pattern in (("placeholders", r"\[.*?\]"), ("highlighted_sections", r"\*.*?\*")):
+            count = len(re.findall(pattern, text))
+            assert [CHECKS[f"validate_{name}"](text, N=n) for n in (count, count + 1)] == [True, False]
+        assert CHECKS["validate_title"](text) is (re.search("<<.*?>>", text) is not None)
+    # The expression would take minutes.
+    assert not CHECKS["validate_placeholders"]("[" * 300_000, N=1)
+    assert not CHECKS["validate_title"]("<" * 300_000)
 
 
 def test_languages_are_found_out() -> None:
