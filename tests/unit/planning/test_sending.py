@@ -42,7 +42,8 @@ def roles(gpu: str, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], li
 
 @pytest.mark.parametrize("offloads_params", ["true", "false"])
 def test_two_copies_of_the_weights_are_on_a_gpu_while_they_are_sent(offloads_params: str) -> None:
-    actor, rollout, problems = roles("h200-141g", f"actor.offload.params={offloads_params}")
+    keys = (f"actor.offload.params={offloads_params}", "cluster.host_memory_gib=null")
+    actor, rollout, problems = roles("h200-141g", *keys)
     asleep = 4_600_000_000
     assert rollout["memory"]["arriving"] == pytest.approx(
         rollout["memory"]["weights"] + asleep + actor["weights"] + actor["context"] + actor["sending"], abs=1e8

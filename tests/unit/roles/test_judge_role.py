@@ -20,12 +20,15 @@ from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.planning.decisions import while_generating
 from fivefold.rewards.asking import HostFailed, NoScore
+from fivefold.rewards.judge import Sampling
 from fivefold.roles.checks import check_weight_files
 from fivefold.roles.judge import Judge, JudgeReplicas, JudgeTexts
 from fivefold.roles.rollout import Gate
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.rollout.tokenizer import load_tokenizer
 from tests.unit.roles.test_launch import Group, Session, launched
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=8)
 
 TOOLS = resolve_model_path("package:tiny-moe-tools")
 
@@ -167,7 +170,7 @@ def test_whoever_waits_for_answers_raises_what_ended_the_judge() -> None:
 
         def ask() -> None:
             try:
-                judge.answer("1", temperature=0.0, max_tokens=8, attempt=0)
+                judge.answer("1", sampling=GREEDY, attempt=0)
             except HostFailed as failed:
                 caught.append(failed.__cause__ or failed)
 
@@ -191,7 +194,7 @@ def test_a_judge_that_never_answers_ends_the_run() -> None:
     replicas = JudgeReplicas(Silent(RunFailed("late")), rollout=None, actor=None, makes_room=())  # type: ignore[arg-type]
     judge = Judge(replicas, recipe, texts(), PhaseTimers(), print)
     with judge, pytest.raises(RunFailed, match=r"did not answer within scheduler\.timeout_s=1 s"), judge.working():
-        judge.answer("1", temperature=0.0, max_tokens=8, attempt=0)
+        judge.answer("1", sampling=GREEDY, attempt=0)
 
 
 JUDGING = {"fn": "judge", "judge": {"backend": "vllm:d2t4", "max_server_restarts": 5, "max_length": 4096}}
