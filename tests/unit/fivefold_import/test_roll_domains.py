@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -97,7 +98,9 @@ def test_what_a_worker_does_besides_stays_unsupported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_programs_run_in_the_sandbox_if_they_ran_locally(tmp_path: Path, is_local: bool) -> None:
+def test_programs_run_in_the_sandbox_if_they_ran_locally(
+    tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = f"worker_cls: {WORKERS}.code_sandbox_reward_worker.CodeSandboxRewardWorker"
     text = f"rewards: {{code: {{{worker}, use_local: {str(is_local).lower()}, tag_included: [kod]}}}}\n"
     conversion = converted(tmp_path, ROLES + text)
@@ -108,8 +111,12 @@ def test_programs_run_in_the_sandbox_if_they_ran_locally(tmp_path: Path, is_loca
     found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if ".kwargs." in key}
     assert found == kwargs
     CodeReward(**kwargs)  # the preamble is Python
+    # The limit is the sandbox's: in this process, later tests would overflow the stack.
+    limits: list[int] = []
+    monkeypatch.setattr(sys, "setrecursionlimit", limits.append)
     scope: dict[str, Any] = {}
     exec(PREAMBLE, scope)
+    assert limits == [600_000]
     assert {"List", "heappush", "math", "deque", "inf"} <= scope.keys()
 
 
