@@ -161,7 +161,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         the split into micro-batches and the packing. Only two of the router's auxiliary losses depend on the split,
         because their formulas are over one micro-batch.
         """
-        self._trained("train")
+        optimizer = self._trained("train")
         self._require("params", "grads")
         if self._replay is not None:
             require_routes(share.batch)
@@ -178,7 +178,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         earlier = self._buffers.set_gradients_aside() if self._buffers.has_gradients else None
         if earlier is None:
             for rounding in self._roundings:
-                rounding.start(self._trained("train").steps)
+                rounding.start(optimizer.steps)
         with self._dropping():
             kept = self._run(share, step, asked_by(loss, self.head), backward=True, timers=timers)
         if earlier is not None:
