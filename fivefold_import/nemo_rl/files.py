@@ -13,14 +13,12 @@ from typing import Any
 
 from fivefold.config.paths import user_path
 from fivefold_import.dialect import merged
-from fivefold_import.files import FileText, find
-from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
+from fivefold_import.files import DEEPEST, DEFAULTS, FileText, find, tree_and_defaults
+from fivefold_import.source import YAMLS, Document, flatten, read_document
 
 PROMPTS = ("prompt_file", "system_prompt_file")
 """Keys that name files with texts."""
-DEEPEST = 20
-"""The longest chain of `defaults`, so that a file that names itself ends in an error."""
-DEFAULTS, CONFIG, OVERRIDES = "defaults", "--config", "_override_"
+CONFIG, OVERRIDES = "--config", "_override_"
 PROGRAMS = (
     *("run_grpo", "run_grpo_single_controller", "run_grpo_sliding_puzzle", "run_grpo_nemo_gym", "run_ppo"),
     *("run_distillation", "run_distillation_nemo_gym", "run_dpo", "run_rm", "run_sft"),
@@ -77,12 +75,9 @@ def _unread(name: object) -> str:
 
 def _with_parents(path: Path, problems: list[str], deepest: int) -> dict[str, Any]:
     """Return the tree of a file merged over the trees of the files that its `defaults` name."""
-    if deepest == 0:
-        raise ValueError(f"{path}: its `{DEFAULTS}` lead to more than {DEEPEST} files, or back to itself")
-    tree = read_tree(path)
-    named = tree.pop(DEFAULTS, None) or []
+    tree, named = tree_and_defaults(path, deepest)
     whole: dict[str, Any] = {}
-    for name in named if isinstance(named, list) else [named]:
+    for name in named:
         parent = path.parent / user_path(str(name))
         if parent.is_file():
             whole = _merged(whole, _with_parents(parent, problems, deepest - 1))

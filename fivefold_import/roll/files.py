@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold_import.dialect import merged
-from fivefold_import.files import FileText, find
-from fivefold_import.source import YAMLS, Document, flatten, read_document, read_tree
+from fivefold_import.files import DEEPEST, DEFAULTS, FileText, find, tree_and_defaults
+from fivefold_import.source import YAMLS, Document, flatten, read_document
 
-DEFAULTS, SELF, HERE = "defaults", "_self_", "@_here_"
-DEEPEST = 20
-"""The longest chain of `defaults`, so that a file that names itself ends in an error."""
+SELF, HERE = "_self_", "@_here_"
 PROMPTS, PROMPT_MAP = "roll/utils/prompt.py", "prompt_maps"
 """The file with the questions to judges, and the mapping there of their names to variables."""
 
@@ -38,12 +36,9 @@ def read(path: Path, environment: Mapping[str, str]) -> Document:
 
 
 def _with_parents(path: Path, deepest: int) -> Document:
-    if deepest == 0:
-        raise ValueError(f"{path}: its `{DEFAULTS}` lead to more than {DEEPEST} files, or back to itself")
-    tree = read_tree(path)
-    named = tree.pop(DEFAULTS, None) or []
+    tree, named = tree_and_defaults(path, deepest)
     own, parts, problems = Document(path.name, dict(flatten(tree))), list[Document](), list[str]()
-    for entry in named if isinstance(named, list) else [named]:
+    for entry in named:
         if entry == SELF:
             parts.append(own)
         elif (parent := _parent(path, entry)) is not None:
