@@ -129,7 +129,7 @@ class WorkerGroup:
         return len(self.members)
 
     def create(self) -> None:
-        """Request the processes. The ranks of a distributed role begin to import torch."""
+        """Request the processes. The ranks of a distributed role begin to import its module."""
         folders = import_folders()
         for rank, (member, node) in enumerate(zip(self.members, self._nodes, strict=True)):
             environment = worker_environment(self._role, rank, self._session.nodes)
@@ -138,7 +138,10 @@ class WorkerGroup:
             self._session.watch.add(worker.hold.options(concurrency_group="hold").remote(), Call(member, None, worker))
         if self._role.distributed:
             hosts = [self._master] + [None] * (len(self) - 1)
-            refs = [worker.rendezvous.remote(host) for worker, host in zip(self._workers, hosts, strict=True)]
+            refs = [
+                worker.rendezvous.remote(host, self._role.imports)
+                for worker, host in zip(self._workers, hosts, strict=True)
+            ]
             self._ports = self._pend(refs)
 
     def build(self) -> None:

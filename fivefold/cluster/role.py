@@ -88,6 +88,8 @@ class Role:
     """Whether the processes write to the run's folder, which their nodes must then share with the driver."""
     devices_per_process: int = 1
     """Number of `devices` of each process, all on one node."""
+    imports: str = "torch"
+    """A module that the processes import as soon as they run, while others still start."""
 
     def processes(self) -> list[Sequence[Device]]:
         """Return the devices of each process."""

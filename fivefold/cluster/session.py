@@ -59,6 +59,8 @@ class Session:
         """The Ray that this run has started; None if it has joined one."""
         self._joined = its_ray if isinstance(its_ray, JoinedRay) else None
         self._groups: dict[str, WorkerGroup] = {}
+        self._created: dict[str, WorkerGroup] = {}
+        """Groups of `_groups` whose objects have not been built."""
         self._seen: set[psutil.Process] = set()
         """Processes of this run's private Ray and their children, listed before any of them was killed."""
 
@@ -113,6 +115,20 @@ class Session:
         variables = self._scheduler.variables_of(role.name.partition("-")[0])
         return replace(role, environment={**variables, **role.environment})
 
+    def create(self, *roles: Role) -> None:
+        """Start the processes of all roles, which import what they need. `launch` builds their objects later.
+
+        Raises:
+            ValueError: a role writes to the run's folder, but one of its nodes does not see the folder.
+        """
+        self.watch.reopen()
+        if self._joined is not None:
+            check_shared(self.logs.parent, [node for node in self.nodes if _writes_on(node, roles)])
+        for role in roles:
+            group = WorkerGroup(self, self._with_variables(role))
+            self._groups[role.name] = self._created[role.name] = group
+            group.create()
+
     def launch(self, *roles: Role) -> dict[str, WorkerGroup]:
         """Start the processes of all roles at the same time, and build their objects. Returns the groups by role.
 
@@ -120,13 +136,8 @@ class Session:
             ValueError: a role writes to the run's folder, but one of its nodes does not see the folder.
             WorkerError: a process cannot build its object.
         """
-        self.watch.reopen()
-        if self._joined is not None:
-            check_shared(self.logs.parent, [node for node in self.nodes if _writes_on(node, roles)])
-        groups = [WorkerGroup(self, self._with_variables(role)) for role in roles]
-        self._groups.update({group.name: group for group in groups})
-        for group in groups:
-            group.create()
+        self.create(*(role for role in roles if role.name not in self._created))
+        groups = [self._created.pop(role.name) for role in roles]
         for group in groups:
             group.build()
         for group in groups:
@@ -145,6 +156,7 @@ class Session:
                     process.kill()
         for group in self._groups.values():
             group.kill()
+        self._created.clear()
 
     def close(self) -> None:
         """End the workers, release the devices, and leave Ray, or end it if it is private."""

@@ -106,16 +106,22 @@ class Worker:
         self._feeds: dict[int, Feed] = {}
         self._feeds_lock = threading.Lock()
 
-    def rendezvous(self, host: str | None) -> int:
-        """Open the store of torch.distributed on a free port of rank 0. Other ranks get no host and only import torch.
+    def rendezvous(self, host: str | None, imports: str) -> int:
+        """Open the store of torch.distributed on a free port of rank 0, and import a module.
 
         The store is kept open for torch.distributed, so that no other process can take the port in between.
+
+        Args:
+            host: address of the store; None on the other ranks, which open none.
+            imports: the module.
 
         Returns:
             The port; 0 on the other ranks.
         """
         with large_imports():
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            importlib.import_module(imports)
 
         if host is None:
             return 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.contract import TrainingEngine
 from fivefold.imports import large_imports
 from fivefold.layout.parallel import ParallelLayout
 
-if TYPE_CHECKING:
-    from fivefold.fsdp.engine import FSDPEngine
-    from fivefold.mcore.engine import MegatronEngine
+ENGINES = {"megatron": "fivefold.mcore.engine:MegatronEngine", "fsdp": "fivefold.fsdp.engine:FSDPEngine"}
+"""Module and class of the engine of each backend that trains."""
 
 
 def build_engine(config: EngineConfig, layout: ParallelLayout, **options: Any) -> TrainingEngine:
@@ -28,14 +29,21 @@ def build_engine(config: EngineConfig, layout: ParallelLayout, **options: Any) -
     return _engine_class(layout.backend)(config, layout, **options)
 
 
-def _engine_class(backend: str) -> type[MegatronEngine] | type[FSDPEngine]:
+def engine_module(backend: str) -> str:
+    """Return the module of the engine of a backend.
+
+    Raises:
+        ValueError: the backend does not train.
+    """
+    if backend not in ENGINES:
+        raise ValueError(f"the backend {backend!r} does not train: use {' or '.join(ENGINES)}")
+    return ENGINES[backend].partition(":")[0]
+
+
+def _engine_class(backend: str) -> Callable[..., TrainingEngine]:
+    module = engine_module(backend)
     with large_imports():
-        if backend == "megatron":
-            from fivefold.mcore.engine import MegatronEngine
-
-            return MegatronEngine
-        if backend == "fsdp":
-            from fivefold.fsdp.engine import FSDPEngine
-
-            return FSDPEngine
-    raise ValueError(f"the backend {backend!r} does not train: use megatron or fsdp")
+        engine: Callable[..., TrainingEngine] = getattr(
+            importlib.import_module(module), ENGINES[backend].partition(":")[2]
+        )
+    return engine

@@ -23,6 +23,7 @@ from fivefold.layout.placement import Placement
 from fivefold.planning.decisions import ALWAYS_ON_DEVICE, WhileGenerating, copies_state, while_generating
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models, Roles
+from fivefold.roles.engines import engine_module
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.hand_over import RolesInTurn
 from fivefold.roles.models import TrainedModel, Turn
@@ -60,6 +61,8 @@ def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_
     together = [replicas]
     if placement["rollout"].layout.is_server and placement.sharers("rollout"):
         # A server measures the free memory of its devices when it starts, and sleeps until the first weights are sent.
+        # The models' processes import their libraries meanwhile, which takes no memory of the devices.
+        session.create(*(_processes(name, placement, spec) for name, spec in specs.items()))
         groups, together = session.launch(replicas), []
         groups["rollout"].call(RolloutWorker.sleep)
     if "judge" in placement:
@@ -124,8 +127,15 @@ def _start(
 
 def _processes(name: str, placement: Placement, spec: TrainerSpec) -> Processes:
     """Return the processes of a model on its devices."""
-    trains = spec.optimizer is not None
-    return Processes(name, placement[name].devices, TrainerWorker, (spec,), distributed=True, writes_run=trains)
+    return Processes(
+        name,
+        placement[name].devices,
+        TrainerWorker,
+        (spec,),
+        distributed=True,
+        writes_run=spec.optimizer is not None,
+        imports=engine_module(spec.layout.backend),
+    )
 
 
 def _trainer(group: WorkerGroup, spec: TrainerSpec) -> Trainer:

@@ -191,8 +191,12 @@ class GlooEngine(Engine):
         super().__init__()
         import torch.distributed as dist
 
+        self.had_before = [name for name in ("colorsys", "chunk") if name in sys.modules]
         dist.init_process_group("gloo")
         self.world = dist.get_world_size()
+
+    def imported_before_it_was_built(self) -> list[str]:
+        return self.had_before
 
     def sum_of_ranks(self) -> float:
         import torch

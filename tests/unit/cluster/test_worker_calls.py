@@ -250,8 +250,12 @@ def test_output_goes_to_the_log_and_not_to_the_screen(session: Session, capfd: p
 
 
 def test_ranks_meet_in_torch_distributed(session: Session) -> None:
-    group = session.launch(Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True))["actor"]
+    role = Role("actor", [Device(0, 0)] * 2, GlooEngine, distributed=True, imports="colorsys")
+    session.create(role)
+    assert launch(session, 1, "rollout").call(Engine.echo, "up") == ["0:up"]  # while those of the actor wait
+    group = session.launch(role)["actor"]
     assert group.call(GlooEngine.sum_of_ranks) == [1.0, 1.0]
+    assert group.call(GlooEngine.imported_before_it_was_built) == [["colorsys"]] * 2
     # A run on one machine needs no other interface, and other networks may be public.
     assert listening_addresses(session) <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
