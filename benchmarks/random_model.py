@@ -25,6 +25,8 @@ def write_config(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((SHAPES / f"{model}.json").read_text())
     config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     config |= {"torch_dtype": "bfloat16", "eos_token_id": 0, **changes}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     (folder / "config.json").write_text(json.dumps(config))
     return config
 

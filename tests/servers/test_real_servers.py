@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+import urllib3
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
@@ -204,6 +205,21 @@ def assert_logprobs(
         expected.append(logits.log_softmax(-1).gather(1, tokens).squeeze(1))
         actual.append(torch.tensor(completion.logprobs))
     assert_close(actual, expected)
+
+
+def test_a_port_answers_nobody_without_the_key(served: Served) -> None:
+    http = served.engine._life.http
+    if not isinstance(http._pool.port, int):
+        pytest.skip("it listens at a socket that belongs to its user")
+    paths = http.get("/openapi.json")["paths"]
+    assert {"/generate", "/update_weights_from_tensor"} <= set(paths)
+    asked = [(method, path) for path, methods in paths.items() for method in methods]
+    replies = {
+        path: urllib3.request(method, f"http://127.0.0.1:{http._pool.port}{path}", json={}, retries=False).status
+        for method, path in asked
+        if not path.startswith("/health")
+    }
+    assert {path: status for path, status in replies.items() if status != 401} == {}
 
 
 def test_log_probs_are_those_of_the_latest_weights(served: Served) -> None:
