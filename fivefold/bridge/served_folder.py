@@ -61,7 +61,7 @@ class ServedFolder:
         return self._plan.file_bytes
 
     def save(self, folder: Path, matrices: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the matrices of `sent`, each of which comes once, and zeros for the others; an earlier `folder` goes.
+        """Write the matrices of `sent`, which come once each, and zeros for the others; an earlier `folder` goes.
 
         Raises:
             OSError: there is too little room, or the folder cannot be written.

@@ -22,7 +22,7 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class ServedAdapters:
-    """What a server is told when it starts. It is pickled."""
+    """What a server has to know when it starts. It is pickled."""
 
     shape: AdapterShape
     """The adapters that are trained."""
@@ -35,7 +35,7 @@ class ServedAdapters:
 
     @staticmethod
     def of(shape: ModelShape) -> ServedAdapters:
-        """Return what a server is told of the adapters of a model, which has some."""
+        """Return what a server has to know of the adapters of a model, which has some."""
         weights = served_weights(shape)
         ranks = [tensor.shape[0] for tensor in served_matrices(shape) if tensor.name.endswith("lora_A.weight")]
         modules = {EXPERTS if weight.n_experts else str(layer_of(weight.name)) for weight in weights}

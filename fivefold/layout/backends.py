@@ -47,7 +47,7 @@ class Backend:
     adapter_ranks: tuple[int, ...] = ()
     """Ranks for which a server makes room if it has adapters next to its weights; none: any."""
     adapted_families: frozenset[str] | None = None
-    """Model families of which a server can have adapters next to its weights; None: any."""
+    """Model families for which a server can have adapters next to its weights; None: any."""
     distributions: tuple[str, ...] = ()
     """Packages to install; any one provides it; none: it comes with Fivefold's own requirements."""
     variables: str = ""

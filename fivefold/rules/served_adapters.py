@@ -25,7 +25,7 @@ def served_problems(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     key = f"rollout.weight_transport={asked}"
     if engine.adapted_families is not None and shape.family not in engine.adapted_families:
         yield (
-            f"{key}: {engine.title} does not serve all adapters of {shape.family}, only those of "
+            f"{key}: {engine.title} does not serve all adapters of {shape.family}, but of "
             f"{', '.join(sorted(engine.adapted_families))}: use auto"
         )
     elif engine.name == "sglang" and shape.is_moe and not all(shape.moe_layers):

@@ -141,7 +141,7 @@ class Dialect(Protocol):
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
     adapters_of_one_rank: bool
-    """Whether it takes adapters only if those of all layers have the same rank."""
+    """Whether it takes adapters only if all layers' have the same rank."""
 
     def place(self) -> Place:
         """Return a new place where a server of this kind can listen."""

@@ -85,7 +85,7 @@ def _routes(reply: bytes, asked: AskedRoutes) -> npt.NDArray[np.int32] | None:
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
     """Return the arguments for adapters next to the weights.
 
-    Only one of SGLang's kernels computes those of experts. It has room for one set: a batch with and one without
+    Only one of SGLang's kernels computes experts' adapters. It has room for one set: a batch with and one without
     adapters never run together.
     """
     return [

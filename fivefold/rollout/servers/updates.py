@@ -137,7 +137,7 @@ def updates_of(
     Args:
         dialect: how to speak to the server.
         spec: the replica.
-        model: the model, of which only names and shapes are read.
+        model: the model; only its names and shapes are read.
         place: the replica's index on its node, whose replicas share the files.
         save: writes whole weights as a model folder that the server reads.
 

@@ -56,8 +56,8 @@ PATH, BEAT = "/fivefold/generate", "/fivefold/beat"
 HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
 ADAPTERS = "/fivefold/adapters"
 ADAPTERS_NAME, ADAPTERS_ID = "fivefold", 1
-"""What vLLM knows all versions of the adapters by. Requests that are held continue with those of this name, and it
-counts each name as further adapters in a batch."""
+"""What vLLM knows all versions of the adapters by. Requests that are held continue with the newest, and it counts
+each name in a batch as further adapters."""
 BEAT_S = 0.05
 """Seconds between two looks at how many tokens there are."""
 
