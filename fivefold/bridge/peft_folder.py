@@ -84,7 +84,7 @@ def peft_config(shape: ModelShape, base: str) -> dict[str, Any]:
     """Return PEFT's configuration of a model's adapters."""
     adapters, own = _adapters(shape), [tensor for tensor in tensors(shape) if tensor.adapts]
     ranks = {str(tensor.adapts): tensor.shape[0] for tensor in own if tensor.name.endswith("lora_A.weight")}
-    other = {_pattern(name): rank for name, rank in ranks.items() if rank != usual_rank(shape)}
+    other = {layer_pattern(name): rank for name, rank in ranks.items() if rank != usual_rank(shape)}
     scale = adapters.scale(usual_rank(shape))
     return {
         "peft_type": "LORA",
@@ -113,6 +113,6 @@ def _adapters(shape: ModelShape) -> AdapterShape:
     return shape.adapters
 
 
-def _pattern(weight: str) -> str:
+def layer_pattern(weight: str) -> str:
     """Return the pattern of a weight's layer, in all layers of the decoder."""
     return re.escape(re.sub(r"^.*layers\.\d+\.", "", weight.removesuffix(".weight")))

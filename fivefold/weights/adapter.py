@@ -41,7 +41,7 @@ class AdapterMemory(HostMemory):
             ("actor.megatron.use_dist_checkpointing", actor.megatron.use_dist_checkpointing),
         ):
             if is_set:
-                yield f"{asked} merges adapters into the weights of actor.path, and {key} begins with others: use auto"
+                yield f"{asked} needs the weights of actor.path in the rollout, and {key} begins with others: use auto"
 
     def fitted(self, recipe: TrainRecipe) -> AdapterMemory:
         """Return the transport of a recipe, which fits it."""

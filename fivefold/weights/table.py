@@ -4,6 +4,7 @@ ipc      the engine opens the trainer's buffers on the same GPU; one is filled w
 nccl     rank 0 of the trainer broadcasts its buffer to engines on other GPUs
 folder   through host memory: the object store, and for servers files on the replica's node
 adapter  adapters alone through the object store, and merged on the replica's node
+served_adapter  likewise, and not merged: the server has them next to the weights of the model's files
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from fivefold.weights.adapter import AdapterMemory
 from fivefold.weights.host_memory import HostMemory
 from fivefold.weights.ipc import IPC
 from fivefold.weights.nccl import NCCL
+from fivefold.weights.served_adapter import ServedAdapter
 from fivefold.weights.transport import Route, Transport
 
-TRANSPORTS: Mapping[str, Transport] = {row.name: row for row in (IPC(), NCCL(), HostMemory(), AdapterMemory())}
+_ROWS = (IPC(), NCCL(), HostMemory(), AdapterMemory(), ServedAdapter())
+TRANSPORTS: Mapping[str, Transport] = {row.name: row for row in _ROWS}
 """Every transport by its name, the fastest first."""
 
 

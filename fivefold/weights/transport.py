@@ -40,7 +40,10 @@ class Transport(ABC):
     """Whether the trainer and all engines move each item together: if one of them dies, none can finish."""
 
     sends_adapters: ClassVar[bool] = False
-    """Whether its items are low-rank adapters alone, which an engine merges into the weights of the model's files."""
+    """Whether its items are low-rank adapters alone."""
+    serves_adapters: ClassVar[bool] = False
+    """Whether a server adds what adapters compute to its own weights'. Otherwise an engine merges adapters into the
+    weights of the model's files."""
 
     def unfit(self, recipe: TrainRecipe) -> Iterator[str]:
         """Yield a line for each thing in a recipe with which it cannot work."""

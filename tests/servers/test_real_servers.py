@@ -75,9 +75,9 @@ def save_model(family: str, seed: int, folder: Path) -> Path:
     return folder
 
 
-def start(backend: str, python: str, model: Path, transport: str) -> ServerEngine:
+def spec_of(backend: str, python: str, model: Path, transport: str) -> ReplicaSpec:
     further = f"{ARGUMENTS[backend]} {os.environ.get(f'{backend.upper()}_ARGS', '')}"
-    spec = ReplicaSpec(
+    return ReplicaSpec(
         backend=backend,
         path=str(model),
         tokenizer_path=str(model),
@@ -96,8 +96,12 @@ def start(backend: str, python: str, model: Path, transport: str) -> ServerEngin
         arguments=tuple(further.split()),
         route=route_of(backend, transport),
     )
+
+
+def start(spec: ReplicaSpec) -> ServerEngine:
+    model = spec.path
     save = partial(save_hf, config_source=model, tokenizer_source=model)
-    return ServerEngine(DIALECTS[backend], spec, NodePlace(spec.run, 0, 1), save)
+    return ServerEngine(DIALECTS[spec.backend], spec, NodePlace(spec.run, 0, 1), save)
 
 
 def route_of(backend: str, transport: str) -> Route:
@@ -154,7 +158,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip(f"{variable} names no Python that has {backend}")
     first, second = (save_model(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}")) for seed in range(2))
     free = torch.cuda.mem_get_info()[0] if ON_CUDA else 0
-    engine = start(backend, os.environ[variable], first, transport)
+    engine = start(spec_of(backend, os.environ[variable], first, transport))
     yield Served(backend, engine, (first, second), free, transport)
     engine.close()
 

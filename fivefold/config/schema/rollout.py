@@ -145,7 +145,8 @@ class RolloutConfig(GeneratorConfig):
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
     the engine (docs/rollout.md). `adapter`: the adapters of `actor.lora` alone, through host memory, which each replica
-    merges into the weights of the model's files (docs/lora.md)."""
+    merges into the weights of the model's files. `served_adapter`: likewise, and a server keeps them next to its
+    weights, unmerged (docs/lora.md)."""
     sync_freq_steps: Positive = 1
     """Training steps from one update of the rollout's weights to the next, which `max_head_offpolicyness` must allow:
     it is at least one less. An evaluation and a run that resumes update them too."""

@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
@@ -44,8 +45,13 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
+    from fivefold.families.adapters import AdapterShape
+    from fivefold.families.served import ServedAdapters
+
     node = ReplicaNode(n_nodes=2)
     full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
-    specs = [replace(full, load_weights=loads) for loads in (False, True)]
+    adapters = ServedAdapters(AdapterShape(1, None, 1.0), 1, (), ())
+    changes: list[dict[str, Any]] = [{"load_weights": False}, {"load_weights": True}, {"adapters": adapters}]
+    specs = [replace(full, **change) for change in changes]
     words = [word for each in specs for word in dialect.arguments(each, address=0)]
     return {word for word in words if word.startswith("--")} | dialect.aliases

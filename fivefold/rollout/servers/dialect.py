@@ -140,6 +140,8 @@ class Dialect(Protocol):
     """Path to which requests are posted."""
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
+    adapters_of_one_rank: bool
+    """Whether it takes adapters only if all layers' have the same rank."""
 
     def place(self) -> Place:
         """Return a new place where a server of this kind can listen."""
@@ -198,6 +200,24 @@ class Dialect(Protocol):
         """Make the server load all weights from a Hugging Face folder.
 
         It then drops what it has cached with others, unless it `keeps_cache` for requests that are held.
+        """
+
+    def load_adapters(
+        self, http: HttpClient, folder: Path, version: int, asked: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Make the server take adapters from a folder of PEFT, in place of those that it has.
+
+        Args:
+            http: the server, which answers no requests meanwhile.
+            folder: the adapters. It may be removed afterwards.
+            version: their version.
+            asked: what requests have said for the adapters before; nothing before the first.
+
+        Returns:
+            What requests say from now on, so that these adapters answer them.
+
+        Raises:
+            RuntimeError: the server refused them, or has no layer for some.
         """
 
     def devices(self, spec: ReplicaSpec) -> list[str]:

@@ -27,7 +27,6 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.families.read import load_shape
 from fivefold.observe.progress import counting
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
@@ -36,7 +35,7 @@ from fivefold.rollout.servers.life import Restarts, ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied
 from fivefold.rollout.servers.stream import ServerStream
-from fivefold.rollout.servers.updates import ServerUpdates
+from fivefold.rollout.servers.updates import updates_of
 from fivefold.rollout.servers.weights import StagedWeights
 from fivefold.rollout.state import EngineState
 from fivefold.rollout.stopping import StopRule
@@ -76,7 +75,7 @@ class ServerEngine:
         self._spec = spec
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
-        self._updates = ServerUpdates(dialect, spec, file_tensors(model), place, save)
+        self._updates = updates_of(dialect, spec, model, place, save)
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._stream = ServerStream(
@@ -153,7 +152,7 @@ class ServerEngine:
         life = self._life
         with life.served():
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            reply = life.http.send("POST", self._dialect.generate_path, body)
+            reply = life.http.send("POST", self._dialect.generate_path, {**body, **life.asked})
         self._works_now()
         return reply
 
@@ -407,7 +406,7 @@ class ServerEngine:
             self.wake()  # servers cannot give back twice what they have not taken since
             with self._alive():
                 if self._spec.can_sleep:
-                    self._dialect.sleep(self._life.http, keeps_weights=self._spec.load_weights)
+                    self._dialect.sleep(self._life.http, keeps_weights=self._spec.loads_files)
                 self._state.sleep(keeps_weights=self._spec.load_weights)
 
     def wake_weights(self) -> bool:

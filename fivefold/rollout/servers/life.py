@@ -6,8 +6,9 @@ This process is on the server's first node, which has its HTTP API.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.protocol import SamplingParams
@@ -98,6 +99,8 @@ class ServerLife:
         self.is_linked = False
         """Whether it is in an NCCL group with the trainer."""
         self.is_ready = False
+        self.asked: Mapping[str, Any] = {}
+        """What every request says besides: the adapters that answer it."""
 
     def wait_until_ready(self) -> None:
         """Return once the server is ready.
@@ -178,7 +181,7 @@ class ServerLife:
         """
         sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=1, greedy=True))
         body = self._dialect.request(Ask((0,), seed=0, wants_logprobs=False), sampling, ())
-        self.http.send("POST", self._dialect.generate_path, body, limit_s)
+        self.http.send("POST", self._dialect.generate_path, {**body, **self.asked}, limit_s)
 
     def close(self) -> None:
         """End the server, and wait until it is gone."""

@@ -8,13 +8,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
+from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HOST, Address, HttpClient, ServerHangs
 from fivefold.rollout.servers.dialect import (
     PAUSE_S,
@@ -34,6 +35,9 @@ from fivefold.rollout.servers.sglang_weights import SGLangWeights, check_held
 from fivefold.rollout.servers.weights import WeightLoader
 from fivefold.weights.cuda_ipc import visible_uuids
 
+if TYPE_CHECKING:
+    from fivefold.families.served import ServedAdapters
+
 INSIDE = Path(__file__).with_name("inside_sglang")
 """Code of ours that runs inside the server."""
 BEAT = "/health_generate"
@@ -42,6 +46,8 @@ ALL_TOKENS = -1
 """SGLang's `top_k` for no top-k."""
 _KEPT = 6
 """Places of its context that SGLang gives to no prompt, and two of them to no completion. It says nothing of them."""
+_ADAPTERS = "lora_path"
+"""SGLang's key for the name of the adapters that answer a request."""
 _WEIGHTS, _CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 """SGLang's names for what it releases. It resumes each of them exactly once."""
 
@@ -76,6 +82,19 @@ def _routes(reply: bytes, asked: AskedRoutes) -> npt.NDArray[np.int32] | None:
     return numbers.reshape(-1, asked.n_layers, asked.top_k)[:, list(asked.layers)]
 
 
+def _for_adapters(adapters: ServedAdapters) -> list[str]:
+    """Return the arguments for adapters next to the weights.
+
+    Only one of SGLang's kernels computes experts' adapters. It has room for one set: a batch with and one without
+    adapters never run together.
+    """
+    return [
+        *("--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(adapters.rank)),
+        *("--lora-backend", "triton", "--lora-strict-loading"),
+        *("--lora-target-modules", *adapters.projections),
+    ]
+
+
 def _over_nodes(node: ReplicaNode) -> list[str]:
     """Return the arguments of one node of several."""
     if node.n_nodes == 1:
@@ -102,6 +121,7 @@ class SGLangDialect:
             *("--nccl-init-addr", "--api-key", "--admin-api-key"),
         }
     )
+    adapters_of_one_rank = True
 
     def place(self) -> Place:
         return claim_port()
@@ -119,12 +139,13 @@ class SGLangDialect:
             *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length + _KEPT)),
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
-            *([] if spec.load_weights else ["--load-format", "dummy"]),
+            *([] if spec.loads_files else ["--load-format", "dummy"]),
+            *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             # Otherwise its scheduler polls while it sleeps, and keeps a core from the role that works then.
             *(["--enable-memory-saver", "--sleep-on-idle"] if spec.can_sleep else []),
             # Weights that it has loaded itself are copied back when it wakes; otherwise the actor sends them.
-            *(["--enable-weights-cpu-backup"] if spec.can_sleep and spec.load_weights else []),
+            *(["--enable-weights-cpu-backup"] if spec.can_sleep and spec.loads_files else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),
         ]
@@ -197,6 +218,17 @@ class SGLangDialect:
         # Without a load format, a server that began with dummy weights would make up dummy weights again.
         http.post("/update_weights_from_disk", {**update, "load_format": "safetensors", "flush_cache": not keeps_cache})
         check_held(http, version)
+
+    def load_adapters(
+        self, http: HttpClient, folder: Path, version: int, asked: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        # A new name, so that no request is answered with others by mistake. Its cache belongs to the adapters.
+        name = f"fivefold-{version}"
+        if before := asked.get(_ADAPTERS):
+            http.post("/unload_lora_adapter", {"lora_name": before}, weights.BUCKET_S)
+        http.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, weights.BUCKET_S)
+        http.send("POST", "/flush_cache", {}, weights.READY_S)
+        return {_ADAPTERS: name}
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         return visible_uuids() if spec.route.transport.passes_handles else []

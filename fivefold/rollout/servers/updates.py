@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.families.read import load_shape
 from fivefold.families.sigmoid_experts import is_router_offset
+from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.hf_weights import FileTensor, audited
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Dialect
@@ -24,16 +29,23 @@ class ServerUpdates:
     """Gives weights to a server that lives, and compares what arrives with what was sent."""
 
     def __init__(
-        self, dialect: Dialect, spec: ReplicaSpec, tensors: Mapping[str, FileTensor], place: NodePlace, save: Save
+        self,
+        dialect: Dialect,
+        spec: ReplicaSpec,
+        tensors: Mapping[str, FileTensor],
+        place: NodePlace,
+        save: Save,
+        n_bytes: int | None = None,
     ) -> None:
         """Prepare the folder of the files, if weights come as files.
 
         Args:
             dialect: how to speak to the server.
             spec: the replica.
-            tensors: the model's tensors, by their names in files.
+            tensors: the tensors of an update, by their names.
             place: the replica's index on its node, whose replicas share the files.
-            save: writes tensors as a model folder that the server reads.
+            save: writes tensors as a folder that the server reads.
+            n_bytes: bytes of the files; None: they hold the tensors and little else.
 
         Raises:
             ValueError: too little room for the files.
@@ -45,7 +57,7 @@ class ServerUpdates:
         self._folder: WeightFolder | None = None
         if spec.route.transport.carries_weights and not spec.followers:  # files are on one node
             n_values = sum(math.prod(tensor.view().shape) for tensor in tensors.values())
-            self._folder = WeightFolder(place, save, n_values * self._dtype.itemsize)
+            self._folder = WeightFolder(place, save, n_bytes or n_values * self._dtype.itemsize)
 
     def staged(self, weights: Iterable[tuple[str, Tensor]], version: int) -> StagedWeights:
         """Write weights, cast to the server's dtype, to files.
@@ -69,6 +81,9 @@ class ServerUpdates:
         Raises:
             RuntimeError: what arrived is not what was sent.
         """
+        if self._spec.adapters is not None:
+            life.asked = self._dialect.load_adapters(life.http, staged.folder, staged.version, life.asked)
+            return
         with self._checked(life, lambda: staged.sent.total):
             self._dialect.load(life.http, staged.folder, staged.version, keeps_cache=self._spec.keeps_cache)
 
@@ -112,3 +127,29 @@ class ServerUpdates:
         self._dialect.watch_weights(life.http)
         yield
         check_arrived(self._dialect.arrived(life.http), sent())
+
+
+def updates_of(
+    dialect: Dialect, spec: ReplicaSpec, model: PreTrainedModel, place: NodePlace, save: Save
+) -> ServerUpdates:
+    """Return what gives the server of `spec` the weights of a model, or adapters next to them.
+
+    Args:
+        dialect: how to speak to the server.
+        spec: the replica.
+        model: the model; only its names and shapes are read.
+        place: the replica's index on its node, whose replicas share the files.
+        save: writes whole weights as a model folder that the server reads.
+
+    Raises:
+        ValueError: names that are not known, or too little room for the files.
+    """
+    if spec.adapters is None:
+        return ServerUpdates(dialect, spec, file_tensors(model), place, save)
+    # Imported by who has adapters.
+    from fivefold.bridge.served_folder import ServedFolder
+
+    shape = replace(load_shape(resolve_model_folder(spec.path)), adapters=spec.adapters.shape)
+    folder = ServedFolder(shape, getattr(torch, spec.dtype), one_rank=dialect.adapters_of_one_rank)
+    sent = {name: FileTensor(torch.empty(full, device="meta")) for name, full in folder.sent.items()}
+    return ServerUpdates(dialect, spec, sent, place, folder.save, folder.n_bytes)

@@ -11,11 +11,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient, json_of
@@ -23,6 +24,9 @@ from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer
 from fivefold.rollout.servers.place import Place, private_socket
 from fivefold.rollout.servers.vllm_weights import PAUSE, RESUME, VLLMWeights
 from fivefold.rollout.servers.weights import WeightLoader
+
+if TYPE_CHECKING:
+    from fivefold.families.served import ServedAdapters
 
 INSIDE = Path(__file__).with_name("inside_vllm")
 """Folder of the code that runs inside vLLM's processes."""
@@ -32,6 +36,8 @@ BEAT = "/fivefold/beat"
 """Its endpoint that answers once a token was sampled."""
 HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
 """Its endpoints between which nothing is generated, and all requests stay as they are."""
+ADAPTERS = "/fivefold/adapters"
+"""Its endpoint that takes adapters from a folder, with which all later requests are answered."""
 WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
@@ -51,6 +57,19 @@ def _second_runner() -> str:
     step, on which the speed of small models depends, and has its own sampler.
     """
     return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") else "0"
+
+
+def _for_adapters(adapters: ServedAdapters) -> list[str]:
+    """Return the arguments for adapters next to the weights.
+
+    Without names of layers, vLLM gives all layers room for adapters, and computes with it. Experts have one tensor
+    each, also in models whose files hold all of a layer in one.
+    """
+    rank = BACKENDS["vllm"].adapter_room(adapters.rank)
+    return [
+        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank), "--enable-mixed-moe-lora-format"),
+        *("--lora-target-modules", *adapters.modules),
+    ]
 
 
 def _over_nodes(node: ReplicaNode) -> list[str]:
@@ -91,6 +110,7 @@ class VLLMDialect:
     package = "vllm"
     generate_path = "/fivefold/generate"
     aliases = frozenset({"-tp", "-pp", "-n", "-r", "--headless", "--host", "--port"})
+    adapters_of_one_rank = False
 
     def place(self) -> Place:
         return private_socket()
@@ -118,7 +138,8 @@ class VLLMDialect:
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
-            *([] if spec.load_weights else ["--load-format", "dummy"]),
+            *([] if spec.loads_files else ["--load-format", "dummy"]),
+            *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *([] if spec.quantization is None else ["--quantization", spec.quantization]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
@@ -208,6 +229,21 @@ class VLLMDialect:
         # What is kept is salted with its version; vLLM drops nothing as long as requests have some of it.
         if not keeps_cache:
             http.post("/reset_prefix_cache")
+
+    def load_adapters(
+        self, http: HttpClient, folder: Path, version: int, asked: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        http.post(ADAPTERS, {"path": str(folder), "version": version})
+        reply = http.post("/collective_rpc", {"method": "fivefold_unused_adapters"})
+        # A layer is on one of the pipeline's stages.
+        unused = set.intersection(*map(set, reply["results"]))
+        if unused:
+            raise RuntimeError(
+                f"vLLM has no layer for {len(unused)} adapters, {min(unused)!r} among them, and would answer without "
+                "them: set rollout.weight_transport=auto, or leave the layers out of actor.lora.targets"
+            )
+        # All requests are answered with the adapters that the server has.
+        return {}
 
     def devices(self, spec: ReplicaSpec) -> list[str]:
         return []

@@ -58,6 +58,8 @@ HANGS = "hangs"
 """File in the folder: the id of the process that answers nothing any more but GET requests that need no token."""
 STUCK = "stuck"
 """File in the folder: while it exists, no token is sampled, though the servers answer other requests."""
+UNUSED = "unused"
+"""File in the folder: JSON of the adapters for which each of vLLM's workers has no layer."""
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
@@ -101,6 +103,8 @@ class Flavour:
     prompt: str
     shares_port: bool
     """Whether it binds with SO_REUSEPORT."""
+    lists: frozenset[str] = frozenset({"--lora-target-modules"})
+    """Flags with several values."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -114,11 +118,11 @@ FLAVOURS = {
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
-            "--middleware --uds --nnodes --node-rank --master-addr --master-port"
+            "--middleware --uds --nnodes --node-rank --master-addr --master-port --max-loras --max-lora-rank"
         ),
         switches=_words(
             "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
-            "--enable-return-routed-experts"
+            "--enable-return-routed-experts --enable-lora --enable-mixed-moe-lora-format"
         ),
         sampling_keys=_words(
             "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
@@ -137,11 +141,12 @@ FLAVOURS = {
         flags=_words(
             "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
-            "--mem-fraction-static --nnodes --node-rank --dist-init-addr"
+            "--mem-fraction-static --nnodes --node-rank --dist-init-addr --max-loras-per-batch --max-lora-rank "
+            "--lora-backend"
         ),
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
-            "--enable-return-routed-experts --enable-weights-cpu-backup"
+            "--enable-return-routed-experts --enable-weights-cpu-backup --enable-lora --lora-strict-loading"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -252,6 +257,8 @@ class FakeServer:
     """What `read_tensors` tells of the weights that it has from files."""
     are_other_weights: bool = True
     """Whether they are other ones than before the last update."""
+    adapters: str | None = None
+    """Name of the adapters that it has next to its weights."""
     released: set[str] = field(default_factory=set)
     """Kinds of device memory that it has given back."""
     is_held: bool = False
@@ -294,7 +301,7 @@ class FakeServer:
             is_cut_short = self._is_cut_short(prompt, n_pauses, n_holds)
             self.n_long -= prompt[0] == LONG
             held = self.versions[n_holds if prompt[0] == LONG else -1 :]
-            problem = None if is_cut_short else self._problem(sampling) or self._no_room(prompt)
+            problem = None if is_cut_short else self._problem(sampling, body) or self._no_room(prompt)
         if problem:
             return 400, {"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}
         if prompt[0] == DEADLY:
@@ -330,7 +337,10 @@ class FakeServer:
             for place in range(first, len(tokens) - 1)
         ]
 
-    def _problem(self, sampling: dict[str, Any]) -> str | None:
+    def _problem(self, sampling: dict[str, Any], body: dict[str, Any]) -> str | None:
+        named = body.get("lora_path", self.adapters if self.flavour.prompt == "token_ids" else None)
+        if named != self.adapters or (self.options["--enable-lora"] and named is None):
+            return f"the request is for the adapters {named}, and the server has {self.adapters}"
         if self.load_format == "dummy":
             return "there are no weights"
         if self.released:
@@ -407,6 +417,33 @@ class FakeServer:
         )
         return "it holds no weights" if not weights else None
 
+    def take_adapters(self, name: str, folder: Path) -> Reply:
+        """Read a folder of PEFT."""
+        assert self.options["--enable-lora"]
+        assert not self.is_without_weights
+        if status := self.refusal():
+            return status, {"success": False, "error_message": "no such adapters"}
+        self.adapters = name
+        tensors = read_tensors(folder / "adapter_model.safetensors")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        self.log.write(kind="adapters", name=name, folder=str(folder), config=config, tensors=tensors)
+        return 200, {"success": True, "error_message": ""}
+
+    def load_lora(self, body: dict[str, Any]) -> Reply:
+        """As vLLM's adapters, by Fivefold's endpoint, or SGLang's, which takes no second ones here."""
+        if self.flavour.prompt == "token_ids":
+            assert body.keys() == {"path", "version"}
+            return self.take_adapters(str(body["version"]), Path(body["path"]))
+        if self.adapters is not None:
+            return 400, {"success": False, "error_message": f"{self.adapters} is loaded"}
+        return self.take_adapters(body["lora_name"], Path(body["lora_path"]))
+
+    def unload_lora(self, body: dict[str, Any]) -> Reply:
+        if body["lora_name"] != self.adapters:
+            return 400, {"success": False, "error_message": f"LoRA with name {body['lora_name']} does not exist"}
+        self.adapters = None
+        return 200, {"success": True, "error_message": ""}
+
     def refusal(self) -> int | None:
         """Return the status with which weights are refused; None: they are not."""
         switch = self.folder / REFUSAL
@@ -417,6 +454,9 @@ class FakeServer:
         if method in ("fivefold_watch_weights", "fivefold_load_faster"):
             self.log.write(kind=method)
             return 200, {"results": [None]}
+        if method == "fivefold_unused_adapters":
+            unused = self.folder / UNUSED
+            return 200, {"results": json.loads(unused.read_text()) if unused.exists() else [[]]}
         if method == "fivefold_weight_checksum":
             return 200, {"results": [(self.folder / CHECKSUM).read_text()]}
         if method == "update_config":
@@ -588,6 +628,8 @@ class FakeServer:
                 "/init_weights_update_group": self.enter_group,
                 "/update_weights_from_tensor": self.update_by_bucket,
                 "/update_weights_from_distributed": self.update_by_bucket,
+                "/load_lora_adapter": self.load_lora,
+                "/unload_lora_adapter": self.unload_lora,
                 "/pause_generation": self.pause,
                 "/continue_generation": self.resume,
                 "/flush_cache": self.flush_cache,
@@ -603,6 +645,7 @@ class FakeServer:
             "/fivefold/beat": self.beat,
             "/fivefold/hold": self.hold,
             "/fivefold/go_on": self.go_on,
+            "/fivefold/adapters": self.load_lora,
         }
         generate = own if has_endpoint else {}
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
@@ -788,6 +831,8 @@ def _options(flavour: Flavour, arguments: Sequence[str]) -> dict[str, str]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag in flavour.flags:
         parser.add_argument(flag, dest=flag)
+    for flag in flavour.lists:
+        parser.add_argument(flag, dest=flag, nargs="*")
     for switch in flavour.switches:
         parser.add_argument(switch, dest=switch, action="store_true")
     return vars(parser.parse_args(arguments))

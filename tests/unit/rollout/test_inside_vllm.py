@@ -73,6 +73,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "vllm.sampling_params": {
             "RequestOutputKind": SimpleNamespace(FINAL_ONLY=FINAL_ONLY), "SamplingParams": SimpleNamespace
         },
+        "vllm.lora": {}, "vllm.lora.request": {"LoRARequest": SimpleNamespace},
         "vllm.v1": {}, "vllm.v1.core": {}, "vllm.v1.core.sched": {},
         "vllm.v1.engine": {"EngineCoreOutputs": SimpleNamespace},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.dialect import Answer, Ask
-from fivefold.rollout.servers.vllm_dialect import BEAT, GO_ON, HOLD, VLLMDialect
+from fivefold.rollout.servers.vllm_dialect import ADAPTERS, BEAT, GO_ON, HOLD, VLLMDialect
 
 PATH = VLLMDialect.generate_path
 COMPLETIONS = [
@@ -51,6 +52,19 @@ class SamplingParams:
             raise ValueError(f"temperature must be non-negative, got {self.temperature}.")
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """vLLM's class of this name."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict[str, Any] | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
 @dataclass
 class FlatLogprobs:
     """vLLM's class of this name: the entries of all positions in a row, the sampled token's first at each position."""
@@ -72,7 +86,10 @@ class Engine:
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, lora_request: LoRARequest | None
+    ) -> AsyncIterator[Any]:
+        assert lora_request is None, "no adapters have come"
         self.asked.append((prompt, params, request_id))
         self.events.append("began")
         try:
@@ -115,19 +132,33 @@ class Sampler:
         """What the engine still does before it answers a pause."""
         self.is_paused = False
         self.salts: list[str | None] = []
+        self.adapters: list[LoRARequest | None] = []
+        """Of each request."""
+        self.loaded: list[LoRARequest] = []
+        self.failure: Exception | None = None
+        """Of the next adapters."""
         self.aborted: list[str] = []
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         await asyncio.sleep(0.01)
         return ("generate",)
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        self.loaded.append(lora_request)
+        return Path(lora_request.lora_path).is_absolute()
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, lora_request: LoRARequest | None
+    ) -> AsyncIterator[Any]:
         if self.output_handler is None:
             self.output_handler = asyncio.create_task(self._take_outputs())
         name, state = f"{request_id}-1a2b3c4d", State()
         self.output_processor.request_states[name] = state
         self.output_processor.external_req_ids[request_id].append(name)
         self.salts.append(prompt.get("cache_salt"))
+        self.adapters.append(lora_request)
         self.lengths[name] = 0
         try:
             yield await state.finals.get()
@@ -186,6 +217,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "vllm": {},
         "vllm.v1": {},
         "vllm.v1.engine": {"EngineCoreOutputs": lambda: SimpleNamespace(outputs=[], ends=False)},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.inputs": {"tokens_input": lambda ids, **salt: {"type": "token", "prompt_token_ids": ids, **salt}},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind, "SamplingParams": SamplingParams},
         "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError, "EngineGenerateError": EngineGenerateError},
@@ -421,6 +454,10 @@ class Server:
     async def hold(self) -> None:
         assert (await self.post(HOLD))[0] == 200
 
+    async def take_adapters(self, version: int) -> None:
+        content = json.dumps({"path": f"/dev/shm/{version}", "version": version}).encode()
+        assert (await self.post(ADAPTERS, content))[0] == 200
+
     async def beats(self) -> bool:
         """Return whether the server says within a moment that it goes on."""
         with suppress(TimeoutError):
@@ -529,6 +566,69 @@ def test_a_server_that_was_never_told_its_version_salts_nothing(module: ModuleTy
         _, content = await asked
         assert b"versions" not in content
         assert server.engine.salts == [None]
+
+    run(scenario())
+
+
+def test_requests_are_answered_with_the_adapters_that_came_last_and_not_from_what_was_cached_with_others(
+    module: ModuleType,
+) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        for version in (1, 2):
+            await server.take_adapters(version)
+            asked = asyncio.create_task(server.post(PATH, body()))
+            while not server.engine.lengths:
+                await asyncio.sleep(0.001)
+            server.engine.sample(ends=True)
+            assert (await asked)[0] == 200
+        assert server.engine.salts == ["adapters 1", "adapters 2"]
+        # One number and name: held requests continue with the new ones, and vLLM has room for one set.
+        names = {"lora_name": "fivefold", "lora_int_id": 1}
+        assert server.engine.loaded == [
+            LoRARequest(**names, lora_path=f"/dev/shm/{version}", load_inplace=True) for version in (1, 2)
+        ]
+        assert server.engine.adapters == [LoRARequest(**names, lora_path=f"/dev/shm/{version}") for version in (1, 2)]
+
+    run(scenario())
+
+
+def test_held_requests_continue_with_new_adapters_and_later_ones_have_their_own_cache(module: ModuleType) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        await server.take_adapters(1)
+        await server.go_on(1)
+        asked = await server.ask(1)
+        await server.sampled(1)
+        await server.hold()
+        await server.take_adapters(2)
+        await server.go_on(2)
+        other = await server.ask(2)
+        server.engine.sample(ends=True)
+        assert (await asked, await other) == ([1, 2], [2])
+        assert server.engine.salts == ["weights 1", "weights 2"]
+        assert {adapters.lora_int_id for adapters in server.engine.adapters if adapters} == {1}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("failure", "path", "says"),
+    [
+        (Exception("Call to add_lora method failed: rank 64 is above 32"), "/dev/shm/1", "rank 64 is above 32"),
+        (None, "relative", "does not say why"),
+        (EngineDeadError(), "/dev/shm/1", "EngineDeadError"),
+    ],
+)
+def test_adapters_that_the_engine_does_not_load_are_an_error(
+    module: ModuleType, failure: Exception | None, path: str, says: str
+) -> None:
+    async def scenario() -> None:
+        server = Server(module)
+        server.engine.failure = failure
+        status, content = await server.post(ADAPTERS, json.dumps({"path": path, "version": 1}).encode())
+        assert status == 500
+        assert says in content.decode()
 
     run(scenario())
 

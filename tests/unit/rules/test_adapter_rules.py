@@ -13,6 +13,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.rules.recipe import recipe_problems
+from fivefold.rules.served_adapters import served_problems
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,6 +35,36 @@ def test_adapters_that_cannot_be_are_refused(keys: list[str], message: str) -> N
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
     problems = list(recipe_problems(recipe, find_shape("package:tiny-moe"), {}))
     assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ("Qwen3-30B-A3B", ["rollout.backend=sglang:d1", "actor.lora.rank=300"], None),
+        ("Qwen3-30B-A3B", ["rollout.backend=vllm:d1", "actor.lora.rank=512"], None),
+        (
+            "Qwen3-30B-A3B",
+            ["rollout.backend=vllm:d1", "actor.lora.rank=513"],
+            "vLLM serves adapters of ranks up to 512",
+        ),
+        ("Qwen3-30B-A3B", ["rollout.backend=vllm:d1", "actor.lora.rank_of_experts=600"], "and the actor's have 600"),
+        ("DeepSeek-V3", ["rollout.backend=vllm:d1", "actor.lora.rank=8"], "vLLM folds kv_b_proj of deepseek_v3 into"),
+        ("DeepSeek-V3", ["rollout.backend=vllm:d1", "actor.lora.targets=[o_proj]"], None),
+        ("DeepSeek-V3", ["rollout.backend=sglang:d1", "actor.lora.targets=[o_proj]"], "SGLang does not serve all"),
+        ("Qwen3-30B-A3B", ["rollout.backend=transformers:d1", "actor.lora.rank=8"], None),
+    ],
+)
+def test_adapters_that_a_server_cannot_have_next_to_its_weights_are_refused(
+    model: str, keys: list[str], message: str | None
+) -> None:
+    keys = ["rollout.weight_transport=served_adapter", *keys]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", keys, TrainRecipe)
+    problems = list(served_problems(recipe, find_shape(model)))
+    if message is None:
+        assert not problems
+    else:
+        [problem] = problems
+        assert message in problem
 
 
 def test_a_rank_for_experts_without_adapters_has_no_effect() -> None:

@@ -149,7 +149,9 @@ def test_by_nccl_the_trainer_goes_on_only_if_the_recipe_says_so() -> None:
 
 
 def test_a_transport_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"=nlcc is none of auto, ipc, nccl, folder, adapter; did you mean nccl"):
+    with pytest.raises(
+        ValueError, match=r"=nlcc is none of auto, ipc, nccl, folder, adapter, served_adapter; did you mean nccl"
+    ):
         route_of("vllm:d1+megatron:d1", 2, {"weight_transport": "nlcc"})
 
 
@@ -182,3 +184,32 @@ def test_adapters_do_not_travel_alone_to_weights_that_are_not_the_actors(actor: 
     assert any(message in problem for problem in transport_problems(recipe))
     with pytest.raises(ValueError, match=message):
         choose_route(recipe, place(recipe))
+
+
+def served(allocation: str, rollout: dict[str, Any] | None = None) -> Route:
+    values = recipe_of(allocation, 2, {"weight_transport": "served_adapter"} | (rollout or {}))
+    fields = values.model_dump(exclude_unset=True)
+    recipe = TrainRecipe.model_validate(fields | {"actor": fields["actor"] | {"lora": {"rank": 8}}})
+    return choose_route(recipe, place(recipe))
+
+
+@pytest.mark.parametrize("allocation", ["vllm:d2|megatron:d2", "sglang:d1+megatron:d1"])
+def test_servers_have_adapters_next_to_their_weights_where_that_is_asked_for(allocation: str) -> None:
+    transport = served(allocation).transport
+    assert transport.serves_adapters
+    assert transport.sends_adapters
+
+
+@pytest.mark.parametrize(
+    ("allocation", "rollout", "message"),
+    [
+        ("transformers:d1+megatron:d1", {}, "served_adapter, but transformers merges adapters into its weights"),
+        ("vllm:d1+megatron:d1", {"verify_weights": True}, "rollout.verify_weights compares weights that"),
+        ("vllm:d1+megatron:d1", {"quantization": "fp8_per_block"}, "rollout.quantization=fp8_per_block changes those"),
+    ],
+)
+def test_what_cannot_be_with_adapters_next_to_weights_is_refused(
+    allocation: str, rollout: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        served(allocation, rollout)

@@ -27,6 +27,11 @@ New weights may come between two tokens of a request, which keeps its keys and v
 Blocks of vLLM's cache of prefixes are salted with the version with which a request began, so that none begins on those
 of other weights. What has no token when the server pauses is therefore restarted once it continues.
 
+Low-rank adapters may be next to the weights, which then never change. All requests are answered with those that came
+last, and blocks are salted with their version:
+
+    POST /fivefold/adapters     {"path": "/dev/shm/...", "version": 5}      a folder of PEFT, which may go afterwards
+
     POST /fivefold/beat         {}                  answered once a token has been sampled, or if none is to be
 """
 
@@ -42,12 +47,17 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 PATH, BEAT = "/fivefold/generate", "/fivefold/beat"
 HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
+ADAPTERS = "/fivefold/adapters"
+ADAPTERS_NAME, ADAPTERS_ID = "fivefold", 1
+"""What vLLM knows all versions of the adapters by. Requests that are held continue with the newest, and it counts
+each name in a batch as further adapters."""
 BEAT_S = 0.05
 """Seconds between two looks at how many tokens there are."""
 
@@ -61,6 +71,10 @@ Reply = tuple[int, bytes]
 
 class WrongLogprobs(Exception):
     """The engine gave log-probs that are not the sampled tokens'."""
+
+
+class AdaptersRefused(Exception):
+    """The engine did not take adapters."""
 
 
 @dataclass(eq=False)
@@ -83,6 +97,9 @@ class Generate:
         self._app = app
         self._running: set[Running] = set()
         self._version: int | None = None
+        self._adapters: LoRARequest | None = None
+        """The adapters that answer requests; None: there are none."""
+        self._adapters_version: int | None = None
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._n_answered = 0
@@ -90,7 +107,13 @@ class Generate:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request. A client that goes before its answer ends the request in the engine."""
-        own = {PATH: self._generate, BEAT: self._beat, HOLD: self._hold, GO_ON: self._go_on}
+        own = {
+            PATH: self._generate,
+            BEAT: self._beat,
+            HOLD: self._hold,
+            GO_ON: self._go_on,
+            ADAPTERS: self._take_adapters,
+        }
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in own:
             await self._app(scope, receive, send)
             return
@@ -111,7 +134,7 @@ class Generate:
         while True:
             await self._goes_on.wait()
             name = f"fivefold-{uuid4().hex}"
-            work = asyncio.create_task(_output(engine, self._prompt(token_ids), params, name))
+            work = asyncio.create_task(_output(engine, self._prompt(token_ids), params, name, self._adapters))
             running = Running(name, work, self._version)
             self._running.add(running)
             try:
@@ -136,9 +159,32 @@ class Generate:
         return self._n_answered + sum(_n_tokens(engine, running) or 0 for running in self._running)
 
     def _prompt(self, token_ids: list[int]) -> Any:
-        if self._version is None:
-            return tokens_input(token_ids)
-        return tokens_input(token_ids, cache_salt=f"weights {self._version}")
+        if self._version is not None:
+            return tokens_input(token_ids, cache_salt=f"weights {self._version}")
+        if self._adapters_version is not None:
+            return tokens_input(token_ids, cache_salt=f"adapters {self._adapters_version}")
+        return tokens_input(token_ids)
+
+    async def _take_adapters(self, engine: Any, body: bytes) -> bytes:
+        """Let the engine read adapters, in place of the last ones.
+
+        Raises:
+            AdaptersRefused: it cannot.
+        """
+        asked = json.loads(body)
+        names = {"lora_name": ADAPTERS_NAME, "lora_int_id": ADAPTERS_ID, "lora_path": asked["path"]}
+        try:
+            is_loaded = await engine.add_lora(LoRARequest(**names, load_inplace=True))
+        except Exception as error:
+            # vLLM's client raises this very class for all that fails in its engine, which lives on.
+            if type(error) is not Exception:
+                raise
+            raise AdaptersRefused(f"vLLM cannot load the adapters: {error}") from error
+        if not is_loaded:
+            raise AdaptersRefused("vLLM did not load the adapters, and does not say why")
+        # With `load_inplace`, every step of the engine would read them again.
+        self._adapters, self._adapters_version = LoRARequest(**names), asked["version"]
+        return b"{}"
 
     async def _hold(self, engine: Any, body: bytes) -> bytes:
         """Let the engine pause, and note how many tokens each of its requests has."""
@@ -207,7 +253,7 @@ async def _reply(work: Awaitable[bytes]) -> Reply:
         return 400, str(error).encode()
     except (EngineDeadError, EngineGenerateError) as error:
         return 500, repr(error.__cause__ or error).encode()
-    except WrongLogprobs as error:
+    except (WrongLogprobs, AdaptersRefused) as error:
         return 500, str(error).encode()
 
 
@@ -236,10 +282,10 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams, list[int] | None]:
     return token_ids, params, request.get("route_layers")
 
 
-async def _output(engine: Any, prompt: Any, params: SamplingParams, name: str) -> Any:
+async def _output(engine: Any, prompt: Any, params: SamplingParams, name: str, adapters: LoRARequest | None) -> Any:
     """Return the finished completion, in the engine's form."""
     final = None
-    async for output in engine.generate(prompt, params, name):
+    async for output in engine.generate(prompt, params, name, lora_request=adapters):
         final = output
     assert final is not None
     return final.outputs[0]

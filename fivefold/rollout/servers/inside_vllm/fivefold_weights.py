@@ -1,5 +1,7 @@
 """Runs inside vLLM's workers: loads weights in few steps, and tells a checksum of those that arrive.
 
+It also tells which adapters have no layer.
+
 It is on vLLM's path and its class is vLLM's `--worker-extension-cls`. It imports nothing of Fivefold, which vLLM's
 environment may lack. The checksum is the same as `fivefold.weights.device_buckets.checksum`.
 """
@@ -34,6 +36,14 @@ class WorkerWeights:
 
         load_experts_together(self.model_runner.get_model(), RoutedExperts)
         open_whole_buffers(ipc_engine)
+
+    def fivefold_unused_adapters(self) -> list[str]:
+        """Return the names of the adapters, of those that came last, for which this worker has no layer.
+
+        vLLM drops them and says nothing.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        return [name for adapters in manager.list_adapters().values() for name in unused(adapters.loras, manager)]
 
     def fivefold_watch_weights(self) -> None:
         """Begin to look at the weights that the model loads."""
@@ -163,3 +173,13 @@ def open_whole_buffers(engine: Any) -> None:
         ]
 
     engine.packed_ipc_consumer = opened
+
+
+def unused(adapters: Iterable[str], manager: Any) -> list[str]:
+    """Return which names of adapters belong to no layer.
+
+    Args:
+        adapters: names as vLLM keeps them: of a layer, or of the layer in which vLLM computes several.
+        manager: vLLM's manager of the adapters in its model.
+    """
+    return [name for name in adapters if name not in manager.modules]
