@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
@@ -77,6 +78,8 @@ class ReplicaSpec:
     """The recipe's section that it follows from, which errors name."""
     quantization: str | None = None
     """How a server quantizes its weights; None: not."""
+    speculative: SpeculativeConfig | None = None
+    """How a server drafts tokens; None: not."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     trust_remote_code: bool = False
@@ -103,6 +106,11 @@ class ReplicaSpec:
     """The replica's node on which this is read."""
     followers: tuple[FollowerAddress, ...] = ()
     """On node 0, the replica's further nodes."""
+
+    @property
+    def drafts_by_layers(self) -> bool:
+        """Whether layers for multi-token prediction draft tokens."""
+        return self.speculative is not None and self.speculative.method == "mtp"
 
     def by_node(self, port: int) -> list[ReplicaSpec]:
         """Return the spec of each node, whose processes meet on a port of node 0, which is this one."""

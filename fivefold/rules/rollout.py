@@ -106,6 +106,28 @@ def quantization_problems(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.quantization={asked} needs weights that arrive in bfloat16, and they are {dtype}"
 
 
+def speculative_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each thing that the server cannot do while it verifies drafted tokens."""
+    if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.speculative) is None:
+        return
+    backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    if backend == "sglang" and asked.method == "ngram":
+        yield (
+            "rollout.speculative.method=ngram is for vLLM: SGLang with n-grams cannot load weights from files; choose "
+            "mtp, or drop rollout.speculative"
+        )
+    samplings = {"gconfig": recipe.gconfig, "evaluator": recipe.evaluator.sampling(recipe.gconfig)}
+    for section, sampling in samplings.items():
+        unknown = {"min_p": sampling.min_p > 0 and not sampling.greedy}
+        if backend == "vllm":  # it has no other way to forbid a token
+            unknown |= {"logit_bias": bool(sampling.logit_bias), "bad_token_ids": bool(sampling.bad_token_ids)}
+        for key in (key for key, is_set in unknown.items() if is_set):
+            yield (
+                f"{section}.{key}: {BACKENDS[backend].title} does not heed it for drafted tokens; drop it, or "
+                "rollout.speculative"
+            )
+
+
 _QUANTIZATION = {"--quantization", "-q"}
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
+from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
@@ -45,7 +46,8 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
     node = ReplicaNode(n_nodes=2)
-    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
+    drafts = SpeculativeConfig(method="mtp")
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node, speculative=drafts)
     specs = [replace(full, load_weights=loads) for loads in (False, True)]
     words = [word for each in specs for word in dialect.arguments(each, address=0)]
     return {word for word in words if word.startswith("--")} | dialect.aliases
