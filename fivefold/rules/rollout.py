@@ -116,16 +116,11 @@ def speculative_problems(recipe: Recipe) -> Iterator[str]:
             "rollout.speculative.method=ngram is for vLLM: SGLang with n-grams cannot load weights from files; choose "
             "mtp, or drop rollout.speculative"
         )
-    samplings = {"gconfig": recipe.gconfig, "evaluator": recipe.evaluator.sampling(recipe.gconfig)}
-    for section, sampling in samplings.items():
-        unknown = {"min_p": sampling.min_p > 0 and not sampling.greedy}
-        if backend == "vllm":  # it has no other way to forbid a token
-            unknown |= {"logit_bias": bool(sampling.logit_bias), "bad_token_ids": bool(sampling.bad_token_ids)}
-        for key in (key for key, is_set in unknown.items() if is_set):
-            yield (
-                f"{section}.{key}: {BACKENDS[backend].title} does not heed it for drafted tokens; drop it, or "
-                "rollout.speculative"
-            )
+    unknown = {"gconfig.min_p": recipe.gconfig.min_p > 0, "evaluator.min_p": (recipe.evaluator.min_p or 0) > 0}
+    if backend == "vllm":  # it has no other way to forbid a token
+        unknown |= {f"gconfig.{key}": bool(getattr(recipe.gconfig, key)) for key in ("logit_bias", "bad_token_ids")}
+    for key in (key for key, is_set in unknown.items() if is_set):
+        yield f"{key}: {BACKENDS[backend].title} does not heed it for drafted tokens; drop it, or rollout.speculative"
 
 
 _QUANTIZATION = {"--quantization", "-q"}

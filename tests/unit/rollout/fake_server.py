@@ -114,7 +114,7 @@ FLAVOURS = {
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
-            "--middleware --uds --nnodes --node-rank --master-addr --master-port"
+            "--middleware --uds --nnodes --node-rank --master-addr --master-port --speculative-config"
         ),
         switches=_words(
             "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
@@ -137,11 +137,13 @@ FLAVOURS = {
         flags=_words(
             "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
-            "--mem-fraction-static --nnodes --node-rank --dist-init-addr"
+            "--mem-fraction-static --nnodes --node-rank --dist-init-addr --speculative-algorithm "
+            "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk "
+            "--speculative-num-draft-tokens --speculative-draft-load-format"
         ),
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
-            "--enable-return-routed-experts --enable-weights-cpu-backup"
+            "--enable-return-routed-experts --enable-weights-cpu-backup --enable-draft-weights-cpu-backup"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -416,6 +418,9 @@ class FakeServer:
         method, kwargs = body["method"], body.get("kwargs", {})
         if method in ("fivefold_watch_weights", "fivefold_load_faster"):
             self.log.write(kind=method)
+            return 200, {"results": [None]}
+        if method == "fivefold_load_draft":
+            self.log.write(kind=method, files=kwargs["files"])
             return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":
             return 200, {"results": [(self.folder / CHECKSUM).read_text()]}

@@ -75,7 +75,7 @@ def keep_asleep(worker: Any) -> None:
 
     def sleep(level: int = 1) -> None:
         if not copies:
-            copies.extend((tensor, tensor.cpu()) for tensor in own_tensors(worker.model_runner))
+            copies.extend((tensor, tensor.to("cpu", copy=True)) for tensor in own_tensors(worker.model_runner))
         worker.fivefold_sleep(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
