@@ -12,6 +12,9 @@ from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import kept_tensors
 from fivefold.json_text import parsed
 
+_SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Ends of the names of layers for multi-token prediction that are copies of tensors of the model itself."""
+
 
 def kept_specs(source: Path) -> dict[str, TensorSpec]:
     """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
@@ -30,6 +33,29 @@ def kept_specs(source: Path) -> dict[str, TensorSpec]:
         for name, tensor in survey(source).tensors.items()
         if family.keeps(name, n_layers) and tensor.dtype in DTYPES
     }
+
+
+def draft_files(folder: Path) -> dict[str, list[str]]:
+    """Return the tensors in a model's folder that draft tokens for its rollout, by the path of their file.
+
+    They are those for multi-token prediction, without the copies of the embedding and the output layer that some files
+    have: servers use the policy's.
+
+    Raises:
+        ValueError: there are none, or they are quantized.
+    """
+    config = parsed((folder / "config.json").read_text())
+    family, n_layers = FAMILIES.get(config.get("model_type", "")), config.get("num_hidden_layers", 0)
+    stored, files = survey(folder), dict[str, list[str]]()
+    for name in kept_specs(folder):
+        if family is not None and family.is_further(name, n_layers) and not name.endswith(_SHARED):
+            files.setdefault(str(folder / stored.file(name)), []).append(name)
+    if not files:
+        raise ValueError(
+            f"{folder} has no weights for multi-token prediction that are not quantized, with which "
+            "rollout.speculative.method=mtp drafts tokens: name a folder with them, or drop rollout.speculative"
+        )
+    return files
 
 
 def check_kept(folder: Path, shape: ModelShape) -> None:

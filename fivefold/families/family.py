@@ -19,6 +19,8 @@ from fivefold.families.shape import ModelShape
 
 BODY = "model."
 """What precedes the names of a language model's tensors in transformers."""
+FURTHER = "mtp."
+"""What precedes the names of tensors for multi-token prediction, in files that do not have them as further layers."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ class Family:
         return self.is_further(name, n_layers) or any(re.fullmatch(pattern, name) for pattern in self.kept)
 
     def is_further(self, name: str, n_layers: int) -> bool:
-        """Return whether a tensor of files is of a layer behind the last one, for multi-token prediction."""
+        """Return whether a tensor of files is for multi-token prediction: under `mtp.`, or of a layer behind the last
+        one."""
+        if name.startswith(FURTHER):
+            return any(re.fullmatch(pattern, name) for pattern in self.kept)
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return self.predicts_further and layer is not None and int(layer[1]) >= n_layers

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.kept import check_kept
+from fivefold.bridge.kept import check_kept, draft_files
 from fivefold.config.problems import RecipeError
 from fivefold.config.roles import Role
 from fivefold.config.schema.engine import EngineConfig, FrozenModelConfig
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import is_quantized, load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.backends import BACKENDS
@@ -44,6 +45,8 @@ def check_weight_files(recipe: Recipe, roles: Iterable[Role]) -> None:
             check_kept(folder, model_shape(recipe, role))
         else:
             check_weights(folder, model_shape(recipe, role))
+    if isinstance(recipe, TrainRecipe) and (drafts := recipe.rollout.speculative) and drafts.method == "mtp":
+        draft_files(resolve_model_folder(recipe.actor.path))
 
 
 def _is_served(recipe: Recipe, role: Role) -> bool:

@@ -254,6 +254,7 @@ def replica_spec(
         memory_fraction=config.memory_fraction,
         python=config.server_python,
         quantization=config.quantization,
+        speculative=config.speculative,
         arguments=tuple(map(str, config.server_args)),
         max_restarts=config.max_server_restarts,
         server_timeout_s=config.server_timeout_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
@@ -82,6 +83,8 @@ class ReplicaSpec:
     """The recipe's section that it follows from, which errors name."""
     quantization: str | None = None
     """How a server quantizes its weights; None: not."""
+    speculative: SpeculativeConfig | None = None
+    """How a server drafts tokens; None: not."""
     needs_text: bool = True
     """Whether sampling looks at texts or at the tokenizer; otherwise a server may do without its tokenizer."""
     trust_remote_code: bool = False
@@ -115,6 +118,11 @@ class ReplicaSpec:
     def loads_files(self) -> bool:
         """Whether a server loads the weights of the model's files when it starts, and keeps them to its end."""
         return self.load_weights or self.adapters is not None
+
+    @property
+    def drafts_by_layers(self) -> bool:
+        """Whether layers for multi-token prediction draft tokens."""
+        return self.speculative is not None and self.speculative.method == "mtp"
 
     def by_node(self, port: int) -> list[ReplicaSpec]:
         """Return the spec of each node, whose processes meet on a port of node 0, which is this one."""

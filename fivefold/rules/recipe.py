@@ -33,6 +33,7 @@ from fivefold.rules.rollout import (
     graph_problems,
     quantization_problems,
     server_problems,
+    speculative_problems,
     sync_problems,
 )
 from fivefold.rules.served_adapters import served_problems
@@ -76,6 +77,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from server_problems(recipe)
     yield from judge_problems(recipe, others)
     yield from quantization_problems(recipe)
+    yield from speculative_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
     yield from reference_problems(recipe, shape, others)
     yield from distillation_problems(recipe, shape)

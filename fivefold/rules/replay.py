@@ -49,6 +49,11 @@ def _obstacles(recipe: TrainRecipe, shape: ModelShape, replay: str) -> Iterator[
             "drop one of them",
         )
     rollout = roles["rollout"]
+    if replay == "rollout" and recipe.rollout.speculative is not None:
+        yield (
+            "servers tell the experts of drafted tokens too, with rollout.speculative",
+            "drop rollout.speculative, or set actor.router_replay to old_logprobs",
+        )
     if replay == "rollout" and rollout.backend == "vllm" and rollout.pp > 1:
         yield (
             "vLLM returns no routes with pipeline stages",

@@ -106,6 +106,23 @@ def quantization_problems(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.quantization={asked} needs weights that arrive in bfloat16, and they are {dtype}"
 
 
+def speculative_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each thing that the server cannot do while it verifies drafted tokens."""
+    if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.speculative) is None:
+        return
+    backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    if backend == "sglang" and asked.method == "ngram":
+        yield (
+            "rollout.speculative.method=ngram is for vLLM: SGLang with n-grams cannot load weights from files; choose "
+            "mtp, or drop rollout.speculative"
+        )
+    unknown = {"gconfig.min_p": recipe.gconfig.min_p > 0, "evaluator.min_p": (recipe.evaluator.min_p or 0) > 0}
+    if backend == "vllm":  # it has no other way to forbid a token
+        unknown |= {f"gconfig.{key}": bool(getattr(recipe.gconfig, key)) for key in ("logit_bias", "bad_token_ids")}
+    for key in (key for key, is_set in unknown.items() if is_set):
+        yield f"{key}: {BACKENDS[backend].title} does not heed it for drafted tokens; drop it, or rollout.speculative"
+
+
 _QUANTIZATION = {"--quantization", "-q"}
 
 

@@ -111,6 +111,17 @@ class ReplayBufferConfig(Section):
             )
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: a server drafts tokens cheaply, and one pass of the model verifies them
+    (docs/rollout.md#speculative-decoding). The tokens have the model's own distribution."""
+
+    method: Literal["mtp", "ngram"]
+    """What drafts: the layers for multi-token prediction in the model's folder, as they are there (`mtp`), or what
+    followed the same tokens before (`ngram`, for vLLM)."""
+    n_tokens: Annotated[int, Field(ge=1, le=32)] = 1
+    """Tokens that are drafted before each pass."""
+
+
 class RolloutConfig(GeneratorConfig):
     """The engine that generates, and where it runs."""
 
@@ -134,6 +145,8 @@ class RolloutConfig(GeneratorConfig):
     quantization: Annotated[Literal["fp8_per_block", "fp8_per_tensor"] | None, OfServers()] = None
     """Let vLLM quantize each layer's weights to FP8 whenever new ones arrive, by blocks of 128 x 128 or a whole matrix.
     The actor stays as it is, and `actor.rollout_correction.method=auto` corrects from the first step on. null: not."""
+    speculative: Annotated[SpeculativeConfig | None, OfServers()] = None
+    """Speculative decoding. null: the model samples one token at a time."""
     seeded: Annotated[bool, OfServers("seeds each request")] = False
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
@@ -49,7 +50,8 @@ def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     from fivefold.families.served import ServedAdapters
 
     node = ReplicaNode(n_nodes=2)
-    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
+    drafts = SpeculativeConfig(method="mtp")
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node, speculative=drafts)
     adapters = ServedAdapters(AdapterShape(1, None, 1.0), 1, (), ())
     changes: list[dict[str, Any]] = [{"load_weights": False}, {"load_weights": True}, {"adapters": adapters}]
     specs = [replace(full, **change) for change in changes]

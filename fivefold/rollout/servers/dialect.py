@@ -155,6 +155,9 @@ class Dialect(Protocol):
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         """Return environment variables of the server process, besides those that it inherits."""
 
+    def prepare(self, http: HttpClient, spec: ReplicaSpec) -> None:
+        """Give a server that has just become ready what only it needs, before it gets any weights."""
+
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the body to post to `generate_path`."""
 

@@ -112,6 +112,7 @@ class ServerLife:
         if self.is_ready:
             return
         self._process.wait_until_ready(self.http)
+        self._dialect.prepare(self.http, self._spec)
         if not self._spec.route.transport.carries_weights:
             devices = [uuid for follower in self._spec.followers for uuid in follower.devices]
             self._loader = self._dialect.loader(self.http, self._spec, [*self._dialect.devices(self._spec), *devices])

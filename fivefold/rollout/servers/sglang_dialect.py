@@ -106,6 +106,25 @@ def _over_nodes(node: ReplicaNode) -> list[str]:
     ]
 
 
+def _speculation(spec: ReplicaSpec) -> list[str]:
+    """Return the arguments with which layers for multi-token prediction draft tokens, in a chain.
+
+    The server reads these layers from the model's files even where other weights come from an actor, and copies them to
+    host memory while it sleeps.
+    """
+    if spec.speculative is None:
+        return []
+    n_tokens = spec.speculative.n_tokens
+    return [
+        *("--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", spec.path),
+        *("--speculative-num-steps", str(n_tokens), "--speculative-eagle-topk", "1"),
+        # The last token of the model's own is among them.
+        *("--speculative-num-draft-tokens", str(n_tokens + 1)),
+        *("--speculative-draft-load-format", "auto"),
+        *(["--enable-draft-weights-cpu-backup"] if spec.can_sleep else []),
+    ]
+
+
 class SGLangDialect:
     """The `Dialect` of SGLang.
 
@@ -118,7 +137,7 @@ class SGLangDialect:
     aliases = frozenset(
         {
             *("--model", "--tokenizer", "--tp", "--tensor-parallel-size", "--pp", "--pipeline-parallel-size"),
-            *("--nccl-init-addr", "--api-key", "--admin-api-key"),
+            *("--nccl-init-addr", "--api-key", "--admin-api-key", "--speculative-draft-model"),
         }
     )
     adapters_of_one_rank = True
@@ -147,6 +166,7 @@ class SGLangDialect:
             # Weights that it has loaded itself are copied back when it wakes; otherwise the actor sends them.
             *(["--enable-weights-cpu-backup"] if spec.can_sleep and spec.loads_files else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
+            *_speculation(spec),
             *_over_nodes(spec.node),
         ]
 
@@ -164,6 +184,9 @@ class SGLangDialect:
             environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE") or "-2"
         # The processes of other nodes connect to this address.
         return environment | ({"SGLANG_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {})
+
+    def prepare(self, http: HttpClient, spec: ReplicaSpec) -> None:
+        pass
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         first = 0 if ask.routes is None else ask.routes.first
@@ -234,7 +257,7 @@ class SGLangDialect:
         return visible_uuids() if spec.route.transport.passes_handles else []
 
     def loader(self, http: HttpClient, spec: ReplicaSpec, devices: Sequence[str]) -> WeightLoader:
-        return SGLangWeights(http, devices)
+        return SGLangWeights(http, devices, drafts=spec.speculative is not None)
 
     def watch_weights(self, http: HttpClient) -> None:
         raise ValueError("SGLang does not tell what arrived: drop rollout.verify_weights")

@@ -55,10 +55,18 @@ class SGLangWeights:
 
     meeting: Meeting = "torch_group"
 
-    def __init__(self, http: HttpClient, uuids: Sequence[str]) -> None:
-        """Keep the UUIDs of the server's devices, one for each of its processes; none are needed with NCCL."""
+    def __init__(self, http: HttpClient, uuids: Sequence[str], *, drafts: bool = False) -> None:
+        """Keep how to reach the server.
+
+        Args:
+            http: its connections.
+            uuids: the UUIDs of its devices, one for each of its processes; none are needed with NCCL.
+            drafts: whether it has layers that draft tokens, which keep their weights.
+        """
         self._http = http
         self._uuids = uuids
+        # Otherwise it gives each bucket to these layers first.
+        self._target: dict[str, Any] = {"disable_draft_model": True} if drafts else {}
         self._group: str | None = None
         """Name of the NCCL group."""
 
@@ -80,6 +88,7 @@ class SGLangWeights:
             if bucket.handles:
                 tensors = [_serialized(bucket, uuid) for uuid in self._uuids]
                 body = {"serialized_named_tensors": tensors, "load_format": _FORMAT, "flush_cache": False}
+                body |= self._target
                 self._http.post("/update_weights_from_tensor", body, weights.BUCKET_S)
             else:
                 body = _announced(bucket, self._group)

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.kept import draft_files
+from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
@@ -50,13 +53,18 @@ def _transfer(spec: ReplicaSpec) -> str:
     return json.dumps({"backend": spec.route.transport.name})
 
 
-def _second_runner() -> str:
+def _speculation(config: SpeculativeConfig) -> str:
+    return json.dumps({"method": config.method, "num_speculative_tokens": config.n_tokens})
+
+
+def _second_runner(spec: ReplicaSpec) -> str:
     """Return 1 where vLLM's second model runner is to be used: on GPUs, the only devices that it knows.
 
     By itself, vLLM uses it for dense models and for few families of experts. It takes less of the host's time for a
-    step, on which the speed of small models depends, and has its own sampler.
+    step, on which the speed of small models depends, and has its own sampler. It drafts no tokens by n-grams.
     """
-    return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") else "0"
+    drafts_by_ngrams = spec.speculative is not None and spec.speculative.method == "ngram"
+    return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") and not drafts_by_ngrams else "0"
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
@@ -109,7 +117,9 @@ class VLLMDialect:
 
     package = "vllm"
     generate_path = "/fivefold/generate"
-    aliases = frozenset({"-tp", "-pp", "-n", "-r", "--headless", "--host", "--port"})
+    aliases = frozenset(
+        {"-tp", "-pp", "-n", "-r", "-sc", "--headless", "--host", "--port", "--spec-method", "--spec-tokens"}
+    )
     adapters_of_one_rank = False
 
     def place(self) -> Place:
@@ -134,12 +144,15 @@ class VLLMDialect:
             # Log-probs of the sampling distribution, not of the model's logits.
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
-            *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+            # Among its statistics is how many of the drafted tokens are accepted.
+            *(["--disable-log-stats"] if spec.speculative is None else []),
+            *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.loads_files else ["--load-format", "dummy"]),
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
+            *([] if spec.speculative is None else ["--speculative-config", _speculation(spec.speculative)]),
             *([] if spec.quantization is None else ["--quantization", spec.quantization]),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
@@ -149,7 +162,7 @@ class VLLMDialect:
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Which of its model runners returns routes depends on vLLM's release, which chooses it by itself.
-        runner = {} if spec.returns_routes else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner()}
+        runner = {} if spec.returns_routes else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
         if chosen := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
             runner = {"VLLM_USE_V2_MODEL_RUNNER": chosen}
         return {
@@ -164,6 +177,12 @@ class VLLMDialect:
             # The processes of other nodes connect to this address.
             **({"VLLM_HOST_IP": spec.node.host} if spec.node.n_nodes > 1 else {}),
         }
+
+    def prepare(self, http: HttpClient, spec: ReplicaSpec) -> None:
+        # A server that waits for an actor's weights has random ones in these layers too.
+        if spec.drafts_by_layers and not spec.load_weights:
+            files = draft_files(resolve_model_folder(spec.path))
+            self._on_workers(http, "fivefold_load_draft", {"files": files})
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         first = 0 if ask.routes is None else ask.routes.first

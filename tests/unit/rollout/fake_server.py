@@ -118,7 +118,8 @@ FLAVOURS = {
             "--model --tokenizer --host --port --dtype --seed --tensor-parallel-size --pipeline-parallel-size "
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
-            "--middleware --uds --nnodes --node-rank --master-addr --master-port --max-loras --max-lora-rank"
+            "--middleware --uds --nnodes --node-rank --master-addr --master-port --max-loras --max-lora-rank "
+            "--speculative-config"
         ),
         switches=_words(
             "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
@@ -142,11 +143,14 @@ FLAVOURS = {
             "--model-path --tokenizer-path --host --port --dtype --random-seed --tp-size --pp-size "
             "--max-running-requests --context-length --sampling-defaults --log-level --load-format "
             "--mem-fraction-static --nnodes --node-rank --dist-init-addr --max-loras-per-batch --max-lora-rank "
-            "--lora-backend"
+            "--lora-backend --speculative-algorithm "
+            "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk "
+            "--speculative-num-draft-tokens --speculative-draft-load-format"
         ),
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
-            "--enable-return-routed-experts --enable-weights-cpu-backup --enable-lora --lora-strict-loading"
+            "--enable-return-routed-experts --enable-weights-cpu-backup --enable-lora --lora-strict-loading "
+            "--enable-draft-weights-cpu-backup"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -457,6 +461,9 @@ class FakeServer:
         if method == "fivefold_unused_adapters":
             unused = self.folder / UNUSED
             return 200, {"results": json.loads(unused.read_text()) if unused.exists() else [[]]}
+        if method == "fivefold_load_draft":
+            self.log.write(kind=method, files=kwargs["files"])
+            return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":
             return 200, {"results": [(self.folder / CHECKSUM).read_text()]}
         if method == "update_config":

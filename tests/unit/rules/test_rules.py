@@ -369,6 +369,29 @@ def test_vllm_alone_quantizes_bfloat16_weights_that_it_gets() -> None:
     check_recipe(asked("vllm:d2", server_args=["--enforce-eager"]), find_shape("DeepSeek-V3"))
 
 
+def test_servers_speculate_with_what_they_verify_exactly() -> None:
+    def asked(backend: str, method: str = "mtp", **keys: Any) -> TrainRecipe:
+        return recipe(rollout={"backend": backend, "speculative": {"method": method}}, **keys)
+
+    for backend in ("vllm:d2", "sglang:d2"):
+        check_recipe(asked(backend), MOE)
+        with pytest.raises(RecipeError, match=r"gconfig\.min_p: \w+ does not heed it for drafted tokens"):
+            check_recipe(asked(backend, gconfig={"min_p": 0.1}), MOE)
+        with pytest.raises(RecipeError, match=r"evaluator\.min_p: \w+ does not heed it"):
+            check_recipe(asked(backend, valid_dataset={"path": "d"}, evaluator={"greedy": False, "min_p": 0.1}), MOE)
+        with pytest.raises(RecipeError, match=r"servers tell the experts of drafted tokens too"):
+            check_recipe(asked(backend, actor={"router_replay": "rollout"}), MOE)
+    check_recipe(asked("vllm:d2", "ngram"), MOE)
+    with pytest.raises(RecipeError, match=r"method=ngram is for vLLM: SGLang with n-grams cannot load weights from"):
+        check_recipe(asked("sglang:d2", "ngram"), MOE)
+    check_recipe(asked("sglang:d2", gconfig={"logit_bias": {"3": -1.0}}), MOE)
+    for key, value in (("logit_bias", {"3": -1.0}), ("bad_token_ids", [3])):
+        with pytest.raises(RecipeError, match=rf"gconfig\.{key}: vLLM does not heed it for drafted tokens"):
+            check_recipe(asked("vllm:d2", gconfig={key: value}), MOE)
+    with pytest.raises(RecipeError, match=r"rollout\.speculative=.* is for servers"):
+        check_recipe(asked("transformers:d2"), MOE)
+
+
 def test_a_server_on_shared_devices_cannot_keep_keys_and_values_of_older_weights() -> None:
     def asked(backend: str, *, colocate: bool) -> TrainRecipe:
         rollout = {"backend": backend, "colocate": colocate, "max_head_offpolicyness": 1, "recompute_kv_cache": False}

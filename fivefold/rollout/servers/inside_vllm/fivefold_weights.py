@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from fivefold_draft import keep_asleep, load_draft
 
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 """Name of an expert's tensor: the layer's, the expert's number, the projection's."""
@@ -44,6 +45,15 @@ class WorkerWeights:
         """
         manager = self.model_runner.lora_manager._adapter_manager
         return [name for adapters in manager.list_adapters().values() for name in unused(adapters.loras, manager)]
+
+    def fivefold_load_draft(self, files: dict[str, list[str]]) -> None:
+        """Load the weights that draft tokens, and keep them from now on.
+
+        Args:
+            files: names of tensors in safetensors files, by the files' paths.
+        """
+        load_draft(self.model_runner, files)
+        keep_asleep(self)
 
     def fivefold_watch_weights(self) -> None:
         """Begin to look at the weights that the model loads."""
