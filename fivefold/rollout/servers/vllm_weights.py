@@ -107,6 +107,7 @@ class VLLMWeights:
         release = tuple(int(part) for part in http.get("/version")["version"].split(".")[:2])
         self._form: Form = Form26() if release >= NEWER else Form25()
         self.meeting: Meeting = self._form.meeting
+        http.post("/collective_rpc", {"method": "fivefold_guard_updates"})
         if release == SLOW:
             http.post("/collective_rpc", {"method": "fivefold_load_faster"})
         if by_ipc:

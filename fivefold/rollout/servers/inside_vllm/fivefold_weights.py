@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from fivefold_draft import keep_asleep, load_draft
+from fivefold_reload import guard_updates
 
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 """Name of an expert's tensor: the layer's, the expert's number, the projection's."""
@@ -29,6 +30,15 @@ class WorkerWeights:
     """Methods that vLLM adds to its worker's own."""
 
     model_runner: Any
+    weight_transfer_engine: Any
+    vllm_config: Any
+
+    def fivefold_guard_updates(self) -> None:
+        """Keep what vLLM would lose of an update, and end a first update that leaves random weights."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        is_random = self.vllm_config.load_config.load_format == "dummy"
+        guard_updates(self.weight_transfer_engine, self.model_runner.get_model(), layerwise, is_random=is_random)
 
     def fivefold_load_faster(self) -> None:
         """Spend little time on each tensor of an update from now on."""
