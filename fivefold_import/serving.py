@@ -13,6 +13,7 @@ from typing import Any
 
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
+from fivefold_import.speculation import drafts_in_sglang, drafts_in_vllm
 
 TO = "rollout.server_args"
 SECTIONS = re.compile(r".*\b(?:strategy_config|engine_kwargs|rollout_model|rollout)\.")
@@ -59,6 +60,10 @@ def engine_option(draft: Draft, source: str) -> None:
         return draft.implied(source, REASONS[name])
     if OF_IMAGES.match(name):
         return draft.implied(source, reasons.NO_MULTIMODAL)
+    if name.startswith("speculative_config."):
+        return drafts_in_vllm(draft, source)
+    if name.startswith("speculative_"):
+        return drafts_in_sglang(draft, source)
     if FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
         return draft.unsupported(source, reasons.NO_ENGINE_OPTIONS)
     argument = _of_sglang(name, draft.get(source)) if backend == "sglang" else of_vllm(name, draft.get(source))

@@ -380,7 +380,9 @@ def test_servers_speculate_with_what_they_verify_exactly() -> None:
         with pytest.raises(RecipeError, match=r"evaluator\.min_p: \w+ does not heed it"):
             check_recipe(asked(backend, valid_dataset={"path": "d"}, evaluator={"greedy": False, "min_p": 0.1}), MOE)
         with pytest.raises(RecipeError, match=r"servers tell the experts of drafted tokens too"):
-            check_recipe(asked(backend, actor={"router_replay": "rollout"}), MOE)
+            check_recipe(
+                asked(backend, actor={"path": "m", "backend": "megatron:d2t2e2", "router_replay": "rollout"}), MOE
+            )
     check_recipe(asked("vllm:d2", "ngram"), MOE)
     with pytest.raises(RecipeError, match=r"method=ngram is for vLLM: SGLang with n-grams cannot load weights from"):
         check_recipe(asked("sglang:d2", "ngram"), MOE)
