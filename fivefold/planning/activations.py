@@ -133,8 +133,8 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     if padding:
         # Zero-padded copies of values and output.
         saved += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp
-    # Gradients of the output, of q, k, v and of their joint projection, and of gates, twice; flash attention accumulates
-    # dq in float32.
+    # Gradients of the output, of q, k, v and of their joint projection, and of gates, twice; flash attention sums dq in
+    # float32.
     gates = shape.query_rows - shape.query_width
     backward = (
         element * (tokens * (shape.output_width + shape.query_width + joint + 2 * gates) + key_tokens * keys) / tp
