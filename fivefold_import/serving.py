@@ -75,6 +75,17 @@ def engine_option(draft: Draft, source: str) -> None:
     return draft.mapped(source, TO, arguments)
 
 
+def quantized(draft: Draft, source: str) -> None:
+    """Convert the number format of the rollout's weights, which the engine quantizes at each update."""
+    plan, kind = draft.plans.get("rollout"), draft.get(source)
+    if kind in (None, ""):
+        draft.implied(source, "weights are not quantized")
+    elif kind != "fp8" or plan is None or plan.backend != "vllm":
+        draft.unsupported(source, "weights that arrive are quantized to FP8, and by vLLM alone")
+    else:
+        draft.mapped(source, "rollout.quantization", "fp8_per_block", "by blocks of 128 x 128, as there")
+
+
 def spread_experts(draft: Draft, source: str) -> None:
     """Convert the ranks over which an engine spreads experts: all of a replica, or one."""
     section, plan, ranks = source.rpartition(".")[0], draft.plans.get("rollout"), draft.get(source)
