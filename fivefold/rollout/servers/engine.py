@@ -90,6 +90,8 @@ class ServerEngine:
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""
         self._restarts = Restarts(spec.max_restarts)
+        self._drafts = (0, 0)
+        """Tokens that the server had drafted and accepted at the last call of `take_drafts`."""
         self._quiet_since = 0.0
         """When the server last showed that it works, on the clock of `time.monotonic`."""
         self._start()
@@ -175,8 +177,7 @@ class ServerEngine:
     def _start(self) -> None:
         """Start the server, without a wait until it is ready. One that nobody sends weights loads its own."""
         self._life = ServerLife(self._dialect, self._spec)
-        self._drafts: tuple[int, int] = (0, 0)
-        """Tokens that the server had drafted and accepted at the last call of `take_drafts`."""
+        self._drafts = (0, 0)
         self._state = EngineState(0 if self._spec.load_weights else None)
         self._is_held = False
         self._death: ServerDied | None = None
