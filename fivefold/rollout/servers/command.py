@@ -46,8 +46,8 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     """Every argument that can follow from a recipe, those that `spec` does not give included."""
     node = ReplicaNode(n_nodes=2)
-    drafts = SpeculativeConfig(method="mtp")
-    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node, speculative=drafts)
-    specs = [replace(full, load_weights=loads) for loads in (False, True)]
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
+    ways = [(loads, drafts) for loads in (False, True) for drafts in (None, SpeculativeConfig(method="mtp"))]
+    specs = [replace(full, load_weights=loads, speculative=drafts) for loads, drafts in ways]
     words = [word for each in specs for word in dialect.arguments(each, address=0)]
     return {word for word in words if word.startswith("--")} | dialect.aliases

@@ -89,6 +89,7 @@ def test_sglang_reads_what_drafts_from_the_files_and_keeps_it_asleep() -> None:
         ("vllm", "-sc"),
         ("sglang", "--speculative-algorithm"),
         ("vllm", "--spec-method"),
+        ("vllm", "--disable-log-stats"),
     ],
 )
 def test_server_args_do_not_speculate(backend: str, argument: str, tmp_path: Path) -> None:
