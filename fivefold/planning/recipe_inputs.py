@@ -16,7 +16,6 @@ from fivefold.config.schema.roles import ActorConfig, CriticConfig, FrozenRefere
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.delta_net import DeltaNet
-from fivefold.families.fla_core import obstacle
 from fivefold.families.read import find_shape, is_quantized
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
@@ -196,8 +195,7 @@ def engine_work(
         micro_tokens=config.mb_spec.max_tokens_per_mb,
         infer_tokens=config.mb_spec.infer_tokens,
         element_bytes=element,
-        fla=delta is not None
-        and obstacle(config.dtype, (delta.key_dim, delta.value_dim), deterministic=config.is_deterministic) is None,
+        fla=delta is not None and _has_fla(config, delta),
         state=StateBytes(
             exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
             exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
@@ -205,6 +203,14 @@ def engine_work(
         ),
     )
     return _fsdp_work(config.fsdp, work) if backend == "fsdp" else _megatron_work(config, work)
+
+
+def _has_fla(config: EngineConfig, delta: DeltaNet) -> bool:
+    """Return whether the package fla-core computes a model's gated delta nets, if it is installed as here."""
+    # Imported here, because other models do not need it.
+    from fivefold.families.fla_core import obstacle
+
+    return obstacle(config.dtype, (delta.key_dim, delta.value_dim), deterministic=config.is_deterministic) is None
 
 
 def _fsdp_work(section: FSDPConfig, work: Workload) -> Workload:
