@@ -213,17 +213,17 @@ def rollout(args: argparse.Namespace, engine: ServerEngine, batch: int, n_tokens
     generator = torch.Generator().manual_seed(step)
     prompts = torch.randint(2, vocabulary, (batch, PROMPT_TOKENS), generator=generator).tolist()
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=args.new_tokens, temperature=1.0))
-    drafted, accepted = drafts(engine)
+    engine.take_drafts()
     began = time.perf_counter()
     completions = complete(engine, group_requests(prompts, 1, ("speculation",)), sampling)
     seconds = time.perf_counter() - began
-    now_drafted, now_accepted = drafts(engine)
+    drafted, accepted = engine.take_drafts()
     n_sampled = sum(len(completion.token_ids) for completion in completions)
     row: dict[str, Any] = {"draft": n_tokens, "sequences": batch, "tokens": n_sampled, "seconds": round(seconds, 2)}
     row |= {"tokens/s": round(n_sampled / seconds), "on the chain": on_chain(completions, prompts, step, vocabulary)}
     row["log-prob"] = round(sum(float(c.logprobs.mean()) for c in completions) / batch, 4)
-    if now_drafted > drafted:
-        row["accepted"] = round((now_accepted - accepted) / (now_drafted - drafted), 4)
+    if drafted:
+        row["accepted"] = round(accepted / drafted, 4)
     return row
 
 
@@ -235,18 +235,6 @@ def on_chain(completions: list[Completion], prompts: list[list[int]], step: int,
         hits += sum((before + step) % vocabulary == token for before, token in pairwise(tokens))
         total += len(tokens) - 1
     return round(hits / total, 4)
-
-
-def drafts(engine: ServerEngine) -> tuple[int, int]:
-    """Return how many tokens vLLM has drafted, and how many of them it has accepted; SGLang does not tell."""
-    if engine._spec.backend != "vllm" or engine._spec.speculative is None:
-        return 0, 0
-    text = engine._life.http.send("GET", "/metrics").decode()
-    counts = [
-        sum(float(value) for value in re.findall(rf"^vllm:spec_decode_num_{kind}_tokens_total\S* (\S+)$", text, re.M))
-        for kind in ("draft", "accepted")
-    ]
-    return int(counts[0]), int(counts[1])
 
 
 def parse_arguments() -> argparse.Namespace:

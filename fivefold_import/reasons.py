@@ -180,6 +180,7 @@ OTHER_CHECKPOINTS = (
     "weights of this one, convert them and name their folder in actor.path"
 )
 RECIPES_SCHEDULE = "a run that resumes takes the schedule of the learning rate from its recipe"
+NOT_TRAINED = "layers for multi-token prediction are not trained: rollout.speculative drafts with them as they are"
 
 # Values
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
+from fivefold_import.speculation import drafts_in_sglang, drafts_in_vllm
 
 TO = "rollout.server_args"
 SECTIONS = re.compile(r".*\b(?:strategy_config|engine_kwargs|rollout_model|rollout)\.")
@@ -59,6 +60,10 @@ def engine_option(draft: Draft, source: str) -> None:
         return draft.implied(source, REASONS[name])
     if OF_IMAGES.match(name):
         return draft.implied(source, reasons.NO_MULTIMODAL)
+    if name.startswith("speculative_config."):
+        return drafts_in_vllm(draft, source)
+    if name.startswith("speculative_"):
+        return drafts_in_sglang(draft, source)
     if FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
         return draft.unsupported(source, reasons.NO_ENGINE_OPTIONS)
     argument = _of_sglang(name, draft.get(source)) if backend == "sglang" else of_vllm(name, draft.get(source))
@@ -68,6 +73,17 @@ def engine_option(draft: Draft, source: str) -> None:
     if argument not in arguments:
         arguments.append(argument)
     return draft.mapped(source, TO, arguments)
+
+
+def quantized(draft: Draft, source: str) -> None:
+    """Convert the number format of the rollout's weights, which the engine quantizes at each update."""
+    plan, kind = draft.plans.get("rollout"), draft.get(source)
+    if kind in (None, ""):
+        draft.implied(source, "weights are not quantized")
+    elif kind != "fp8" or plan is None or plan.backend != "vllm":
+        draft.unsupported(source, "weights that arrive are quantized to FP8, and by vLLM alone")
+    else:
+        draft.mapped(source, "rollout.quantization", "fp8_per_block", "by blocks of 128 x 128, as there")
 
 
 def spread_experts(draft: Draft, source: str) -> None:

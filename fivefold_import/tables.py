@@ -42,6 +42,7 @@ from fivefold_import import (
     rules,
     serving,
     settings,
+    speculation,
     values,
     variables,
 )
@@ -57,6 +58,7 @@ SHARED = {
     **vars(algorithms),
     **vars(agents),
     **vars(serving),
+    **vars(speculation),
     **vars(variables),
 }
 """The rules that all frameworks' tables can name."""

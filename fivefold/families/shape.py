@@ -419,6 +419,14 @@ class ModelShape:
         of_router = self.n_experts * (self.hidden + self.router_bias + self.router_shift)
         return of_router + self.hidden * self.shared_expert_gate
 
+    @property
+    def further_layer_parameters(self) -> int:
+        """Parameters of a layer for multi-token prediction, which is like the last layer, with a projection that joins
+        two inputs, and norms of these and of the output.
+        """
+        mlp = self._moe_parameters(self.n_experts) if self.moe_layers[-1] else self.dense_mlp_parameters
+        return self.mixer_parameters(self.layer_kinds[-1]) + mlp + (2 * self.hidden + 5) * self.hidden
+
     # Parameters of the whole model
 
     @property
@@ -436,8 +444,11 @@ class ModelShape:
         """Parameters that one token touches: of the experts, the `top_k` that it visits."""
         return self._parameters(self.top_k)
 
+    def _moe_parameters(self, experts_counted: int) -> int:
+        return self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
+
     def _parameters(self, experts_counted: int) -> int:
-        moe = self.router_parameters + experts_counted * self.expert_parameters + self.shared_expert_parameters
+        moe = self._moe_parameters(experts_counted)
         mlps = self.n_moe_layers * moe + (self.n_layers - self.n_moe_layers) * self.dense_mlp_parameters
         norms = (4 if self.sandwich_norms else 2) * self.hidden
         layers = sum(self.mixer_parameters(kind) + norms for kind in self.layer_kinds)

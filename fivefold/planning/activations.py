@@ -120,6 +120,12 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
         saved += (_FLOAT + element) * tokens * (shape.query_width + shape.key_width) / tp
     elif shape.qk_norm:
         saved += element * tokens * joint / tp
+        if shape.latent is None and shape.rotated_channels < shape.head_dim:
+            # The kernel that splits the joint projection rotates all channels; PyTorch also copies the queries.
+            saved += element * tokens * shape.query_width / tp
+    if shape.output_gate:
+        # The gate's sigmoid and the product; the output is kept anyway.
+        saved += 2 * element * tokens * shape.output_width / tp
     if shape.latent is not None:
         saved += _latents(shape, layout, work, tokens)
         # Values share their storage with the keys without position, unless they are copied.
@@ -127,8 +133,12 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     if padding:
         # Zero-padded copies of values and output.
         saved += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp
-    # Gradients of the output, of q, k, v and of their joint projection; flash attention accumulates dq in float32.
-    backward = element * (tokens * (shape.output_width + shape.query_width + joint) + key_tokens * keys) / tp
+    # Gradients of the output, of q, k, v and of their joint projection, and of gates, twice; flash attention sums dq in
+    # float32.
+    gates = shape.query_rows - shape.query_width
+    backward = (
+        element * (tokens * (shape.output_width + shape.query_width + joint + 2 * gates) + key_tokens * keys) / tp
+    )
     backward += _FLOAT * tokens * shape.query_width / tp
     backward += element * (tokens * (shape.output_width + padding) + key_tokens * padding) / tp if padding else 0
     if layout.cp > 1 and shape.latent is not None:
@@ -147,13 +157,20 @@ def delta_net_bytes(sizes: DeltaNet, layout: ParallelLayout, work: Workload, tok
     norm, the gate and its activation, their product, and betas and decays. The backward pass computes the chunks again
     in float32. At its peak there are, for each token of a value head, eleven tensors of keys, three and a half of
     values, five of products with the tokens of its chunk, and the states between the chunks, as counted on a CPU.
+
+    The package fla-core saves, in place of the activation, queries and keys of length 1, and the products of each token
+    with its chunk; its kernels then need less than the norm and the gate.
     """
-    element, heads = work.element_bytes, sizes.n_value_heads
-    saved = tokens / layout.tp * element * 3 * sizes.convolved_width
-    saved += tokens / layout.tp * heads * (sizes.value_dim * (3 * _FLOAT + 4 * element) + 4 * _FLOAT + 2 * element)
+    element, heads, own = work.element_bytes, sizes.n_value_heads, tokens / layout.tp
+    saved = own * element * 2 * sizes.convolved_width
+    saved += own * heads * (sizes.value_dim * (3 * _FLOAT + 4 * element) + 4 * _FLOAT + 2 * element)
+    if work.fla:
+        saved += own * (2 * element * sizes.key_width + 2 * _FLOAT * sizes.n_key_heads + element * heads * CHUNK)
+        return saved, own * heads * sizes.value_dim * (3 * _FLOAT + element)
+    saved += own * element * sizes.convolved_width
     states = 1.1 * sizes.key_dim * sizes.value_dim / CHUNK
     of_chunks = 11 * sizes.key_dim + 2 * sizes.key_width / heads + 3.5 * sizes.value_dim + 5 * CHUNK + states
-    return saved, _FLOAT * tokens / layout.tp * heads * of_chunks
+    return saved, _FLOAT * own * heads * of_chunks
 
 
 def _padding(shape: ModelShape, work: Workload) -> int:
@@ -180,7 +197,7 @@ def _projections(shape: ModelShape, layout: ParallelLayout, work: Workload, toke
         latents = _latents(shape, layout, work, tokens)
         # With context parallelism, keys and values are recomputed too. All heads share the keys' part with position.
         keys = 0 if layout.cp > 1 else keys + (layout.tp - shape.n_heads) * latent.rope_dim
-    return latents + rows * (shape.query_width + keys + shape.output_width) / layout.tp
+    return latents + rows * (shape.query_rows + keys + shape.output_width) / layout.tp
 
 
 def _expert_activation(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float) -> float:

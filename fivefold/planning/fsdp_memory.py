@@ -113,16 +113,19 @@ def _adapter_tokens(shape: ModelShape, layout: ParallelLayout, tokens: float, a:
     return own * shape.top_k if is_of_experts(a) else own
 
 
-def _norm(width: float, element: int) -> float:
-    """Return the bytes per token that a norm saves: its input in float32, the normalized value, and its output."""
-    return width * (_FLOAT + 2 * element)
+def _norm(shape: ModelShape, width: float, element: int) -> float:
+    """Return the bytes per token that a norm saves: its input in float32, the normalized value, and its output.
+
+    A norm that multiplies by 1 + weight does so in float32.
+    """
+    return width * (_FLOAT + (_FLOAT if shape.zero_centered_norms else element) + element)
 
 
 def _mixer(
     shape: ModelShape, layout: ParallelLayout, work: Workload, tokens: float, *, is_delta: bool
 ) -> tuple[float, float]:
     """Return the bytes of a layer's norms and of what mixes its tokens: (saved, needed by the backward pass)."""
-    norms = (4 if shape.sandwich_norms else 2) * tokens * _norm(shape.hidden, work.element_bytes)
+    norms = (4 if shape.sandwich_norms else 2) * tokens * _norm(shape, shape.hidden, work.element_bytes)
     if is_delta and shape.delta is not None:
         saved, backward = delta_net_bytes(shape.delta, layout, work, tokens)
         return norms + saved, backward
@@ -140,7 +143,10 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
     if shape.latent is not None and layout.cp > 1:
         saved += element * key_tokens * shape.latent.shared_dim
     if shape.qk_norm:
-        saved += tokens * _norm(shape.query_width + shape.key_width, element) / tp
+        saved += tokens * _norm(shape, shape.query_width + shape.key_width, element) / tp
+    if shape.output_gate:
+        # The gate's sigmoid and the product; the output is kept anyway.
+        saved += 2 * element * tokens * shape.output_width / tp
     return saved
 
 

@@ -76,6 +76,8 @@ class GeneratorInputs:
     """Bytes of a weight, and of a cached key or value."""
     is_quantized: bool = False
     """Whether a server keeps the matrices of layers in one byte an element."""
+    drafts_by_layers: bool = False
+    """Whether a server holds a layer for multi-token prediction, too."""
     memory_fraction: float | None = None
     """Share of a GPU's memory that a server takes; None: its usual share, less what other roles keep there."""
 

@@ -170,6 +170,7 @@ def estimate_rollout(inputs: Inputs, placed: RolePlacement, others: int) -> Roll
         batch_size=min(generator.batch, -(-generator.generated // placed.layout.dp)),
         element_bytes=generator.element_bytes,
         is_quantized=generator.is_quantized,
+        drafts_by_layers=generator.drafts_by_layers,
         taken=others,
         fraction=generator.memory_fraction,
     )

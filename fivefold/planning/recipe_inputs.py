@@ -15,6 +15,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import ActorConfig, CriticConfig, FrozenReferenceConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.families.delta_net import DeltaNet
 from fivefold.families.read import find_shape, is_quantized
 from fivefold.families.shape import ModelShape
 from fivefold.layout.gpus import find_gpu
@@ -107,6 +108,7 @@ def _rollout(recipe: Recipe) -> RolloutInputs:
         generated=recipe.train_dataset.batch_size * recipe.gconfig.n_samples,
         element_bytes=ELEMENT_BYTES[rollout.dtype or recipe.actor.dtype],
         is_quantized=rollout.quantization is not None,
+        drafts_by_layers=rollout.speculative is not None and rollout.speculative.method == "mtp",
         memory_fraction=rollout.memory_fraction,
         transport=rollout.weight_transport,
         overlaps_sync=rollout.overlap_weight_sync if rollout.max_head_offpolicyness else False,
@@ -137,7 +139,7 @@ def _model(recipe: Recipe, role: Role, shape: ModelShape, changes: Changes) -> M
     if isinstance(section, ActorConfig | CriticConfig):
         sequences //= section.ppo_n_minibatches
     backend = next(placed.backend for placed in recipe_allocation(recipe).roles if placed.role == role.name)
-    work = engine_work(section, backend, length, sequences)
+    work = engine_work(section, backend, length, sequences, shape.delta)
     if isinstance(section, ActorConfig) and isinstance(recipe, TrainRecipe) and recipe.expert_dataset is not None:
         expert = recipe.expert_dataset
         given = expert.batch_size // section.ppo_n_minibatches
@@ -173,7 +175,9 @@ def _reference(section: FrozenReferenceConfig, actor: Workload, shape: ModelShap
     return ModelInputs(shape, work, trains=False, leaves=section.leaves_devices, follows=section.follows)
 
 
-def engine_work(config: EngineConfig, backend: str, length: int, sequences: int) -> Workload:
+def engine_work(
+    config: EngineConfig, backend: str, length: int, sequences: int, delta: DeltaNet | None = None
+) -> Workload:
     """Return the work of one optimizer step on `sequences` of `length` tokens.
 
     Args:
@@ -181,6 +185,7 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         backend: `megatron` or `fsdp`, whose keys are read.
         length: tokens of a sequence.
         sequences: sequences of the step, over all ranks.
+        delta: sizes of the model's gated delta nets, which the package fla-core computes if it is installed here.
     """
     element = ELEMENT_BYTES[config.dtype]
     optimizer = config.fsdp.optimizer if backend == "fsdp" else config.megatron.optimizer
@@ -190,6 +195,7 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         micro_tokens=config.mb_spec.max_tokens_per_mb,
         infer_tokens=config.mb_spec.infer_tokens,
         element_bytes=element,
+        fla=delta is not None and _has_fla(config, delta),
         state=StateBytes(
             exp_avg=ELEMENT_BYTES[optimizer.exp_avg_dtype],
             exp_avg_sq=ELEMENT_BYTES[optimizer.exp_avg_sq_dtype],
@@ -197,6 +203,14 @@ def engine_work(config: EngineConfig, backend: str, length: int, sequences: int)
         ),
     )
     return _fsdp_work(config.fsdp, work) if backend == "fsdp" else _megatron_work(config, work)
+
+
+def _has_fla(config: EngineConfig, delta: DeltaNet) -> bool:
+    """Return whether the package fla-core computes a model's gated delta nets, if it is installed as here."""
+    # Imported here, because other models do not need it.
+    from fivefold.families.fla_core import obstacle
+
+    return obstacle(config.dtype, (delta.key_dim, delta.value_dim), deterministic=config.is_deterministic) is None
 
 
 def _fsdp_work(section: FSDPConfig, work: Workload) -> Workload:

@@ -55,6 +55,7 @@ def rollout_memory(
     batch_size: int,
     element_bytes: int,
     is_quantized: bool = False,
+    drafts_by_layers: bool = False,
     taken: int = 0,
     fraction: float | None = None,
 ) -> RolloutMemory:
@@ -68,6 +69,7 @@ def rollout_memory(
         batch_size: sequences that a replica of the embedded engine decodes together; servers choose their number.
         element_bytes: bytes of one weight, key or value.
         is_quantized: whether a server keeps the matrices of layers in one byte an element.
+        drafts_by_layers: whether a server holds a layer for multi-token prediction, with keys and values, too.
         taken: bytes that other roles keep on the same GPU.
         fraction: share of the GPU's memory that a server takes; None: its usual share, minus `taken`.
     """
@@ -75,10 +77,13 @@ def rollout_memory(
     saved = (element_bytes - 1) * shape.layer_matrix_weights if is_quantized else 0
     # The embedded engine computes without indexers.
     n_weights = shape.n_parameters if layout.is_server else shape.n_live_parameters
+    n_weights += shape.further_layer_parameters if drafts_by_layers else 0
     weights = (n_weights * element_bytes - saved) // ranks
     # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
-    per_sequence = shape.kv_cache_elements(sequence_length) * element_bytes * copies // ranks
+    cached = shape.kv_cache_elements(sequence_length)
+    cached += cached // shape.n_attention_layers if drafts_by_layers else 0
+    per_sequence = cached * element_bytes * copies // ranks
     per_sequence += shape.state_elements * _FLOAT // ranks
     if shape.indexer is not None and layout.is_server:
         per_sequence += shape.indexer.cache_bytes(sequence_length) * copies // ranks

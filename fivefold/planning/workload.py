@@ -58,6 +58,8 @@ class Workload:
     """Flash attention of the layers."""
     fused_activation: bool = False
     """Whether dense MLPs and shared experts compute their activation in one kernel."""
+    fla: bool = False
+    """Whether the package fla-core computes gated delta nets."""
     element_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     logprob_chunk: int = 1024

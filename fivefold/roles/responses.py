@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from operator import add, sub
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +90,8 @@ class Responses:
     """Whether the replica may get further jobs before the next weights."""
     restarts: Sequence[str] = ()
     """Why its server was started again since the report before."""
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that its server has drafted since the report before, and how many of them it has accepted."""
 
     @staticmethod
     def of(
@@ -186,24 +189,31 @@ class Work:
     """Seconds that it has worked."""
     n_tokens: int = 0
     """Tokens that it has sampled."""
+    n_drafted: int = 0
+    """Tokens that its server has drafted."""
+    n_accepted: int = 0
+    """Those among them that it has accepted."""
 
     @staticmethod
     def of(report: Responses) -> Work:
         """Return the work that a replica reports."""
-        return Work(report.busy_s, int(report.sampled_N.sum()))
+        return Work(report.busy_s, int(report.sampled_N.sum()), *report.drafts)
 
     def __add__(self, more: Work) -> Work:
-        return Work(self.busy_s + more.busy_s, self.n_tokens + more.n_tokens)
+        return Work(*map(add, astuple(self), astuple(more)))
 
     def __sub__(self, earlier: Work) -> Work:
-        return Work(self.busy_s - earlier.busy_s, self.n_tokens - earlier.n_tokens)
+        return Work(*map(sub, astuple(self), astuple(earlier)))
 
 
 def load_metrics(work: Sequence[Work], seconds: float) -> dict[str, float]:
-    """Return how evenly the replicas were loaded, each with its work of so many `seconds`."""
+    """Return how evenly the replicas were loaded, each with its work of so many `seconds`, and which drafts held."""
     busy = [own.busy_s / seconds for own in work]
     tokens = [float(own.n_tokens) for own in work]
+    drafted = sum(own.n_drafted for own in work)
+    accepted = {"draft_acceptance": sum(own.n_accepted for own in work) / drafted} if drafted else {}
     return {
+        **accepted,
         "replica_busy/mean": sum(busy) / len(busy),
         "replica_busy/min": min(busy),
         "replica_tokens/min": min(tokens),

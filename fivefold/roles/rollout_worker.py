@@ -85,7 +85,8 @@ class RolloutWorker:
         n_running, has_weights = self._player.n_running, self.engine.has_weights
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
-        report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights)
+        drafts = self.engine.take_drafts() if done else (0, 0)
+        report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights, drafts=drafts)
         return replace(report, restarts=self.engine.take_restarts()), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:

@@ -238,6 +238,12 @@ class RolloutEngine(Protocol):
     def take_restarts(self) -> list[str]:
         """Return why a server was started again since the last call, once for each time."""
 
+    def take_drafts(self) -> tuple[int, int]:
+        """Return how many tokens were drafted since the last call, and how many of them were accepted.
+
+        Both are 0 where nothing is drafted, or where the server does not tell.
+        """
+
     @property
     def has_weights(self) -> bool:
         """Whether the engine has a complete set of weights."""

@@ -164,6 +164,10 @@ class TransformersEngine:
         """Return nothing: there is no server."""
         return []
 
+    def take_drafts(self) -> tuple[int, int]:
+        """Return zeros: each token is sampled by the model itself (`RolloutEngine`)."""
+        return 0, 0
+
     @property
     def has_weights(self) -> bool:
         """Whether the engine has a complete set of weights."""

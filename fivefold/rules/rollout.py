@@ -94,13 +94,26 @@ def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def quantization_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield a line if the server cannot quantize the weights that it gets, or gets two such keys."""
-    if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.quantization) is None:
+    """Yield a line if the server cannot quantize the weights that it gets, or gets two such keys.
+
+    SGLang 0.5.17 quantizes what it loads at its start. Its one loader that quantizes new weights too, `flash_rl`, takes
+    norms of queries and keys and routers for matrices, and leaves experts their first scales.
+    """
+    if not isinstance(recipe, TrainRecipe):
         return
+    asked, given = recipe.rollout.quantization, sorted(_arguments(recipe) & _QUANTIZATION)
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
+    keys = [] if asked is None else [f"rollout.quantization={asked}"]
     if backend == "sglang":
-        yield f"rollout.quantization={asked} is for vLLM: SGLang takes no new weights that it has to quantize: drop it"
-    if given := sorted(_arguments(recipe) & _QUANTIZATION):
+        for key in [*keys, *(f"{argument} in rollout.server_args" for argument in given)]:
+            yield (
+                f"{key} is for vLLM: SGLang quantizes weights when it starts, and would take new ones for quantized; "
+                "drop it"
+            )
+        return
+    if asked is None:
+        return
+    if given:
         yield f"rollout.quantization={asked} and {given[0]} in rollout.server_args say the same: drop the argument"
     if (dtype := recipe.rollout.dtype or recipe.actor.dtype) != "bfloat16":
         yield f"rollout.quantization={asked} needs weights that arrive in bfloat16, and they are {dtype}"

@@ -58,7 +58,7 @@ class Groundwork:
         if delta is None or self.placement.is_cpu:
             return {}
         # Imported here, because other models need no such kernels.
-        from fivefold.engine.kernels.fla_delta_rule import described
+        from fivefold.families.fla_core import described
 
         widths = delta.key_dim, delta.value_dim
         return {"delta nets": described(recipe.actor.dtype, widths, deterministic=recipe.actor.is_deterministic)}

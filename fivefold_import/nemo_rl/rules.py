@@ -218,7 +218,7 @@ def _predicted_tokens(draft: Draft, source: str) -> None:
     """Report layers that predict further tokens: without a weight in the loss, they change nothing."""
     weight = draft.get(source.replace("mtp_num_layers", "mtp_loss_scaling_factor"), 0)
     if draft.get(source) and weight:
-        draft.unsupported(source, "multi-token prediction is not offered")
+        draft.unsupported(source, reasons.NOT_TRAINED)
     draft.implied(source, "no further tokens are predicted")
 
 

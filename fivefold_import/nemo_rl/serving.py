@@ -13,7 +13,7 @@ from fivefold_import.serving import TO, of_vllm
 
 CACHES = "policy.generation.vllm_cfg.enable_prefix_caching"
 AT, EAGER = "policy.generation.vllm_kwargs.", "policy.generation.vllm_cfg.enforce_eager"
-OWN = ("max_num_seqs", "tokenizer", "max_model_len", "seed")
+OWN = ("max_num_seqs", "tokenizer", "max_model_len", "seed", "speculative_config.")
 """Options that have a key of the recipe, or that follow from others."""
 OF_IMAGES = ("mm_", "limit_mm_per_prompt", "skip_mm_profiling", "allowed_local_media_path", "language_model_only")
 

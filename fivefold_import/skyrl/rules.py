@@ -120,6 +120,8 @@ def server_arguments(draft: Draft) -> None:
             if draft.writes(at + name):
                 options[name] = draft.get(at + name)
         for key in draft.keys(f"{at}engine_init_kwargs.*"):
+            if ".speculative_config." in key:
+                continue
             *sections, name = key.removeprefix(f"{at}engine_init_kwargs.").split(".")
             node = options
             for section in sections:

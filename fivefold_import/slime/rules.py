@@ -68,7 +68,7 @@ def server_arguments(draft: Draft, rules: Mapping[str, Rule]) -> None:
     arguments: list[str] = []
     for key in draft.keys("sglang_*"):
         if key in rules or key.startswith(
-            ("sglang_enable_dp_", "sglang_router_", "sglang_log_", "sglang_disaggregation_")
+            ("sglang_enable_dp_", "sglang_router_", "sglang_log_", "sglang_disaggregation_", "sglang_speculative_")
         ):
             continue
         value, name = draft.get(key), "--" + key.removeprefix("sglang_").replace("_", "-")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fivefold.engine.kernels.fla_delta_rule import computes, fla_gated_delta_rule, missing
+from fivefold.engine.kernels.fla_delta_rule import computes, fla_gated_delta_rule
+from fivefold.families.fla_core import missing
 from tests.unit.engine.recurrence import check_delta_rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

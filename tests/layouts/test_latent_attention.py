@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import FSDPCase
+from kept_bytes import flash, kept_bytes
 from megatron_cases import Case
 from ragged import uneven_batch
 from worker_pool import Workers
@@ -39,50 +40,6 @@ from fivefold.planning.workload import Workload
 
 LENGTH, HIDDEN = 64, 32
 CPU = torch.device("cpu")
-
-
-class Kernel(torch.autograd.Function):
-    """What flash attention keeps for its backward pass: its inputs, its output, and a number for each query and head.
-
-    The output is that of one whole sequence.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        scores_HQK = torch.einsum("qhd,khd->hqk", query, key) * scale
-        hidden_QK = torch.ones(scores_HQK.shape[1:], dtype=torch.bool).triu(1 + len(key) - len(query))
-        weights_HQK = scores_HQK.masked_fill(hidden_QK, -torch.inf).softmax(-1)
-        output = torch.einsum("hqk,khd->qhd", weights_HQK, value).contiguous()
-        ctx.save_for_backward(query, key, value, output, output.new_empty(*output.shape[:2], dtype=torch.float32))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]), None
-
-
-class Norm(torch.autograd.Function):
-    """What the fused norm of CUDA keeps for its backward pass: its input, besides a number for each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-def norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    output: torch.Tensor = Norm.apply(x)
-    return output
-
-
-def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "flash attention wants heads of one width"
-    output: torch.Tensor = Kernel.apply(query, key, value, options["scale"])
-    return output
 
 
 @pytest.mark.parametrize(("width", "value_width", "scale"), [(6, 4, 0.3), (6, 4, None), (4, 6, None), (4, 4, 0.5)])
@@ -117,23 +74,7 @@ def attention_of(
 def saved_bytes(case: Case, folder: Path) -> int:
     """In a worker: return the bytes that a layer's attention keeps for its backward pass, weights apart."""
     # Trained, because frozen weights need less of it.
-    module, hidden, packed = attention_of(case.engine(folder, OptimizerConfig()), flash="flash_attention_2")
-    places = packed.attention.first_keys_K, packed.attention.second_keys_K
-    known = [hidden, packed.cos_T1D, packed.sin_T1D, *module.parameters(), *places]
-    ignored = {tensor.untyped_storage().data_ptr() for tensor in known if tensor is not None}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    kernels = (
-        patch.object(flash_attention, "_pytorch", lambda: flash),
-        patch.object(torch.nn.functional, "rms_norm", norm),
-    )
-    with kernels[0], kernels[1], torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        module(hidden, packed_seq_params=packed)
-    return sum(storage.nbytes() for place, storage in storages.items() if place not in ignored)
+    return kept_bytes(*attention_of(case.engine(folder, OptimizerConfig()), flash="flash_attention_2"))
 
 
 RECOMPUTING = MegatronConfig(

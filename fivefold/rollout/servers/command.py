@@ -50,10 +50,13 @@ def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     from fivefold.families.served import ServedAdapters
 
     node = ReplicaNode(n_nodes=2)
-    drafts = SpeculativeConfig(method="mtp")
-    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node, speculative=drafts)
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
     adapters = ServedAdapters(AdapterShape(1, None, 1.0), 1, (), ())
-    changes: list[dict[str, Any]] = [{"load_weights": False}, {"load_weights": True}, {"adapters": adapters}]
+    drafts = SpeculativeConfig(method="mtp")
+    changes: list[dict[str, Any]] = [
+        *({"load_weights": loads, "speculative": drafted} for loads in (False, True) for drafted in (None, drafts)),
+        {"adapters": adapters},
+    ]
     specs = [replace(full, **change) for change in changes]
     words = [word for each in specs for word in dialect.arguments(each, address=0)]
     return {word for word in words if word.startswith("--")} | dialect.aliases

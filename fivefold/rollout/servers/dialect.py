@@ -168,6 +168,9 @@ class Dialect(Protocol):
             RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.
         """
 
+    def drafts(self, http: HttpClient) -> tuple[int, int]:
+        """Return how many tokens the server has drafted, and how many it has accepted; zeros if it does not tell."""
+
     def pause(self, http: HttpClient, limit_s: float) -> None:
         """Make the server answer all requests with what it has, and hold back new ones; return once it has.
 

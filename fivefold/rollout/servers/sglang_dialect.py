@@ -219,6 +219,9 @@ class SGLangDialect:
             routes=None if ask.routes is None else _routes(reply, ask.routes),
         )
 
+    def drafts(self, http: HttpClient) -> tuple[int, int]:
+        return 0, 0
+
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post("/pause_generation", {"mode": "abort"}, limit_s)
 

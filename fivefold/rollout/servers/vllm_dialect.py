@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
 """What makes vLLM's scheduler there, which sends log-probs several at a time."""
+_DRAFTS = re.compile(rb"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+"""vLLM's counts of drafted and accepted tokens, among its metrics."""
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -225,6 +228,12 @@ class VLLMDialect:
             logprobs_T = np.frombuffer(packed[token_ids_T.nbytes : n_numbers], "<f4").copy()
         routes = None if form is None else np.frombuffer(packed[n_numbers:], form[0]).reshape(form[1])
         return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens), routes)
+
+    def drafts(self, http: HttpClient) -> tuple[int, int]:
+        counts = {b"draft": 0, b"accepted": 0}
+        for kind, count in _DRAFTS.findall(http.send("GET", "/metrics")):
+            counts[kind] += int(float(count))
+        return counts[b"draft"], counts[b"accepted"]
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

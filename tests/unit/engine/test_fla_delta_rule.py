@@ -17,8 +17,10 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine import delta_net
 from fivefold.engine.delta_net import DeltaWeights, mix_tokens
 from fivefold.engine.kernels import fla_delta_rule
-from fivefold.engine.kernels.fla_delta_rule import computes, fla_gated_delta_rule, obstacle
+from fivefold.engine.kernels.fla_delta_rule import computes, fla_gated_delta_rule
+from fivefold.families import fla_core
 from fivefold.families.delta_net import DeltaNet
+from fivefold.families.fla_core import obstacle
 from fivefold.families.read import SHAPES, load_shape
 from fivefold.run.setup import Groundwork
 from tests.unit.engine.recurrence import check_delta_rule, recurrence
@@ -55,12 +57,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Versions of fla-core and Triton that are installed; a test may change them."""
     versions = {"fla-core": "0.6.0", "triton": "3.7.1"}
-    monkeypatch.setattr(
-        fla_delta_rule, "_installed", lambda name: Version(versions[name]) if name in versions else None
-    )
-    fla_delta_rule.missing.cache_clear()
+    monkeypatch.setattr(fla_core, "_installed", lambda name: Version(versions[name]) if name in versions else None)
+    fla_core.missing.cache_clear()
     yield versions
-    fla_delta_rule.missing.cache_clear()
+    fla_core.missing.cache_clear()
 
 
 @pytest.mark.usefixtures("package")
@@ -73,14 +73,14 @@ def test_the_package_gets_packed_sequences_as_one_row(per_head: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "widths", "deterministic", "wanted"),
     [
-        (torch.bfloat16, PUBLISHED, False, None),
-        (torch.float32, PUBLISHED, False, "is for bfloat16 models"),
-        (torch.bfloat16, (64, 32), False, "heads of 128 and 128 channels, not 64 and 32"),
-        (torch.bfloat16, PUBLISHED, True, "does not promise the same bits"),
+        ("bfloat16", PUBLISHED, False, None),
+        ("float32", PUBLISHED, False, "is for bfloat16 models"),
+        ("bfloat16", (64, 32), False, "heads of 128 and 128 channels, not 64 and 32"),
+        ("bfloat16", PUBLISHED, True, "does not promise the same bits"),
     ],
 )
 def test_only_what_was_compared_with_the_recurrence_is_computed(
-    dtype: torch.dtype, widths: tuple[int, int], deterministic: bool, wanted: str | None
+    dtype: str, widths: tuple[int, int], deterministic: bool, wanted: str | None
 ) -> None:
     found = obstacle(dtype, widths, deterministic=deterministic)
     assert found is None if wanted is None else wanted in str(found)
@@ -103,7 +103,7 @@ def test_what_is_missing_is_named_with_the_remedy(
         if version is not None:
             installed[name] = version
     with pytest.raises(ValueError, match=wanted):
-        raise ValueError(obstacle(torch.bfloat16, PUBLISHED, deterministic=False))
+        raise ValueError(obstacle("bfloat16", PUBLISHED, deterministic=False))
 
 
 @pytest.mark.usefixtures("installed")

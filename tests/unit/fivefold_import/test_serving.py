@@ -80,6 +80,16 @@ def test_options_of_another_engine_have_no_effect() -> None:
     assert embedded["actor_rollout_ref.rollout.enforce_eager"].outcome == "implied"
 
 
+def test_verls_rollout_is_quantized_by_vllm_alone() -> None:
+    key = "actor_rollout_ref.rollout.quantization"
+    conversion = convert_words("verl", *words("verl", "vllm"), f"{key}=fp8")
+    assert conversion.recipe["rollout.quantization"] == "fp8_per_block"
+    for engine, kind in (("sglang", "fp8"), ("vllm", "torchao")):
+        conversion = convert_words("verl", *words("verl", engine), f"{key}={kind}")
+        assert "rollout.quantization" not in conversion.recipe
+        assert key in conversion.unsupported()
+
+
 def test_environment_variables_go_to_the_processes_that_have_them(tmp_path: Path) -> None:
     text = (
         "pretrain: some/model\nsystem_envs: {NCCL_DEBUG: INFO, USE_MODELSCOPE: '1', HF_TOKEN: hidden, RANK: '3'}\n"

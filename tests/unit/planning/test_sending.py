@@ -98,3 +98,23 @@ def test_quantized_weights_leave_more_room_for_the_cache() -> None:
     assert plain["memory"]["weights"] == 2 * (matrices + kept)
     assert quantized["memory"]["kv_cache"] == plain["memory"]["kv_cache"] + matrices
     assert problems == []
+
+
+def test_a_server_that_drafts_tokens_holds_a_further_layer_with_its_keys_and_values() -> None:
+    """GLM-4.5-Air's files: attention with biases, 128 experts and a shared one, two joined inputs, five norms."""
+    path = RECIPE.with_name("glm-4.5-air-8x8.yaml")
+
+    def rollout(*overrides: str) -> dict[str, Any]:
+        plan = plan_as_json(plan_recipe(load_any_recipe(path, ["actor.path=GLM-4.5-Air", *overrides]), gpu="h100-80g"))
+        return next(role for role in plan["roles"] if role["role"] == "rollout")["memory"]
+
+    drafting, plain = rollout(), rollout("rollout.speculative=null")
+    hidden, heads = 4096, 96 + 2 * 8
+    attention = (heads + 96) * 128 * hidden + heads * 128
+    experts = 129 * 3 * hidden * 1408 + 128 * (hidden + 1)
+    layer = 2 * (attention + experts + 2 * hidden**2 + 5 * hidden)
+    assert drafting["weights"] - plain["weights"] == pytest.approx(layer / 8, abs=1)
+    tokens = drafting["sequences"] / plain["sequences"] * plain["kv_cache"] / drafting["kv_cache"]
+    assert tokens == pytest.approx(46 / 47, rel=0.005)
+    by_ngrams = rollout("rollout.speculative.method=ngram")
+    assert by_ngrams == plain

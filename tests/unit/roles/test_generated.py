@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fivefold.batch import Columns
@@ -54,6 +56,9 @@ def test_a_report_becomes_the_samples_of_its_jobs_and_reports_together_a_batch()
         "replica_tokens/min": 0.0,
         "replica_tokens/max": 3.0,
     }
+    drafting = [replace(reports[0][0], drafts=(6, 3)), replace(reports[1][0], drafts=(2, 2))]
+    assert load_metrics([Work.of(report) for report in drafting], 4.0)["draft_acceptance"] == 5 / 8
+    assert Work.of(drafting[0]) - Work.of(drafting[0]) + Work.of(drafting[1]) == Work.of(drafting[1])
     assert Columns.of(first).lengths_N.tolist() == [3, 2]
 
 

@@ -30,3 +30,16 @@ def test_random_weights_need_the_indexers_of_the_folder(tmp_path: Path) -> None:
         check_weight_files(recipe, actor)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     check_weight_files(recipe, actor)
+
+
+def test_servers_that_draft_tokens_need_further_layers_in_the_folder() -> None:
+    keys = ["rollout.backend=vllm:d1", "cluster.n_gpus_per_node=1", "actor.backend=megatron:d1", "actor.dtype=bfloat16"]
+
+    def check(*overrides: str) -> None:
+        recipe = load_recipe(RECIPE, [*keys, *overrides], TrainRecipe)
+        check_weight_files(recipe, [roles_of(recipe)["actor"]])
+
+    check()
+    check("rollout.speculative.method=ngram")
+    with pytest.raises(ValueError, match=r"tiny-moe has no weights for multi-token prediction .* drop rollout\.specul"):
+        check("rollout.speculative.method=mtp")

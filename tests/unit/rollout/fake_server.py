@@ -63,6 +63,15 @@ UNUSED = "unused"
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
+DRAFTS = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="a b"}} 99.0
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a b"}} {drafted}
+vllm:spec_decode_num_draft_tokens_created{{engine="0",model_name="a b"}} 1.79e+09
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="a b"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a b",position="0"}} 88.0
+"""
+"""What vLLM tells of drafts among its metrics; here each request has three, two of which are accepted."""
+
 STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
 
@@ -273,6 +282,7 @@ class FakeServer:
     n_together: int = 0
     n_answered: int = 0
     """Number of replies with completions since it got its weights."""
+    n_answered_ever: int = 0
     is_well: bool = True
     """Whether its engine lives."""
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -402,6 +412,7 @@ class FakeServer:
         """Record that the reply to a request at `path` is in the log, and about to be sent."""
         with self.changed:
             self.n_answered += path in ("/generate", "/fivefold/generate")
+            self.n_answered_ever += path in ("/generate", "/fivefold/generate")
             self.changed.notify_all()
 
     def load(self, folder: Path) -> str | None:
@@ -587,7 +598,12 @@ class FakeServer:
         if self.flavour.prompt == "input_ids":
             return {"/health": None, "/health_generate": None, "/model_info": {"model_path": "", **version}}
         newer = {"/weight_info": version} if self.is_newer else {}
-        return {"/health": None, "/version": {"version": ".".join(map(str, _release()))}, **newer}
+        return {
+            "/health": None,
+            "/version": {"version": ".".join(map(str, _release()))},
+            "/metrics": DRAFTS.format(drafted=3.0 * self.n_answered_ever, accepted=2.0 * self.n_answered_ever).encode(),
+            **newer,
+        }
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         status, problem = self.refusal(), "no such weights"

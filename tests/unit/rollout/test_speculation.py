@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fivefold.bridge.kept import draft_files
 from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.engines import DIALECTS
+from fivefold.rollout.protocol import complete
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.command import check_command, server_command
@@ -25,7 +26,7 @@ from fivefold.rollout.servers.sglang_weights import SGLangWeights
 from fivefold.weights.device_buckets import DeviceBucket
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python
-from tests.unit.rollout.served import Served, start
+from tests.unit.rollout.served import Served, requests_of, sampling, start
 
 MTP, NGRAM = SpeculativeConfig(method="mtp", n_tokens=3), SpeculativeConfig(method="ngram", n_tokens=2)
 
@@ -88,6 +89,7 @@ def test_sglang_reads_what_drafts_from_the_files_and_keeps_it_asleep() -> None:
         ("vllm", "-sc"),
         ("sglang", "--speculative-algorithm"),
         ("vllm", "--spec-method"),
+        ("vllm", "--disable-log-stats"),
     ],
 )
 def test_server_args_do_not_speculate(backend: str, argument: str, tmp_path: Path) -> None:
@@ -172,6 +174,10 @@ def test_vllm_gets_what_drafts_once_at_its_start(
         engine.sleep()
         engine.wake()
         served.update(2)
+        for n in (4, 2):
+            complete(engine, requests_of(n), sampling())
+            assert engine.take_drafts() == (3 * n, 2 * n)
+        assert engine.take_drafts() == (0, 0)
         assert len(log.rows("fivefold_load_draft")) == 1
     engine.close()
 

@@ -349,7 +349,8 @@ def test_graphs_of_vllm_would_keep_quantized_latent_attention(quantized: list[st
     with pytest.raises(RecipeError, match=r"CUDA graphs in vLLM would continue with old weights: drop"):
         check_recipe(asked("vllm:d2"), latent)
     check_recipe(asked("vllm:d2", "--enforce-eager"), latent)
-    check_recipe(asked("sglang:d2"), latent)
+    with pytest.raises(RecipeError, match=rf"{quantized[0].split('=')[0]} in rollout\.server_args is for vLLM: SGLang"):
+        check_recipe(asked("sglang:d2"), latent)
     check_recipe(asked("vllm:d2"), MOE)
 
 
@@ -358,7 +359,7 @@ def test_vllm_alone_quantizes_bfloat16_weights_that_it_gets() -> None:
         return recipe(rollout={"backend": backend, "quantization": "fp8_per_block", **keys})
 
     check_recipe(asked("vllm:d2"), MOE)
-    with pytest.raises(RecipeError, match=r"quantization=fp8_per_block is for vLLM"):
+    with pytest.raises(RecipeError, match=r"quantization=fp8_per_block is for vLLM: SGLang quantizes weights when it"):
         check_recipe(asked("sglang:d2"), MOE)
     with pytest.raises(RecipeError, match=r"and -q in rollout\.server_args say the same"):
         check_recipe(asked("vllm:d2", server_args=["-q", "fp8"]), MOE)
@@ -380,7 +381,9 @@ def test_servers_speculate_with_what_they_verify_exactly() -> None:
         with pytest.raises(RecipeError, match=r"evaluator\.min_p: \w+ does not heed it"):
             check_recipe(asked(backend, valid_dataset={"path": "d"}, evaluator={"greedy": False, "min_p": 0.1}), MOE)
         with pytest.raises(RecipeError, match=r"servers tell the experts of drafted tokens too"):
-            check_recipe(asked(backend, actor={"router_replay": "rollout"}), MOE)
+            check_recipe(
+                asked(backend, actor={"path": "m", "backend": "megatron:d2t2e2", "router_replay": "rollout"}), MOE
+            )
     check_recipe(asked("vllm:d2", "ngram"), MOE)
     with pytest.raises(RecipeError, match=r"method=ngram is for vLLM: SGLang with n-grams cannot load weights from"):
         check_recipe(asked("sglang:d2", "ngram"), MOE)
