@@ -137,7 +137,7 @@ class Probe:
                 "adapters change: it serves another model, or other adapters. Set rollout.weight_transport=auto"
             )
         self.tell(
-            f"whether the server computes the adapters of {', '.join(unclear)} cannot be told: they hardly change "
+            f"nothing shows whether the server computes the adapters of {', '.join(unclear)}: they hardly change "
             "log-probs. Watch rollout_mismatch"
         )
 

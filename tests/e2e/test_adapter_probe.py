@@ -29,7 +29,8 @@ from fivefold.run.adapter_probe import Probe
 from fivefold.train_setup import TrainSetup, set_up
 from fivefold.weights.adapter import AdapterMemory
 from fivefold.weights.stream import Receiver
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, Fivefold
+from tests.unit.rollout.fake_server import Log, write_python
 
 ATTENTION = [f"self_attn.{letter}_proj" for letter in "qkvo"]
 EXPERTS = [f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")]
@@ -130,3 +131,22 @@ def test_an_engine_that_loses_adapters_ends_the_run(pattern: str, factor: float,
         probe(setup, roles, print).run()
     assert re.search(says, str(failure.value)), str(failure.value)
     assert "rollout.weight_transport=auto" in str(failure.value)
+
+
+def test_a_run_over_a_server_that_does_not_compute_with_adapters_ends_before_its_first_step(
+    fivefold: Fivefold, tmp_path: Path
+) -> None:
+    """The server answers by a formula, whatever its adapters are."""
+    result = fivefold(
+        "train", str(ROOT / "recipes/quickstart.yaml"), "actor.backend=megatron:d1", "rollout.backend=vllm:d1",
+        "rollout.weight_transport=served_adapter", "actor.lora.rank=4", "valid_dataset=null",
+        f"rollout.server_python={write_python(tmp_path / 'server')}", f"cluster.fileroot={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "the server's log-probs differ from the actor's with the same adapters" in result.stdout + result.stderr
+    log = Log(tmp_path / "server")
+    assert [row["name"] for row in log.rows("adapters")] == ["-1", "-2", "-3", "-4"]
+    kinds = {name for row in log.rows("adapters") for name in (tensor["name"] for tensor in row["tensors"])}
+    assert any(".experts.0.up_proj.lora_B" in name for name in kinds)
+    [folder] = tmp_path.glob("*/*/")
+    assert not (folder / "samples.jsonl").exists() or not (folder / "samples.jsonl").read_text()
