@@ -75,11 +75,30 @@ def run_loop(
 ) -> Steps[RunState]:
     """Run the steps after `state`, with samples that a checkpoint has. Returns the state after the last one."""
     training = Reinforcement(setup, roles, run, state)
+    if setup.route.transport.serves_adapters:
+        _check_adapters(setup, roles, run)
     with _source(setup, roles, training.needs_rollout_logprobs, run, state.step, saved) as training.source:
         owners = {**state_owners(roles, setup.recipe, run.timers), **training.source.owners}
         state = yield from run_steps(setup, training, roles, run, state, owners, began)
         training.source.stream.settle()
     return state
+
+
+def _check_adapters(setup: TrainSetup, roles: Roles, run: OpenRun) -> None:
+    """Check that servers compute the actor's adapters. Their next weights must be the actor's."""
+    from fivefold.roles.adapter_probe import kinds_of  # here, because most runs have none
+    from fivefold.run.adapter_probe import Probe
+
+    recipe = setup.recipe
+    Probe(
+        roles,
+        run.timers,
+        kinds_of(setup.ground.shape.with_lora(recipe.actor.lora)),
+        setup.data.prompts,
+        recipe.gconfig.temperature,
+        recipe.gconfig.max_new_tokens,
+        run.screen.note,
+    ).run()
 
 
 class Reinforcement:

@@ -6,7 +6,7 @@ global and the same on every rank, except that a score returns the columns of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
+    from fivefold.bridge.parameters import Parameter
     from fivefold.engine.ema import EMAWeights
     from fivefold.engine.state.dcp_files import WrittenPart
 
@@ -107,6 +108,9 @@ class TrainingEngine(Protocol):
 
     def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
         """Yield every whole matrix of the adapters likewise; the engine must have been built with some."""
+
+    def held_adapters(self) -> Sequence[Parameter]:
+        """Return the parameters of adapters, as far as this rank holds them; changing them changes the model."""
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute the model without its adapters inside the block; the engine must have been built with some."""

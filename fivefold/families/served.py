@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from fivefold.families.adapters import AdapterShape, layer_of
 from fivefold.families.shape import ModelShape
@@ -82,3 +83,27 @@ def _together(tensor: WeightTensor) -> tuple[str, object]:
     """Return what is the same for two weights whose layers a server computes in one."""
     module, _, _ = tensor.name.removesuffix(".weight").rpartition(".")
     return module, None if tensor.n_experts else (tensor.cut, tensor.shape[1])
+
+
+def room_elements(shape: ModelShape, rank: int, ranks: int) -> int:
+    """Return the elements of the room that each of `ranks` tensor-parallel ranks of a server makes for adapters.
+
+    Args:
+        shape: the model with its adapters.
+        rank: rank of all layers in the server.
+        ranks: tensor-parallel ranks.
+    """
+    total = 0
+    for weight in served_weights(shape):
+        rows, columns = weight.shape
+        rows, columns = (
+            rows // (ranks if weight.cut == "rows" else 1),
+            columns // (ranks if weight.cut == "columns" else 1),
+        )
+        total += rank * (rows + columns) * (weight.n_experts or 1)
+    return total
+
+
+def file_elements(shape: ModelShape) -> int:
+    """Return the elements of all matrices of a server's adapters, with a copy for each expert of those they share."""
+    return sum(prod(tensor.shape) * len(tensor.names_in_peft) for tensor in served_matrices(shape))

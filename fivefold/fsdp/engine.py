@@ -18,7 +18,7 @@ from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
-from fivefold.bridge.parameters import trained_parameters
+from fivefold.bridge.parameters import Parameter, trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
@@ -273,6 +273,10 @@ class FSDPEngine(EngineBase[Optimizer]):
 
     def _blocks(self) -> Iterator[Block]:
         return self.shards.blocks(self._dtype)
+
+    def held_adapters(self) -> list[Parameter]:
+        """Return the parameters of adapters; see `TrainingEngine.held_adapters`."""
+        return [parameter for parameter in self.shards.parameters if parameter.mapping.is_adapter]
 
     def _adapter_blocks(self) -> Iterator[Block]:
         return self.shards.adapter_blocks(self._dtype)

@@ -48,6 +48,8 @@ class Backend:
     """Ranks for which a server makes room if it has adapters next to its weights; none: any."""
     adapted_families: frozenset[str] | None = None
     """Model families for which a server can have adapters next to its weights; None: any."""
+    keeps_adapters: bool = False
+    """Whether a server keeps the room for adapters on its GPUs while it sleeps."""
     distributions: tuple[str, ...] = ()
     """Packages to install; any one provides it; none: it comes with Fivefold's own requirements."""
     variables: str = ""
@@ -127,6 +129,7 @@ _ROWS = (
         reports_checksum=False,
         # By its sources: in others it has no place for some layer's, or takes them for another layer's.
         adapted_families=frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}),
+        keeps_adapters=True,
         distributions=("sglang",),
         variables="SGLANG_",
     ),

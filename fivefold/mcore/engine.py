@@ -269,9 +269,12 @@ class MegatronEngine(EngineBase[Optimizer]):
         merge = self._bridge.merging.get(parameter.name)
         return parameter if merge is None else replace(parameter, tensor=merge(parameter.tensor.detach(), 0))
 
+    def held_adapters(self) -> list[Parameter]:
+        """Return the parameters of adapters; see `TrainingEngine.held_adapters`."""
+        return [parameter for parameter in self.parameters if parameter.mapping.is_adapter]
+
     def _adapter_blocks(self) -> Iterator[Block]:
-        own = [parameter for parameter in self.parameters if parameter.mapping.is_adapter]
-        return shared_blocks(own, self._shards)
+        return shared_blocks(self.held_adapters(), self._shards)
 
     def load(self, folder: Path) -> None:
         """Load the training state; see `SavingVerbs.load`."""

@@ -23,6 +23,7 @@ from fivefold.planning.sending import (
     may_stream_frozen,
     overlapping_bytes,
     sending_bytes,
+    serves_adapters,
 )
 from fivefold.planning.sharing import Sharing
 from fivefold.weights.table import pick
@@ -135,7 +136,8 @@ def _has_room(rollout: RolloutEstimate, inputs: Inputs) -> bool:
 def _kept_asleep(inputs: Inputs, placement: Placement, rollout: RolloutEstimate) -> int:
     """Return the bytes of weights that a rank keeps in host memory to sleep: those that nobody sends it again."""
     role = rollout.placed.role
-    keeps = inputs.on_gpus and inputs.generator(role) is not inputs.rollout and bool(placement.sharers(role))
+    is_sent = inputs.generator(role) is inputs.rollout and not serves_adapters(inputs)
+    keeps = inputs.on_gpus and not is_sent and bool(placement.sharers(role))
     return rollout.memory.weights if keeps else 0
 
 

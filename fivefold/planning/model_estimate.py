@@ -13,6 +13,7 @@ from fivefold.planning.groups import from_node_start, group_spreads, ranks_toget
 from fivefold.planning.inputs import Inputs, ModelInputs
 from fivefold.planning.memory import RankMemory, training_memory
 from fivefold.planning.rollout_memory import rollout_memory
+from fivefold.planning.sending import served_bytes
 from fivefold.planning.timing import step_time
 from fivefold.planning.workload import RECOMPUTE, Recompute, Workload
 from fivefold.rules.layouts import layout_problems
@@ -171,6 +172,7 @@ def estimate_rollout(inputs: Inputs, placed: RolePlacement, others: int) -> Roll
         element_bytes=generator.element_bytes,
         is_quantized=generator.is_quantized,
         drafts_by_layers=generator.drafts_by_layers,
+        adapters=served_bytes(inputs, placed.layout) if generator is inputs.rollout else 0,
         taken=others,
         fraction=generator.memory_fraction,
     )

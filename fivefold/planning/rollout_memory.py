@@ -18,7 +18,7 @@ class RolloutMemory:
     """Memory of one rank while it is awake, in bytes."""
 
     weights: int
-    """Bytes of the rank's weights."""
+    """Bytes of the rank's weights, and of adapters next to them."""
     kv_cache: int
     """Keys and values: a server's pool, or a full batch of the longest sequences in the embedded engine."""
     workspace: int
@@ -56,6 +56,7 @@ def rollout_memory(
     element_bytes: int,
     is_quantized: bool = False,
     drafts_by_layers: bool = False,
+    adapters: int = 0,
     taken: int = 0,
     fraction: float | None = None,
 ) -> RolloutMemory:
@@ -70,6 +71,7 @@ def rollout_memory(
         element_bytes: bytes of one weight, key or value.
         is_quantized: whether a server keeps the matrices of layers in one byte an element.
         drafts_by_layers: whether a server holds a layer for multi-token prediction, with keys and values, too.
+        adapters: bytes of the rank's room for adapters next to its weights.
         taken: bytes that other roles keep on the same GPU.
         fraction: share of the GPU's memory that a server takes; None: its usual share, minus `taken`.
     """
@@ -78,7 +80,7 @@ def rollout_memory(
     # The embedded engine computes without indexers.
     n_weights = shape.n_parameters if layout.is_server else shape.n_live_parameters
     n_weights += shape.further_layer_parameters if drafts_by_layers else 0
-    weights = (n_weights * element_bytes - saved) // ranks
+    weights = (n_weights * element_bytes - saved) // ranks + adapters
     # Ranks divide the heads, and copy them if there are fewer heads than ranks. All ranks have MLA's latent.
     copies = layout.tp if shape.latent is not None else max(1, layout.tp // shape.n_kv_heads)
     cached = shape.kv_cache_elements(sequence_length)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from fivefold.config.schema.role import Offloadable
+from fivefold.families.served import ServedAdapters, file_elements, room_elements
 from fivefold.families.shape import ModelShape
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.placement import Placement
 from fivefold.planning.inputs import Inputs
 from fivefold.planning.memory import RankMemory
-from fivefold.weights.table import overlaps, pick
+from fivefold.weights.table import TRANSPORTS, overlaps, pick
 from fivefold.weights.transport import GATHER_BYTES, Transport
 
 _MERGING = 7
@@ -33,7 +35,7 @@ def sending_bytes(layout: ParallelLayout, shape: ModelShape, transport: Transpor
     """
     largest = element_bytes * shape.hidden * max(shape.vocab, shape.ffn_hidden if not all(shape.moe_layers) else 0)
     is_cut = layout.tp * layout.pp * layout.ep * layout.etp > 1
-    merging = 0 if shape.adapters is None else _MERGING * GATHER_BYTES
+    merging = 0 if shape.adapters is None or transport.sends_adapters else _MERGING * GATHER_BYTES
     return transport.device_bytes(largest) + (max(GATHER_BYTES, largest) if is_cut else 0) + merging
 
 
@@ -89,4 +91,21 @@ def copied_weights(inputs: Inputs, placement: Placement) -> dict[int, int]:
     transport = pick(inputs.rollout.transport, placement) if rollout.layout.is_server else overlapping
     if transport is not None and transport.carries_weights:
         nodes |= {device.node for device in rollout.devices}
-    return dict.fromkeys(sorted(nodes), inputs.actor.shape.n_live_parameters * inputs.rollout.element_bytes)
+    shape = inputs.actor.shape
+    elements = file_elements(shape) if serves_adapters(inputs) else shape.n_live_parameters
+    return dict.fromkeys(sorted(nodes), elements * inputs.rollout.element_bytes)
+
+
+def serves_adapters(inputs: Inputs) -> bool:
+    """Return whether the rollout's servers have adapters next to weights that nobody sends them."""
+    asked = TRANSPORTS.get(inputs.rollout.transport)
+    return asked is not None and asked.serves_adapters
+
+
+def served_bytes(inputs: Inputs, layout: ParallelLayout) -> int:
+    """Return the bytes of the room that each rank of a rollout makes for adapters next to its weights."""
+    shape, backend = inputs.actor.shape, BACKENDS[layout.backend]
+    if not serves_adapters(inputs) or shape.adapters is None:
+        return 0
+    rank = backend.adapter_room(ServedAdapters.of(shape).rank)
+    return room_elements(shape, rank, layout.tp) * inputs.rollout.element_bytes // layout.pp

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from fivefold.config.roles import ROLES
 from fivefold.config.schema.role import Offloadable
+from fivefold.layout.backends import BACKENDS
 from fivefold.layout.placement import Placement
 from fivefold.planning.estimates import ModelEstimate
 from fivefold.planning.inputs import Inputs, must_leave
 from fivefold.planning.rollout_memory import asleep_bytes
+from fivefold.planning.sending import served_bytes
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class Sharing:
 
     def asleep(self, role: str) -> int:
         """Return the bytes that a role that generates keeps while it sleeps."""
-        return asleep_bytes(self.placement[role].layout) if self.inputs.on_gpus else 0
+        if not self.inputs.on_gpus:
+            return 0
+        layout = self.placement[role].layout
+        is_adapted = role == "rollout" and BACKENDS[layout.backend].keeps_adapters
+        return asleep_bytes(layout) + (served_bytes(self.inputs, layout) if is_adapted else 0)
 
     def _actor_offloads_for(self, worker: str) -> Collection[Offloadable]:
         """Return what the actor offloads while another role works."""

@@ -205,3 +205,15 @@ def test_a_whole_completion_without_all_its_logprobs_is_an_error(inside: Any) ->
     output = SimpleNamespace(token_ids=[4, 5], finish_reason="stop", logprobs=Flat([4]))
     with pytest.raises(inside.fivefold_generate.WrongLogprobs, match="1 log-probs for 2 tokens"):
         inside.fivefold_generate._packed(output, NEVER_HELD)
+
+
+def test_a_worker_names_the_adapters_for_which_it_has_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's manager keeps adapters under the names of its own layers, those it computes in one under one name."""
+    monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
+    module = __import__("fivefold_weights")
+    worker = module.WorkerWeights()
+    adapters = SimpleNamespace(loras=dict.fromkeys(["0.qkv_proj", "0.experts", "1.experts.3.up_proj"]))
+    manager = SimpleNamespace(modules=dict.fromkeys(["0.qkv_proj", "0.experts"]), list_adapters=lambda: {1: adapters})
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    assert worker.fivefold_unused_adapters() == ["1.experts.3.up_proj"]
+    del sys.modules["fivefold_weights"]
