@@ -27,7 +27,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.schedule import learning_rate
+from fivefold.engine.state.optimizer_state import learning_rate
 from fivefold.families.read import load_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore import compat

@@ -20,7 +20,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import StepResult
-from fivefold.engine.schedule import learning_rate
+from fivefold.engine.state.optimizer_state import learning_rate
 from tests.rows import long
 
 LAYOUTS = ("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")

@@ -146,7 +146,7 @@ def test_calls_on_single_ranks_come_back_as_they_end_with_payloads_that_workers_
     assert (found, summary) == (quick, 4)
     group.control(Engine.tell_to_stop, "enough")
     assert group.first_kept([slow]) == (slow, 3)
-    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,), ()], [0, 1]) == ["0:enough", "1:rank 1"]
+    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,), ("",)], [0, 1]) == ["0:enough", "1:rank 1"]
 
 
 def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
