@@ -258,8 +258,7 @@ def rounded_gradients(case: Case, folder: Path, steps: list[int]) -> list[Tensor
     ("layout", "model"),
     [
         ("megatron:d1", "qwen3_moe_mixed"),
-        ("megatron:(attn:t2|ffn:e2)", "qwen3_moe"),
-        ("megatron:p2v2", "qwen3_moe_mixed"),
+        *long(("megatron:(attn:t2|ffn:e2)", "qwen3_moe"), ("megatron:p2v2", "qwen3_moe_mixed")),
     ],
 )
 def test_sums_of_gradients_in_bfloat16_are_right_on_average(
