@@ -316,7 +316,7 @@ def go_on(case: AnyCase, folder: Path, state: Path) -> Trained:
     return train(engine, 2)
 
 
-@pytest.mark.parametrize("layout", ["megatron:(attn:d2|ffn:t2)", "fsdp:t2"])
+@pytest.mark.parametrize("layout", ["megatron:(attn:d2|ffn:t2)", *long("fsdp:t2")])
 def test_a_run_that_drops_inputs_resumes_bit_for_bit(
     workers: Workers, models: Path, tmp_path: Path, layout: str
 ) -> None:
