@@ -4,6 +4,8 @@ PYTHON312 ?= python3.12
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
+# Without bytecode on disk, each process would compile everything that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install quickstart quickstart-5d smollm2 test test-long test-browser test-floors test-megatron lint format clean
 
@@ -27,12 +29,10 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 	test -d data/additions || $(RUN)/fivefold data additions -o data/additions
 	$(RUN)/fivefold train recipes/smollm2-addition.yaml --overwrite
 
-# Without bytecode on disk, each process of a test would compile everything that it imports.
-IN_PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist loadfile \
-	--no-loadscope-reorder --ignore=tests/browser
-
 # Three files at a time on two cores, because processes of a test wait for each other and for clocks. In their order:
 # those with costly fixtures begin, and the many short ones fill up the end.
+IN_PARALLEL = OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/browser
+
 test: $(STAMP) ## run the tests, but for the long ones
 	$(IN_PARALLEL) -m "not long" $(ARGS)
 
