@@ -4,8 +4,10 @@ PYTHON312 ?= python3.12
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
+# Without bytecode on disk, each process would compile everything that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install quickstart quickstart-5d smollm2 test test-browser test-floors test-megatron lint format clean
+.PHONY: help install quickstart quickstart-5d smollm2 test test-long test-browser test-floors test-megatron lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,8 +31,13 @@ smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns additions
 
 # Three files at a time on two cores, because processes of a test wait for each other and for clocks. In their order:
 # those with costly fixtures begin, and the many short ones fill up the end.
-test: $(STAMP) ## run the tests
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/browser $(ARGS)
+IN_PARALLEL = OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/browser
+
+test: $(STAMP) ## run the tests, but for the long ones
+	$(IN_PARALLEL) -m "not long" $(ARGS)
+
+test-long: $(STAMP) ## run the long tests: every layout, model and framework, and runs that are killed
+	$(IN_PARALLEL) -m long $(ARGS)
 
 test-browser: $(STAMP) ## run the tests of pages in a headless Chromium, if there is one
 	$(RUN)/python -m pytest tests/browser -rs -p no:cacheprovider $(ARGS)

@@ -55,8 +55,7 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt
 from fivefold.update.compose import policy_update
-from fivefold.update.step import StepOutcome, UpdateState
-from fivefold.update.updates import Skips
+from fivefold.update.step import Skips, StepOutcome, UpdateState
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 ROWS = (

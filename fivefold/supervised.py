@@ -43,7 +43,7 @@ from fivefold.run.steps import StepDone, begin, run_steps
 from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.update.preferences import Comparison, Scoring
-from fivefold.update.updates import Skips
+from fivefold.update.step import Skips
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,6 +11,8 @@ OF_WORKERS = (
     "fivefold.mcore.engine",
     "fivefold.fsdp.engine",
     "fivefold.rollout.transformers_engine",
+    "jsonschema",
+    "requests",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -22,7 +24,7 @@ OF_WORKERS = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""Modules that import no Ray."""
+"""Modules that import no Ray; it imports jsonschema and requests."""
 OF_DRIVERS = (
     "fivefold.cli.main",
     "fivefold.train",

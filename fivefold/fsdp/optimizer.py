@@ -13,8 +13,14 @@ from torch import Tensor
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
 from fivefold.engine.contract import StepResult
-from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, StateFormat, StateKind
+from fivefold.engine.state.optimizer_state import (
+    AdamStep,
+    OptimizerState,
+    StateFormat,
+    StateKind,
+    clip_factor,
+    learning_rate,
+)
 from fivefold.engine.state.optimizer_state import Shard as StateShard
 from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups

@@ -14,8 +14,14 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import StepResult
-from fivefold.engine.schedule import clip_factor, learning_rate
-from fivefold.engine.state.optimizer_state import AdamStep, OptimizerState, Shard, StateFormat
+from fivefold.engine.state.optimizer_state import (
+    AdamStep,
+    OptimizerState,
+    Shard,
+    StateFormat,
+    clip_factor,
+    learning_rate,
+)
 from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.mcore.releases import GRADIENTS_FOR_NORM
 

@@ -62,5 +62,6 @@ def resolve_reward(config: OneRewardConfig, timeout_s: float | None = None) -> N
         timeout_s,
         is_coroutine=reward.is_coroutine,
         judges_groups=reward.judges_groups,
+        is_of_user=True,
         reads_tokens=reward.reads_tokens,
     )

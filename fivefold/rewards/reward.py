@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -118,6 +118,8 @@ class NamedReward:
     """Whether the reward is a coroutine function, whose result `judge_coroutine` awaits."""
     judges_groups: bool = False
     """Whether the reward is a `GroupReward`."""
+    is_of_user: bool = False
+    """Whether the code is a user's, which may fork a process and return in it."""
     reads_tokens: bool = False
     """Whether the reward gets the tokens of responses, which are `TokenizedText`, and may give each a reward."""
     in_work: set[InWork] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -159,7 +161,7 @@ class NamedReward:
         work = InWork(self, prompt, judged)
         self.in_work.add(work)
         try:
-            with one_process(f"the reward function {self.name!r}"):
+            with one_process(f"the reward function {self.name!r}") if self.is_of_user else nullcontext():
                 yield work
         except OutOfTime as error:
             error.add_note(f"at {work.what}")

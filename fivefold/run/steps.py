@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from fivefold.checkpoints.checkpointer import Checkpointer
-from fivefold.checkpoints.due import Schedule, TimeLimit
+from fivefold.checkpoints.checkpointer import Checkpointer, Schedule, TimeLimit
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import CheckpointStore

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from fivefold.checkpoints.changes import RecipeChangedError
-from fivefold.checkpoints.due import Schedule
+from fivefold.checkpoints.checkpointer import Schedule
 from fivefold.checkpoints.recovery import find_start
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import Finished, FromScratch, Item, Resume

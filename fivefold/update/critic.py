@@ -19,8 +19,7 @@ from fivefold.engine.values import Values
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.models import TrainedModel
 from fivefold.roles.trainer_worker import UpdateResult
-from fivefold.update.step import Part, Prepared, StepOutcome
-from fivefold.update.updates import make_updates
+from fivefold.update.step import Part, Prepared, StepOutcome, make_updates
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.types import Sample
-from fivefold.update.step import Part, Prepared, StepOutcome, UpdateState
-from fivefold.update.updates import make_updates
+from fivefold.update.step import Part, Prepared, StepOutcome, UpdateState, make_updates
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from fivefold.checkpoints.run_state import FILE
 from fivefold.checkpoints.store import CheckpointStore
@@ -23,18 +25,25 @@ KEYS = (
 """A run whose loss falls by less than the gain that the tests ask for."""
 
 
-def test_a_run_ends_after_evaluations_without_gain_and_trains_further_with_more_patience(
-    tmp_path: Path, fivefold: Fivefold
-) -> None:
-    def run(name: str, patience: int) -> tuple[RunDir, dict[str, Any], list[dict[str, Any]]]:
+Run = Callable[[str, int], tuple[RunDir, dict[str, Any], list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run(name, patience)`: train under this name; return its folder, summary and metrics."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def train(name: str, patience: int) -> tuple[RunDir, dict[str, Any], list[dict[str, Any]]]:
         stopping = f"evaluator.early_stopping={{patience: {patience}, min_gain: 100}}"
-        result = fivefold(
-            *KEYS, stopping, f"cluster.fileroot={tmp_path}", "experiment_name=stops", f"trial_name={name}"
-        )
+        result = fivefold(*KEYS, stopping, f"cluster.fileroot={root}", "experiment_name=stops", f"trial_name={name}")
         assert result.returncode == 0, result.stderr + result.stdout
-        folder = RunDir(tmp_path / "stops" / name)
+        folder = RunDir(root / "stops" / name)
         return folder, json.loads(folder.summary.read_text()), list(records(folder.metrics))
 
+    return train
+
+
+def test_a_run_ends_after_evaluations_without_gain(run: Run) -> None:
     folder, summary, rows = run("early", 2)
     assert (summary["steps"], len(rows)) == (4, 4)
     why = f"2 evaluations have not exceeded the held-out nll of {summary['nll_before']:.4g} before training"
@@ -47,7 +56,11 @@ def test_a_run_ends_after_evaluations_without_gain_and_trains_further_with_more_
     assert run("early", 2)[1] == summary
     assert folder.status.stat().st_mtime_ns == began
 
-    (_, patient, rows), (whole_folder, whole, others) = run("early", 3), run("whole", 3)
+
+@pytest.mark.long
+def test_a_run_that_ended_early_trains_further_with_more_patience(run: Run) -> None:
+    run("early", 2)
+    (folder, patient, rows), (whole_folder, whole, others) = run("early", 3), run("whole", 3)
     assert (patient["steps"], whole["steps"]) == (6, 6)
     values = ("loss", "grad_norm", "lr", "eval/nll")
     one, other = ([{name: row.get(name) for name in values} for row in each] for each in (rows, others))

@@ -65,6 +65,7 @@ def test_the_same_episodes_through_a_url_train_the_same_weights(played: Path, fi
     assert own == theirs
 
 
+@pytest.mark.long
 def test_a_resumed_run_trains_the_same_weights(played: Path, fivefold: Fivefold) -> None:
     whole = cut_back(played, 2)
     result = fivefold(*TRAIN, *place(played), "total_train_steps=4")
@@ -123,7 +124,7 @@ def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: 
     assert "3" not in {sample["ground_truth"] for sample in samples}
 
 
-@pytest.mark.parametrize(
+CREDITED = pytest.mark.parametrize(
     "keys",
     [
         ("algorithm=gigpo", "rollout.max_head_offpolicyness=1"),
@@ -135,11 +136,24 @@ def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: 
     ],
     ids=["states, asynchronous", "critic"],
 )  # fmt: skip
-def test_turns_are_credited(keys: tuple[str, ...], tmp_path: Path, fivefold: Fivefold) -> None:
-    run = tmp_path / "guess-digit" / "credit"
-    for total in (2, 3):
-        result = fivefold(*TRAIN, *place(run), *keys, f"total_train_steps={total}")
-        assert result.returncode == 0, result.stderr + result.stdout
+
+
+def assert_credited(run: Path, fivefold: Fivefold, keys: tuple[str, ...], n_steps: int) -> None:
+    """Train up to a step, from a checkpoint if there is one."""
+    result = fivefold(*TRAIN, *place(run), *keys, f"total_train_steps={n_steps}")
+    assert result.returncode == 0, result.stderr + result.stdout
     rows = metrics(run)
-    assert len(rows) == 3
+    assert len(rows) == n_steps
     assert all(row["grad_norm"] > 0 and row["advantage/std"] > 0 for row in rows)
+
+
+@CREDITED
+def test_turns_are_credited(keys: tuple[str, ...], tmp_path: Path, fivefold: Fivefold) -> None:
+    assert_credited(tmp_path / "guess-digit" / "credit", fivefold, keys, 2)
+
+
+@pytest.mark.long
+@CREDITED
+def test_turns_are_credited_in_a_run_that_resumes(keys: tuple[str, ...], tmp_path: Path, fivefold: Fivefold) -> None:
+    for n_steps in (2, 3):
+        assert_credited(tmp_path / "guess-digit" / "credit", fivefold, keys, n_steps)

@@ -25,19 +25,29 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -> None:
-    run = tmp_path / "quickstart-ppo" / "trial-0"
-    begin = fivefold(
-        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=fsdp:d2", "critic.backend=fsdp:d1",
+@pytest.fixture(scope="module")
+def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    result = fivefold(
+        *TRAIN, f"cluster.fileroot={root}", "actor.backend=fsdp:d2", "critic.backend=fsdp:d1",
         "actor.fsdp.recompute=full",
     )  # fmt: skip
-    assert begin.returncode == 0, begin.stderr + begin.stdout
+    assert result.returncode == 0, result.stderr + result.stdout
+    return root / "quickstart-ppo" / "trial-0"
+
+
+def test_actor_and_critic_train_on_fsdp(run: Path) -> None:
     on_fsdp = rows(run)
     assert all(row["grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in on_fsdp)
     assert all(row["rollout_mismatch/max"] < 1e-3 for row in on_fsdp), "trainer and rollout have different weights"
+
+
+@pytest.mark.long
+def test_a_run_on_fsdp_goes_on_on_megatron(run: Path, fivefold: Fivefold) -> None:
+    on_fsdp = rows(run)
     cut_back(run, 1)
     goes_on = fivefold(
-        *TRAIN, f"cluster.fileroot={tmp_path}", "actor.backend=megatron:t2", "critic.backend=megatron:d1"
+        *TRAIN, f"cluster.fileroot={run.parents[1]}", "actor.backend=megatron:t2", "critic.backend=megatron:d1"
     )
     assert goes_on.returncode == 0, goes_on.stderr + goes_on.stdout
     assert "continues after step" in goes_on.stdout

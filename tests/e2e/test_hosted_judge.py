@@ -21,6 +21,7 @@ from fivefold.rollout.protocol import GenerationRequest, complete, question_seed
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
+from tests.rows import long
 
 TOOLS = ROOT / "fivefold" / "models" / "tiny-moe-tools"
 TEMPLATE, PATTERN, MAX_TOKENS, SEED = "How much is {response}?", r"(\d)", 24, 7
@@ -129,7 +130,7 @@ def drawn_scores(samples: Sequence[dict[str, Any]]) -> list[float]:
     return [FAILED if each is None else each for each in found]
 
 
-@pytest.mark.parametrize("name", ["apart", "in_turn"])
+@pytest.mark.parametrize("name", ["in_turn", *long("apart")])
 def test_scores_are_those_of_the_models_own_answers(name: str, request: pytest.FixtureRequest) -> None:
     run: Path = request.getfixturevalue(name)
     samples = rows(run / "samples.jsonl")
@@ -150,6 +151,7 @@ def test_the_rollout_is_awake_for_further_rounds_and_evaluations(in_turn: Path) 
     assert all(row["seconds/hand-over"] > 0 for row in written)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_with_the_same_scores(
     in_turn: Path, fivefold: Fivefold, in_turn_command: tuple[str, ...]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import ROOT, Fivefold, cut_back
+from tests.rows import long
 
 RUN = Path("quickstart/trial-0")
 TINY_MOE = ROOT / "fivefold" / "models" / "tiny-moe"
@@ -37,24 +38,38 @@ def changed(folder: Path) -> set[str]:
     return {name for name in before if not (before[name].float() == after[name].float()).all()}
 
 
-def test_the_reference_is_the_model_without_its_adapters_and_a_run_resumes_with_the_same_bits(
-    fivefold: Fivefold, tmp_path: Path
-) -> None:
-    says = "rank 4, 2 of each expert"
-    whole = run(fivefold, tmp_path, 2, *ADAPTERS, says=says)
+SAYS_ADAPTED = "rank 4, 2 of each expert"
+
+
+@pytest.fixture(scope="module")
+def adapted(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """The folder of a run of adapters against the model without them, and its metrics."""
+    folder = tmp_path_factory.mktemp("adapted")
+    return folder, run(fivefold, folder, 2, *ADAPTERS, says=SAYS_ADAPTED)
+
+
+def test_the_reference_is_the_model_without_its_adapters(adapted: tuple[Path, list[dict[str, float]]]) -> None:
+    root, whole = adapted
     assert whole[0]["kl_ref"] == 0.0, "new adapters change nothing, and the reference has none"
     assert whole[1]["kl_ref"] > 0.0
-    folder = tmp_path / RUN / "weights"
+    folder = root / RUN / "weights"
     adapters = load_file(folder / "adapter/adapter_model.safetensors")
-    adapted = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapters if "lora_A" in name}
-    assert changed(tmp_path / RUN) == adapted
+    adapts = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapters if "lora_A" in name}
+    assert changed(root / RUN) == adapts
     assert json.loads((folder / "adapter/adapter_config.json").read_text())["use_rslora"] is True
-    cut_back(tmp_path / RUN, 1)
-    resumed = run(fivefold, tmp_path, 2, *ADAPTERS, says=says)
+
+
+@pytest.mark.long
+def test_a_run_of_adapters_resumes_with_the_same_bits(
+    adapted: tuple[Path, list[dict[str, float]]], fivefold: Fivefold
+) -> None:
+    folder, whole = adapted
+    cut_back(folder / RUN, 1)
+    resumed = run(fivefold, folder, 2, *ADAPTERS, says=SAYS_ADAPTED)
     assert resumed[1]["kl_ref"] == whole[1]["kl_ref"]
 
 
-@pytest.mark.parametrize("keys", [(), ("rollout.max_head_offpolicyness=1",)], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("keys", [(), *long((("rollout.max_head_offpolicyness=1",),))], ids=["in turn", "ahead"])
 def test_a_rollout_that_gets_adapters_alone_samples_with_the_actors_weights(
     keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
 ) -> None:
@@ -87,20 +102,31 @@ FROZEN = ("model.embed_tokens.weight", "*.mlp.gate.weight", "model.layers.0.*")
 FREEZE = (f"actor.freeze=[{', '.join(json.dumps(pattern) for pattern in FROZEN)}]", "actor.optimizer.lr=1e-3")
 
 
-@pytest.mark.parametrize(
+ON_EITHER_ENGINE = pytest.mark.parametrize(
     "keys",
     [("actor.backend=megatron:d1", "actor.megatron.recompute=full"), ("actor.backend=fsdp:d1",)],
     ids=["megatron", "fsdp"],
 )
-def test_frozen_weights_stay_the_others_learn_and_a_run_resumes_with_the_same_bits(
-    keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
-) -> None:
-    keys, says = (*FREEZE, *keys, "rollout.backend=transformers:d1"), "frozen"
-    whole = run(fivefold, tmp_path, 2, *keys, says=says)
-    assert all(row["grad_norm"] > 0 for row in whole)
-    cut_back(tmp_path / RUN, 1)
-    assert run(fivefold, tmp_path, 2, *keys, says=says)[1]["grad_norm"] == whole[1]["grad_norm"]
+
+
+def freeze(fivefold: Fivefold, folder: Path, *keys: str) -> list[dict[str, float]]:
+    return run(fivefold, folder, 2, *FREEZE, *keys, "rollout.backend=transformers:d1", says="frozen")
+
+
+@ON_EITHER_ENGINE
+def test_frozen_weights_stay_and_the_others_learn(keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path) -> None:
+    assert all(row["grad_norm"] > 0 for row in freeze(fivefold, tmp_path, *keys))
     names = load_file(TINY_MOE / "model.safetensors").keys()
     frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in FROZEN)}
     assert 0 < len(frozen) < len(names)
     assert changed(tmp_path / RUN) == names - frozen
+
+
+@pytest.mark.long
+@ON_EITHER_ENGINE
+def test_a_run_with_frozen_weights_resumes_with_the_same_bits(
+    keys: tuple[str, ...], fivefold: Fivefold, tmp_path: Path
+) -> None:
+    whole = freeze(fivefold, tmp_path, *keys)
+    cut_back(tmp_path / RUN, 1)
+    assert freeze(fivefold, tmp_path, *keys)[1]["grad_norm"] == whole[1]["grad_norm"]

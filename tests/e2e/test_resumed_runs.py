@@ -149,6 +149,7 @@ def trainer_state(run: Path, step: int) -> dict[str, torch.Tensor]:
     return dict(torch.load(file))
 
 
+@pytest.mark.long
 def test_a_run_of_another_batch_size_continues_at_the_same_row(undisturbed: Path, fivefold: Fivefold) -> None:
     def prompts(run: Path, *steps: int) -> list[str]:
         samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -222,6 +223,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
 
 
+@pytest.mark.long
 def test_supervised_fine_tuning_goes_on_with_the_same_bits(folder: Path, fivefold: Fivefold) -> None:
     examples = folder / "examples.jsonl"
     lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(8) for b in range(8)]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import ROOT, Fivefold, cut_back
 from tests.e2e.documents import as_listed, listed_metrics
+from tests.rows import long
 
 TRAIN = (
     "train", str(ROOT / "recipes" / "quickstart.yaml"), "train_dataset.batch_size=8", "valid_dataset=null",
@@ -25,7 +26,7 @@ def train(fivefold: Fivefold, root: Path, replay: str) -> list[dict[str, float]]
     return [json.loads(line) for line in (root / RUN / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("replay", ["rollout", "old_logprobs"])
+@pytest.mark.parametrize("replay", ["rollout", *long("old_logprobs")])
 def test_a_run_that_replays_routes_resumes_with_the_same_bits(replay: str, fivefold: Fivefold, tmp_path: Path) -> None:
     whole = train(fivefold, tmp_path, replay)
     copy = cut_back(tmp_path / RUN, 1)
@@ -58,7 +59,7 @@ def solve(base_url, prompt, ground_truth):
 '''
 
 
-@pytest.mark.parametrize("age", [0, 1])
+@pytest.mark.parametrize("age", [0, *long(1)])
 def test_turns_that_join_and_branch_replay_the_routes_of_each_sequence(
     age: int, fivefold: Fivefold, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ def test_no_process_and_no_file_is_left(runs: tuple[Run, Run]) -> None:
         assert_nothing_is_left(run.log)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_in_an_evaluation_is_started_again_and_the_result_is_as_without(
     fivefold: Fivefold, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.e2e.conftest import ROOT, Fivefold
+from tests.rows import long
 
 MODULE = '''\
 def digits(response, ground_truth, *, token_ids, data_source, extra_info):
@@ -17,7 +18,7 @@ def digits(response, ground_truth, *, token_ids, data_source, extra_info):
 '''
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.yaml", "quickstart-ppo.yaml"])
+@pytest.mark.parametrize("recipe", ["quickstart.yaml", *long("quickstart-ppo.yaml")])
 def test_tokens_have_what_is_earned_from_them_on(recipe: str, tmp_path: Path, fivefold: Fivefold) -> None:
     (tmp_path / "my_tokens.py").write_text(MODULE)
     of_ppo = recipe == "quickstart-ppo.yaml"

@@ -22,6 +22,7 @@ from fivefold.train_setup import set_up
 from tests.e2e.conftest import ROOT, Fivefold
 from tests.e2e.documents import README, as_listed, listed_metrics, shell_commands
 from tests.e2e.reward_models import write_reward_model
+from tests.rows import long
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 N_STEPS = 12
@@ -157,7 +158,7 @@ def test_the_run_folder_holds_summary_recipe_and_samples(run: Path) -> None:
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
 
-@pytest.mark.parametrize("end", ["posix._exit(0)", "os.execv('/bin/true', ['true'])"])
+@pytest.mark.parametrize("end", ["posix._exit(0)", *long("os.execv('/bin/true', ['true'])")])
 def test_a_reward_that_ends_the_process_ends_the_run_with_a_failure(
     end: str, tmp_path: Path, fivefold: Fivefold
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -38,11 +40,17 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny models: `models / name`."""
-    folder = tmp_path_factory.mktemp("models")
-    pool = WorkerPool(1)
-    pool.run(save_models, folder)
-    pool.stop()
+    """The folder of the tiny models: `models / name`. All processes of the tests share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "models"
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = tmp_path_factory.mktemp("unfinished") / "models"
+            pool = WorkerPool(1)
+            pool.run(save_models, unfinished)
+            pool.stop()
+            unfinished.rename(folder)
     return folder
 
 

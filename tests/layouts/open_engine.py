@@ -71,7 +71,7 @@ class EngineCase(ABC, Generic[AnEngine]):
 
     layout: str
     micro_batches: MicroBatchConfig = field(
-        default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=50), kw_only=True
+        default_factory=lambda: MicroBatchConfig(max_tokens_per_mb=70), kw_only=True
     )
     dtype: str = field(default="float32", kw_only=True)
     init_from_scratch: bool = field(default=False, kw_only=True)

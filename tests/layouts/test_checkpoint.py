@@ -25,27 +25,30 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import Snapshot
 from fivefold.engine.state.dcp_files import finish
+from tests.rows import long
 
 # With a schedule, the step count matters; a large eps keeps Adam from amplifying rounding errors.
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", eps=1e-3, gradient_clipping=0.0)
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 CASES = [
-    ("qwen3_moe", "megatron:(attn:p2t2|ffn:p2e2)", ("megatron:d4e4", "megatron:d2c2", "megatron:d1"), "bfloat16"),
+    ("qwen3_moe", "megatron:(attn:p2t2|ffn:p2e2)", ("megatron:d4e4", "megatron:d1"), "bfloat16"),
+    ("qwen2", "megatron:p2", ("megatron:t2", "megatron:d3"), "float32"),
+    ("qwen2_moe", "fsdp:d2t2", ("megatron:(attn:t2|ffn:d2)", "fsdp:d3"), "bfloat16"),
+    ("gpt_oss", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:p2", "fsdp:d3"), "float32"),
+]
+FURTHER = [
     ("qwen3_moe", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:(attn:p2v2d2|ffn:p2v2e2)", "megatron:t2"), "float32"),
-    ("deepseek_v2", "megatron:d4", ("megatron:d2", "megatron:(attn:t2c2|ffn:e4)"), "float32"),
+    ("deepseek_v2", "megatron:d4", ("megatron:d2c2", "megatron:(attn:t2c2|ffn:e4)"), "float32"),
     ("qwen2_moe", "megatron:(attn:t2|ffn:d2)", ("megatron:d2", "megatron:p2"), "bfloat16"),
     ("qwen3_5", "megatron:p2t2", ("megatron:t2", "fsdp:d3"), "float32"),
-    ("qwen2", "megatron:p2", ("megatron:t2", "megatron:p2t2", "megatron:d3"), "float32"),
-    ("qwen2_moe", "fsdp:d2t2", ("megatron:(attn:t2|ffn:d2)", "fsdp:d3"), "bfloat16"),
-    ("qwen2", "megatron:t2", ("fsdp:d3", "fsdp:t2"), "float32"),
-    ("gpt_oss", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:p2", "fsdp:d3"), "float32"),
+    ("qwen2", "megatron:t2", ("fsdp:d3", "fsdp:t2", "megatron:p2t2"), "float32"),
 ]
 """A model, the layout that saves, layouts that load, and the dtype.
 
 In bfloat16, the stored weights are the master weights, which are split over ranks as the moments are anyway.
 """
-SAME_LAYOUTS = ("megatron:d1", "megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "megatron:p2v2", "fsdp:d2t2")
+SAME_LAYOUTS = ("megatron:d2e2", "megatron:(attn:p2t2|ffn:p2e2)", "fsdp:d2t2")
 """Layouts that both save and load."""
 
 
@@ -169,7 +172,10 @@ def assert_equal(got: Tensors, want: Tensors) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [(layout, "bfloat16") for layout in SAME_LAYOUTS] + [("megatron:p2v2", "float32")],
+    [
+        *((layout, "bfloat16") for layout in SAME_LAYOUTS),
+        *long(("megatron:d1", "bfloat16"), ("megatron:p2v2", "bfloat16"), ("megatron:p2v2", "float32")),
+    ],
 )
 def test_training_resumes_bit_for_bit_on_the_same_layout(
     workers: Workers, models: Path, tmp_path: Path, layout: str, dtype: str
@@ -195,12 +201,12 @@ def save_both_and_go_on(case: Case, model: Path, copied: Path, written: Path) ->
 
 
 def test_a_state_that_is_written_without_a_copy_is_the_same(workers: Workers, models: Path, tmp_path: Path) -> None:
-    case, model = Case("megatron:(attn:p2t2|ffn:p2e2)", dtype="bfloat16"), models / "qwen3_moe"
+    case, model = Case("megatron:(attn:t2|ffn:e2)", dtype="bfloat16"), models / "qwen3_moe"
     copied, written = tmp_path / "copied", tmp_path / "written"
-    unbroken = workers(4).run(save_both_and_go_on, case, model, copied, written)
+    unbroken = workers(2).run(save_both_and_go_on, case, model, copied, written)
     for kind, tensors in read_with_torch(copied).items():
         assert_equal(read_with_torch(written)[kind], tensors)
-    resumed = workers(4).run(go_on, case, model, written)
+    resumed = workers(2).run(go_on, case, model, written)
     for ours, theirs in zip(resumed, unbroken, strict=True):
         assert_equal(ours.generators, theirs.generators)
     assert_equal(resumed[0].weights, unbroken[0].weights)
@@ -208,8 +214,8 @@ def test_a_state_that_is_written_without_a_copy_is_the_same(workers: Workers, mo
 
 @pytest.mark.parametrize(
     ("family", "layout", "others", "dtype"),
-    CASES,
-    ids=[f"{family} {layout} {dtype}" for family, layout, _, dtype in CASES],
+    [*CASES, *long(*FURTHER)],
+    ids=[f"{family} {layout} {dtype}" for family, layout, _, dtype in (*CASES, *FURTHER)],
 )
 def test_weights_and_moments_are_the_same_on_every_layout(
     workers: Workers, models: Path, tmp_path: Path, family: str, layout: str, others: tuple[str, ...], dtype: str

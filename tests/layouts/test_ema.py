@@ -16,15 +16,16 @@ from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
+from tests.rows import long
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3)
 FOLDED = "megatron:(attn:p2t2|ffn:p2e2)"
 CASES = [
     ("qwen3_moe", FOLDED, "bfloat16", 0.75, "megatron:d2"),
-    ("qwen3_moe", "megatron:(attn:c2d2|ffn:t2e2)", "float32", 0.75, "megatron:t2"),
+    *long(("qwen3_moe", "megatron:(attn:c2d2|ffn:t2e2)", "float32", 0.75, "megatron:t2")),
     ("qwen2", "megatron:p2", "bfloat16", 0.0, "megatron:d2"),  # its embeddings are tied
     ("qwen3_moe", "fsdp:d3", "bfloat16", 0.75, "megatron:t2"),  # rows that 3 does not divide
-    ("qwen2", "fsdp:d2t2", "float32", 0.75, "fsdp:d3"),
+    *long(("qwen2", "fsdp:d2t2", "float32", 0.75, "fsdp:d3")),
 ]
 """A model, a layout, the dtype of the frozen model, its decay, and a layout that goes on."""
 N_STEPS = 3

@@ -23,6 +23,7 @@ from worker_pool import Workers
 from fivefold.algorithms.losses.sequence_ratios import GSPO
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.batch import Batch
+from tests.rows import long
 
 TOLERANCE = 1e-4
 
@@ -78,7 +79,7 @@ def cut_episodes(whole: Batch) -> Batch:
         (Case("megatron:d2"), "qwen3"),
         (Case("megatron:c2"), "llama"),
         (Case("megatron:p2v2"), "llama"),
-        (Case("megatron:(attn:p2t2c2|ffn:e4)"), "qwen3_moe"),
+        *long((Case("megatron:(attn:p2t2c2|ffn:e4)"), "qwen3_moe")),
         (Case("megatron:(attn:c2d2|ffn:t2e2)"), "deepseek_v2"),
         (FSDPCase("fsdp:d2"), "qwen3"),
     ],

@@ -24,11 +24,12 @@ from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.read import find_shape
 from fivefold.layout.parser import parse_backend
 from fivefold.rules.engines import megatron_problems
+from tests.rows import long
 
 RATE = 0.125
 OPTIMIZER = OptimizerConfig(lr=1e-3)
 BALANCING = MegatronConfig(transformer={"moe_router_bias_update_rate": RATE})
-LAYOUTS = ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:(attn:p2c2|ffn:p2e2)"]
+LAYOUTS = ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)", *long("megatron:(attn:p2c2|ffn:p2e2)")]
 
 
 def offsets_of(weights: Tensors) -> Tensors:

@@ -16,6 +16,7 @@ from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.families.read import find_shape
 from fivefold.mcore import mbridge
 from fivefold.weights.stream import unstacked
+from tests.rows import long
 
 pytest.importorskip("mbridge")
 
@@ -23,8 +24,8 @@ BY_MBRIDGE = MegatronConfig(bridge_type="mbridge")
 CASES = [
     ("megatron:d1", ("qwen2", "llama", "qwen3", "mixtral")),  # in this order: tied and untied output layers
     ("megatron:t2", ("qwen2",)),
-    ("megatron:(attn:t2p2v2|ffn:e2)", ("qwen3_moe", "glm4_moe")),
     ("megatron:(attn:d2t2|ffn:t2e2)", ("qwen2_moe", "glm4_moe")),
+    *long(("megatron:(attn:t2p2v2|ffn:e2)", ("qwen3_moe", "glm4_moe"))),
 ]
 
 

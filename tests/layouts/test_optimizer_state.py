@@ -24,10 +24,10 @@ from fivefold.engine.state import optimizer_state
 from fivefold.fsdp import optimizer as fsdp_optimizer
 from fivefold.mcore import compat
 from fivefold.weights.stream import unstacked
+from tests.rows import long
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, gradient_clipping=0.5)
 SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "store_param_remainders": True}
-LAYOUTS = ["megatron:d1", "megatron:d2e2", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2v2"]
 
 
 def case_of(layout: str, dtype: str = "bfloat16", **fields: Any) -> Case:
@@ -70,11 +70,14 @@ def weights_after(case: Case, folder: Path, n_steps: int, bucket_size: int) -> t
 @pytest.mark.parametrize(
     ("layout", "dtype", "fields"),
     [
-        *((layout, "bfloat16", SMALL) for layout in LAYOUTS),
+        ("megatron:(attn:d2t2|ffn:t2e2)", "bfloat16", SMALL),
         ("megatron:d1", "bfloat16", {}),
         ("megatron:d2e2", "float32", {}),
-        ("megatron:d2e2", "bfloat16", {"exp_avg_dtype": "bfloat16"}),
         ("megatron:d2e2", "bfloat16", {"store_param_remainders": True, "decoupled_weight_decay": False}),
+        *long(
+            *((layout, "bfloat16", SMALL) for layout in ("megatron:d1", "megatron:d2e2", "megatron:p2v2")),
+            ("megatron:d2e2", "bfloat16", {"exp_avg_dtype": "bfloat16"}),
+        ),
     ],
 )
 def test_state_on_the_host_in_many_buckets_is_updated_as_on_the_device(
@@ -117,7 +120,11 @@ def compare_with_torch(case: Case, folder: Path, config: OptimizerConfig) -> lis
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("megatron:p2v2", "float32"), *((layout, "bfloat16") for layout in LAYOUTS)]
+    ("layout", "dtype"),
+    [
+        *(("megatron:p2v2", "float32"), ("megatron:d2e2", "bfloat16")),
+        *long(*((layout, "bfloat16") for layout in ("megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)", "megatron:p2v2"))),
+    ],
 )
 def test_the_default_is_torchs_adamw_bit_for_bit(workers: Workers, models: Path, layout: str, dtype: str) -> None:
     case = case_of(layout, dtype)
@@ -132,7 +139,7 @@ def masters_after_a_step(case: Case, folder: Path) -> list[torch.Tensor]:
     return masters(engine)
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)"])
+@pytest.mark.parametrize("layout", ["megatron:d2e2", *long("megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)")])
 def test_master_weights_from_remainders_are_the_float32_ones(workers: Workers, models: Path, layout: str) -> None:
     """After one step, because a weight that is rounded otherwise at a tie changes the gradients of the next."""
     model, run = models / "qwen3_moe-bf16", workers(Case(layout).world_size)
@@ -219,7 +226,7 @@ def gradients_and_norm(case: Case, folder: Path) -> tuple[Tensors, float, set[to
     return {name: tensor.float() for name, tensor in found.items()}, engine.optim_step().grad_norm, dtypes
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:d2e2", "megatron:(attn:t2p2|ffn:e2)"])
+@pytest.mark.parametrize("layout", ["megatron:d2e2", *long("megatron:d1", "megatron:(attn:t2p2|ffn:e2)")])
 def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
     workers: Workers, models: Path, layout: str
 ) -> None:
@@ -251,8 +258,7 @@ def rounded_gradients(case: Case, folder: Path, steps: list[int]) -> list[Tensor
     ("layout", "model"),
     [
         ("megatron:d1", "qwen3_moe_mixed"),
-        ("megatron:(attn:t2|ffn:e2)", "qwen3_moe"),
-        ("megatron:p2v2", "qwen3_moe_mixed"),
+        *long(("megatron:(attn:t2|ffn:e2)", "qwen3_moe"), ("megatron:p2v2", "qwen3_moe_mixed")),
     ],
 )
 def test_sums_of_gradients_in_bfloat16_are_right_on_average(

@@ -17,6 +17,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.convert.megatron import convert_from_torch_dist, convert_to_torch_dist
+from tests.rows import long
 
 LAYERS_APART = {"non_homogeneous_layers": True}
 EXPERTS_APART = {"singleton_local_shards": True}
@@ -111,11 +112,14 @@ def train(case: Case, model: Path) -> tuple[Tensors, Tensors]:
     ("name", "layout"),
     [
         ("qwen3_moe", "megatron:d1"),
-        ("qwen3_moe_mixed", "megatron:(attn:p2t2|ffn:p2e2)"),
-        ("qwen2_moe", "megatron:(attn:t2|ffn:t2e1)"),
+        ("qwen3_moe_mixed", "megatron:(attn:t2|ffn:e2)"),
         ("qwen2-bf16", "megatron:p2"),
-        ("gpt_oss", "megatron:(attn:p2t2|ffn:t2)"),
         ("gpt_oss-bf16", "megatron:(attn:d2|ffn:e2)"),
+        *long(
+            ("qwen3_moe_mixed", "megatron:(attn:p2t2|ffn:p2e2)"),
+            ("qwen2_moe", "megatron:(attn:t2|ffn:t2e1)"),
+            ("gpt_oss", "megatron:(attn:p2t2|ffn:t2)"),
+        ),
     ],
 )
 def test_training_from_a_converted_checkpoint_is_training_from_the_hugging_face_folder(

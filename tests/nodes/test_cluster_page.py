@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import psutil
+import pytest
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
@@ -26,6 +27,7 @@ def test_the_run_by_hand_has_keys_of_a_recipe() -> None:
     assert recipe.scheduler.type == "ray"
 
 
+@pytest.mark.long
 def test_the_slurm_script_starts_ray_on_all_nodes_and_queues_an_unfinished_run_again(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -22,6 +22,8 @@ from tests.e2e.conftest import COMMAND
 from tests.nodes.cluster import ROOT, PretendCluster
 from tests.unit.rollout.fake_server import Log, write_python
 
+pytestmark = pytest.mark.long
+
 Row = Mapping[str, Any]
 
 DRIVER = [sys.executable, "-m", "tests.nodes.driver"]

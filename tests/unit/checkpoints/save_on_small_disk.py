@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from fivefold.bridge.pieces import Piece
-from fivefold.checkpoints.checkpointer import Checkpointer
-from fivefold.checkpoints.due import Schedule
+from fivefold.checkpoints.checkpointer import Checkpointer, Schedule
 from fivefold.checkpoints.manifest import verify
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
 from fivefold.config.schema.train import TrainRecipe

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.checkpoints.checkpointer import Checkpointer
-from fivefold.checkpoints.due import Schedule
+from fivefold.checkpoints.checkpointer import Checkpointer, Schedule
 from fivefold.checkpoints.manifest import FileEntry, Manifest, verify
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.store import TRAINER, CheckpointStore

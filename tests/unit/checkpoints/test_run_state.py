@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.algorithms.state import AlgorithmState
-from fivefold.checkpoints.due import Schedule
+from fivefold.checkpoints.checkpointer import Schedule
 from fivefold.checkpoints.fingerprints import Fingerprints
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import MetricHistory, RunState

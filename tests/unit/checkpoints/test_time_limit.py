@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.checkpoints.due import CLOSING_S, LONGER, TimeLimit
+from fivefold.checkpoints.checkpointer import CLOSING_S, LONGER, TimeLimit
 
 
 def steps_until_the_end(limit_s: float | None, step_s: list[float], write_s: float) -> int | None:

@@ -156,11 +156,11 @@ def test_a_picture_that_cannot_be_written_is_the_only_message(tmp_path: Path) ->
 
 def test_a_picture_without_a_layout_that_fits_is_not_written(tmp_path: Path) -> None:
     picture = tmp_path / "none.svg"
-    result = run("--model", "DeepSeek-V3", "--gpus", "8", "--search", "--svg", str(picture))
+    result = run("--model", "Qwen2.5-72B", "--gpus", "8", "--search", "--svg", str(picture))
     assert (result.exit_code, picture.exists()) == (1, False)
     assert result.stderr.startswith("--svg: nothing was written")
     assert "nothing was written" not in result.stdout
-    assert run("--model", "DeepSeek-V3", "--gpus", "8", "--search").stderr == ""
+    assert run("--model", "Qwen2.5-72B", "--gpus", "8", "--search").stderr == ""
 
 
 def test_the_effective_configuration_is_what_differs_from_megatron_cores_defaults(recipe: str) -> None:

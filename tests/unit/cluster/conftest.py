@@ -30,6 +30,7 @@ def session(tmp_path_factory: pytest.TempPathFactory, timers: PhaseTimers) -> It
 
 @pytest.fixture(autouse=True)
 def _no_workers_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End workers after each test, but for those that tests of a file share as `groups`."""
     yield
-    if "session" in request.fixturenames:
+    if "session" in request.fixturenames and "groups" not in request.fixturenames:
         request.getfixturevalue("session").kill()

@@ -19,6 +19,7 @@ import pytest
 from engines import HANG_S, SOON_S, gone
 
 from fivefold.observe.private_folder import PrivateFolder
+from tests.rows import long
 
 DRIVER = Path(__file__).with_name("driver.py")
 RECIPE = """
@@ -133,6 +134,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert status(tmp_path) == "failed"
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_while_others_wait_for_it_ends_the_run_within_the_bound(tmp_path: Path) -> None:
     with run_under_way(tmp_path, "trial_name=collective") as (driver, pids):
         began = time.monotonic()
@@ -147,7 +149,7 @@ def test_a_rank_that_hangs_while_others_wait_for_it_ends_the_run_within_the_boun
         assert gone(pids)
 
 
-@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("server", ["raylet", *long("gcs_server")])
 def test_a_killed_server_of_ray_ends_the_run_and_is_named(tmp_path: Path, server: str) -> None:
     with run_under_way(tmp_path) as (driver, pids):
         ray_server(driver, server).kill()

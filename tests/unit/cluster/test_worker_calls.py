@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -25,13 +25,23 @@ from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 
+Groups = Mapping[str, WorkerGroup]
+
+
+@pytest.fixture(scope="module")
+def groups(session: Session) -> Iterator[Groups]:
+    """Three actors and two of a rollout, for the first tests of this file; those that follow start their own."""
+    roles = {"actor": 3, "rollout": 2}
+    yield session.launch(*(Role(name, [Device(0, rank) for rank in range(n)], Engine) for name, n in roles.items()))
+    session.kill()
+
 
 def launch(session: Session, n: int, name: str = "actor") -> WorkerGroup:
     return session.launch(Role(name, [Device(0, rank) for rank in range(n)], Engine))[name]
 
 
-def test_calls_reach_the_ranks_they_name(session: Session) -> None:
-    group = launch(session, 3)
+def test_calls_reach_the_ranks_they_name(groups: Groups) -> None:
+    group = groups["actor"]
     assert len(group) == 3
     assert group.call(Engine.echo, [7], suffix="!") == ["0:[7]!", "1:[7]!", "2:[7]!"]
     assert group.call_first(Engine.echo, "x") == "0:x"
@@ -41,10 +51,102 @@ def test_calls_reach_the_ranks_they_name(session: Session) -> None:
         group.call_each(Engine.echo, [("a",), ("b",)], [0])
 
 
-def test_a_part_of_the_held_object_is_made_once_in_each_process(session: Session) -> None:
-    group = launch(session, 2)
+def test_a_part_of_the_held_object_is_made_once_in_each_process(groups: Groups) -> None:
+    group = groups["rollout"]
     assert group.call(Tally.add, 2) == ["0:2", "1:2"]
     assert group.control(Tally.add, 3) == ["0:5", "1:5"]
+
+
+def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(groups: Groups) -> None:
+    group = groups["rollout"]
+    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [0, 1])
+    assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
+    (_, first), (_, second) = kept
+    # Each rank reads what both have made.
+    assert group.call_each(Engine.total_length, [(first, second), (second,)], [0, 1]) == [8, 5]
+
+
+def test_arguments_that_several_ranks_have_are_sent_once_and_results_that_nobody_wants_not_at_all(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups["actor"]
+    [(_, made)] = group.keep_each(Engine.make_bytes, [(3,)] * 3, [1])
+    sent, store = [], ray.put
+
+    def counted(value: Any) -> Any:
+        sent.append(value)
+        return store(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    both, own = (made, b"12", made), (b"1", made)
+    assert group.call_each(Engine.total_length, [both, own, both], [0, 1, 2]) == [8, 4, 8]
+    assert sent == [both]
+    assert ray.get([group._workers[0].call_with.remote("total_length", reply, own) for reply in (True, False)]) == [
+        4,
+        None,
+    ]
+
+
+def test_ranks_whose_payload_is_not_wanted_leave_nothing_in_the_store(groups: Groups) -> None:
+    group = groups["rollout"]
+    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [1])
+    assert [(summary, len(fetch(payload))) for summary, payload in kept] == [("1 made 5", 5)]
+    pair = [group._workers[0].keep.remote("make_bytes", False, {}, 3)]
+    assert ray.get(pair[0]) == [None, None]
+
+
+def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session, groups: Groups) -> None:
+    group = groups["rollout"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(group.start(Engine.run_until_told).wait)
+        while (report := session.progress().get("rollout")) is None or not report.share:
+            assert not waiting.done()
+            time.sleep(0.05)
+        assert (report.action, report.share) == ("listening", 0.25)
+        group.control(Engine.tell_to_stop, "enough")
+        waiting.result()
+    assert session.progress() == {}
+
+
+def test_several_threads_wait_for_calls_of_their_own(groups: Groups, timers: PhaseTimers) -> None:
+    timers.take()
+
+    def call_often(name: str) -> list[str]:
+        with timers.phase(name):
+            return [groups[name].call_first(Engine.echo, number) for number in range(50)]
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(call_often, groups))
+    assert answers == [[f"0:{number}" for number in range(50)]] * 2
+    assert timers.take().keys() == groups.keys()
+
+
+def test_driver_and_workers_know_how_their_children_ended(groups: Groups) -> None:
+    assert groups["rollout"].call(Engine.status_of_a_child) == [3, 3]
+    assert Engine.status_of_a_child(None) == 3  # type: ignore[arg-type]
+
+
+def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(groups: Groups) -> None:
+    actor, rollout = groups["actor"], groups["rollout"]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 12), 1000) == [1000 + sum(range(12))] * 2
+    assert actor.call(Engine.yielded) == [12, 12, 12]
+    # Each feed is independent of the ones before it, even if their readers ended early.
+    assert rollout.feed(Engine.take_one, actor.stream(Engine.items, 10)) == [0, 0]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 3), 0) == [3, 3]
+    assert rollout.feed(Engine.total, actor.stream(Engine.items, 0), 5) == [5, 5]
+    # Roles work at the same time.
+    first, second = actor.start(Engine.echo, 1), rollout.start(Engine.echo, 2)
+    assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1", "2:1"])
+
+
+def test_calls_on_single_ranks_come_back_as_they_end_with_payloads_that_workers_read(groups: Groups) -> None:
+    group = groups["actor"]
+    slow, quick = group.keep_on(0, Engine.work_until_told, 3), group.keep_on(1, Engine.work, 4)
+    found, summary = group.first_kept([slow, quick])
+    assert (found, summary) == (quick, 4)
+    group.control(Engine.tell_to_stop, "enough")
+    assert group.first_kept([slow]) == (slow, 3)
+    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,), ("",)], [0, 1]) == ["0:enough", "1:rank 1"]
 
 
 def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,44 +166,6 @@ def test_results_that_are_ready_are_taken_together(session: Session, monkeypatch
     assert len(waits) <= 3
 
 
-def test_kept_payloads_are_read_by_other_workers_and_not_by_the_driver(session: Session) -> None:
-    group = launch(session, 2)
-    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [0, 1])
-    assert [summary for summary, _ in kept] == ["0 made 3", "1 made 5"]
-    (_, first), (_, second) = kept
-    # Each rank reads what both have made.
-    assert group.call_each(Engine.total_length, [(first, second), (second,)], [0, 1]) == [8, 5]
-
-
-def test_arguments_that_several_ranks_have_are_sent_once_and_results_that_nobody_wants_not_at_all(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = launch(session, 3)
-    [(_, made)] = group.keep_each(Engine.make_bytes, [(3,)] * 3, [1])
-    sent, store = [], ray.put
-
-    def counted(value: Any) -> Any:
-        sent.append(value)
-        return store(value)
-
-    monkeypatch.setattr(ray, "put", counted)
-    both, own = (made, b"12", made), (b"1", made)
-    assert group.call_each(Engine.total_length, [both, own, both], [0, 1, 2]) == [8, 4, 8]
-    assert sent == [both]
-    assert ray.get([group._workers[0].call_with.remote("total_length", reply, own) for reply in (True, False)]) == [
-        4,
-        None,
-    ]
-
-
-def test_ranks_whose_payload_is_not_wanted_leave_nothing_in_the_store(session: Session) -> None:
-    group = launch(session, 2)
-    kept = group.keep_each(Engine.make_bytes, [(3,), (5,)], [1])
-    assert [(summary, len(fetch(payload))) for summary, payload in kept] == [("1 made 5", 5)]
-    pair = [group._workers[0].keep.remote("make_bytes", False, {}, 3)]
-    assert ray.get(pair[0]) == [None, None]
-
-
 def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(session: Session) -> None:
     group = launch(session, 2)
     running = group.start(Engine.run_until_told)
@@ -115,39 +179,6 @@ def test_a_control_call_and_a_feed_beside_are_answered_while_a_method_runs(sessi
     assert rows == {"build": "main", "run_until_told": "main", "total": "parallel", "tell_to_stop": "parallel"}
 
 
-def test_a_worker_tells_how_far_it_is_while_the_driver_waits(session: Session) -> None:
-    group = launch(session, 2)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(group.start(Engine.run_until_told).wait)
-        while (report := session.progress().get("actor")) is None or not report.share:
-            assert not waiting.done()
-            time.sleep(0.05)
-        assert (report.action, report.share) == ("listening", 0.25)
-        group.control(Engine.tell_to_stop, "enough")
-        waiting.result()
-    assert session.progress() == {}
-
-
-def test_several_threads_wait_for_calls_of_their_own(session: Session, timers: PhaseTimers) -> None:
-    devices = [Device(0, 0)]
-    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
-    timers.take()
-
-    def call_often(name: str) -> list[str]:
-        with timers.phase(name):
-            return [groups[name].call_first(Engine.echo, number) for number in range(50)]
-
-    with ThreadPoolExecutor() as threads:
-        answers = list(threads.map(call_often, groups))
-    assert answers == [[f"0:{number}" for number in range(50)]] * 2
-    assert timers.take().keys() == groups.keys()
-
-
-def test_driver_and_workers_know_how_their_children_ended(session: Session) -> None:
-    assert launch(session, 1).call(Engine.status_of_a_child) == [3]
-    assert Engine.status_of_a_child(None) == 3  # type: ignore[arg-type]
-
-
 def test_a_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None:
     group, record = launch(session, 1), tmp_path / "yielded"
     stream = group.stream(Engine.items_on_record, str(record), 40)
@@ -155,31 +186,6 @@ def test_a_stream_waits_for_its_reader(session: Session, tmp_path: Path) -> None
     time.sleep(1.0)
     assert record.stat().st_size <= 1 + STREAM_AHEAD + 2
     assert sum(1 for _ in stream) == 39
-
-
-def test_a_feed_gives_the_stream_of_one_role_to_every_rank_of_another(session: Session) -> None:
-    devices = [Device(0, 0), Device(0, 1)]
-    groups = session.launch(Role("actor", devices, Engine), Role("rollout", devices, Engine))
-    actor, rollout = groups["actor"], groups["rollout"]
-    assert rollout.feed(Engine.total, actor.stream(Engine.items, 12), 1000) == [1000 + sum(range(12))] * 2
-    assert actor.call(Engine.yielded) == [12, 12]
-    # Each feed is independent of the ones before it, even if their readers ended early.
-    assert rollout.feed(Engine.take_one, actor.stream(Engine.items, 10)) == [0, 0]
-    assert rollout.feed(Engine.total, actor.stream(Engine.items, 3), 0) == [3, 3]
-    assert rollout.feed(Engine.total, actor.stream(Engine.items, 0), 5) == [5, 5]
-    # Roles work at the same time.
-    first, second = actor.start(Engine.echo, 1), rollout.start(Engine.echo, 2)
-    assert (second.wait(), first.wait()) == (["0:2", "1:2"], ["0:1", "1:1"])
-
-
-def test_calls_on_single_ranks_come_back_as_they_end_with_payloads_that_workers_read(session: Session) -> None:
-    group = launch(session, 2)
-    slow, quick = group.keep_on(0, Engine.work_until_told, 3), group.keep_on(1, Engine.work, 4)
-    found, summary = group.first_kept([slow, quick])
-    assert (found, summary) == (quick, 4)
-    group.control(Engine.tell_to_stop, "enough")
-    assert group.first_kept([slow]) == (slow, 3)
-    assert group.call_each(Engine.echo, [(slow.payload,), (quick.payload,)], [0, 1]) == ["0:enough", "1:rank 1"]
 
 
 def test_cpu_workers_get_rank_threads_and_variables(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

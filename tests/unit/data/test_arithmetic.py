@@ -96,6 +96,7 @@ def test_held_out_problems_of_two_operands_are_refused() -> None:
         next(problems("test", random.Random(0), (2, 3)))
 
 
+@pytest.mark.long
 def test_written_files_are_the_shipped_ones(tmp_path: Path) -> None:
     written = write_arithmetic(tmp_path, n_worked=5, n_mixed=5)
     for stem in ("train", "test", "pairs_train", "pairs_test"):

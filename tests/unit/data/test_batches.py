@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.update.updates import minibatches
+from fivefold.update.step import minibatches
 
 
 def test_minibatches_hold_whole_groups_and_each_sample_once() -> None:

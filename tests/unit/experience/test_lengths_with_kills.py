@@ -130,6 +130,7 @@ def trained(prompts: list[Prompt], folder: Path, kills: set[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("local_objects")
+@pytest.mark.long
 def test_kills_favour_neither_short_completions_nor_long_ones(tmp_path: Path) -> None:
     prompts = [Prompt(i, str(i), (3, 4), "") for i in range(12)]
     without, killed = trained(prompts, tmp_path, set()), trained(prompts, tmp_path, set(range(1, STEPS)))

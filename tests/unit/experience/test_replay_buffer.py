@@ -97,7 +97,7 @@ def by_hand(history: list[dict[str, Any]], turn: int, fresh: set[int], config: R
 
 def test_the_groups_of_the_largest_priority_are_trained_again_within_all_bounds() -> None:
     again = 0
-    for seed in range(120):
+    for seed in range(40):
         draw = random.Random(seed)
         config = ReplayBufferConfig(
             batch_size=draw.randint(1, 5), max_age=draw.randint(3, 8), max_uses=draw.randint(2, 4),
@@ -125,7 +125,7 @@ def test_the_groups_of_the_largest_priority_are_trained_again_within_all_bounds(
                 assert measured["reuse/age/max"] == max(ages) <= config.max_age
                 assert measured["reuse/uses"] == pytest.approx(sum(uses) / len(uses))
                 assert measured["reuse/share"] == len(chosen) / (len(new) + len(chosen))
-    assert again > 1000
+    assert again > 300
 
 
 def test_noise_changes_the_order_and_is_drawn_by_seed_step_and_group() -> None:

@@ -14,7 +14,7 @@ SHARE = "actor.optimizer.warmup_steps_proportion"
 
 
 def counted_back(steps: int, total: int) -> int:
-    """Return the steps that the trainer makes of the share, counted as `fivefold.engine.schedule` does."""
+    """Return the steps that the trainer makes of the share, counted as `fivefold.engine.state.optimizer_state` does."""
     draft = Draft({"steps": steps}, {})
     warmup(draft, "steps", total)
     return math.ceil(round(draft.recipe[SHARE] * total, 6))

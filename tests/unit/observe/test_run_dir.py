@@ -285,6 +285,7 @@ def test_checkpoints_are_results(tmp_path: Path) -> None:
     assert not RunDir.create(recipe(tmp_path), overwrite=True).checkpoints.exists()
 
 
+@pytest.mark.long
 def test_a_kill_while_a_run_is_replaced_leaves_a_folder_that_can_be_replaced(tmp_path: Path) -> None:
     for number in itertools.count(1):
         root = tmp_path / str(number)
@@ -311,6 +312,7 @@ def test_a_kill_while_a_run_begins_leaves_a_free_folder(tmp_path: Path) -> None:
     assert number > 5
 
 
+@pytest.mark.long
 def test_a_kill_while_a_run_resumes_loses_nothing(tmp_path: Path) -> None:
     def go_on(root: Path) -> None:
         RunDir.resume(recipe(root), step=3).started()

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_a_step_of_ranks_for_which_others_stand_in_is_measured() -> None:
     words = ["--replicas=3", "--ranks=16", "--episodes=64", "--seconds=1", "--processes=1", "--minibatches=2"]
     command = [sys.executable, str(ROOT / "benchmarks" / "driver_step.py"), *words]

@@ -32,8 +32,7 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.types import Completion, Episode, Prompt, Sample
 from fivefold.update.compose import policy_update
 from fivefold.update.expert_examples import ExpertExamples
-from fivefold.update.step import UpdateState
-from fivefold.update.updates import Skips, minibatches
+from fivefold.update.step import Skips, UpdateState, minibatches
 from tests.unit.roles.replicas import RATE, VOCAB, Bigrams, trainer, without_object_store
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"

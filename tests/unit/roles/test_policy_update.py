@@ -32,8 +32,7 @@ from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.types import Prompt, Sample, StopReason
 from fivefold.update import token_advantages
 from fivefold.update.compose import policy_update
-from fivefold.update.step import StepOutcome, UpdateState
-from fivefold.update.updates import Skips
+from fivefold.update.step import Skips, StepOutcome, UpdateState
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
 ONE_UPDATE = "actor.ppo_n_minibatches=1"

@@ -23,9 +23,8 @@ from fivefold.roles.devices import Models
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.types import Move, Prompt, Sample
 from fivefold.update.compose import policy_update
-from fivefold.update.step import Prepared, UpdateState
+from fivefold.update.step import Prepared, Skips, UpdateState
 from fivefold.update.turn_credit import TurnRewards, move_rewards
-from fivefold.update.updates import Skips
 from tests.unit.roles.test_policy_update import ONE_UPDATE, QUICKSTART, RecordingActor
 
 GAME = ("environment.game=fivefold.environments.guess_digit:GuessDigit", "reward.fn=environment", "reward.kwargs={}")

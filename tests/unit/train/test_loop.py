@@ -41,7 +41,7 @@ from fivefold.run.setup import OpenRun
 from fivefold.run.stepwise import to_the_end
 from fivefold.train_setup import set_up
 from fivefold.types import Completion, Episode
-from fivefold.update.updates import MOST_SKIPPED, Skips
+from fivefold.update.step import MOST_SKIPPED, Skips
 from tests.unit.experience.local_replicas import LocalGroup, LocalRollout
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart.yaml"
