@@ -18,8 +18,9 @@ from typing import Any
 
 COPIED = ("GptOssForCausalLM",)
 """Models that copy tensors into parameters."""
-NOT_SENT = "indexer"
-"""Part of the names of layers that no trainer sends, because they change nothing as long as attention is dense."""
+NOT_SENT = ("indexer", "visual")
+"""Parts of the names of layers that no trainer sends: they change nothing as long as attention is dense, or a server
+gets no images."""
 
 
 def guard_updates(engine: Any, model: Any, layerwise: Any, *, is_random: bool) -> None:
@@ -72,7 +73,7 @@ def lost_layers(model: Any, layerwise: Any) -> list[str]:
         else:
             loaded |= places
     # The output layer may have the embedding's parameter.
-    return [name for name, places in waiting.items() if places - loaded and NOT_SENT not in name]
+    return [name for name, places in waiting.items() if places - loaded and not any(part in name for part in NOT_SENT)]
 
 
 def _is_copied_into(layer: Any) -> bool:
