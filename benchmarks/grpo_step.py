@@ -122,7 +122,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600, help="seconds after which the steps are given up")
     parser.add_argument("--keep", type=Path, help="folder for the metrics and the logs of the run")
     args, overrides = parser.parse_known_args()
-    args.overrides = overrides
+    # A recipe's key that follows --shape is none of config.json's.
+    keys = [item for item in args.shape if "." in item.partition("=")[0]]
+    args.shape = [item for item in args.shape if item not in keys]
+    args.overrides = [*keys, *overrides]
     return args
 
 
