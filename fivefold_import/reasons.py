@@ -80,7 +80,10 @@ NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: pre
 
 NO_MULTIMODAL = "models and data are text only"
 NO_ADAPTERS = "all weights are trained, without adapters"
-MERGED = "the rollout gets the weights with the adapters merged into them"
+MERGED = (
+    "the rollout gets the weights with the adapters merged into them; rollout.weight_transport=served_adapter lets "
+    "servers keep them apart (docs/lora.md)"
+)
 DROPS_INPUTS = "adapters drop their inputs, as PEFT does"
 ONLY_LORA = "adapters are LoRA's, and of no other kind"
 FIRST_ADAPTERS = (

@@ -109,17 +109,24 @@ class StoredAdapters:
                 )
         if name.endswith("lora_B.weight"):
             # Not in place: the file's memory would be changed, and the next read of it.
-            matrix = matrix * (self._scale(first, matrix.shape[1]) / self._adapters.scale(matrix.shape[1]))
+            stored = scale_of(self._config, first.removesuffix(".lora_B.weight"), matrix.shape[1])
+            matrix = matrix * (stored / self._adapters.scale(matrix.shape[1]))
         return matrix
 
-    def _scale(self, name: str, rank: int) -> float:
-        """Return the scale that the folder's config gives a layer, as PEFT finds it."""
-        layer, config = name.removesuffix(".lora_B.weight"), self._config
-        ranks: dict[str, Any] = config.get("rank_pattern") or {}
-        alphas: dict[str, Any] = config.get("alpha_pattern") or {}
-        alpha = _of_layer(alphas, layer, config["lora_alpha"])
-        of_layer = _of_layer(ranks, layer, config.get("r", rank))
-        return float(alpha / (sqrt(of_layer) if config.get("use_rslora") else of_layer))
+
+def scale_of(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Return the scale that PEFT's config gives the adapter of a layer, as PEFT finds it.
+
+    Args:
+        config: the config.
+        layer: the layer's name.
+        rank: the adapter's rank, which a config may leave out.
+    """
+    ranks: dict[str, Any] = config.get("rank_pattern") or {}
+    alphas: dict[str, Any] = config.get("alpha_pattern") or {}
+    alpha = _of_layer(alphas, layer, config["lora_alpha"])
+    of_layer = _of_layer(ranks, layer, config.get("r", rank))
+    return float(alpha / (sqrt(of_layer) if config.get("use_rslora") else of_layer))
 
 
 def _of_layer(patterns: Mapping[str, Any], layer: str, usual: Any) -> Any:

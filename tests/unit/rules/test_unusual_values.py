@@ -37,3 +37,16 @@ def test_a_recipe_that_ships_has_none(path: Path) -> None:
 def test_the_table_names_keys() -> None:
     keys = set(known_keys(TrainRecipe))
     assert all(any(key == name or key.endswith(f".{name}") for key in keys) for name in USUAL)
+
+
+@pytest.mark.parametrize(("keys", "is_noted"), [({}, True), ({"optimizer": {"lr": 1e-6}}, False)])
+def test_a_rate_that_nobody_chose_for_adapters_is_noted(keys: dict[str, object], is_noted: bool) -> None:
+    values = {
+        "experiment_name": "e",
+        "actor": {"path": "m", "lora": {"rank": 4}, **keys},
+        "train_dataset": {"path": "d"},
+    }
+    notes = [note for note in unusual_values(TrainRecipe.model_validate(values)) if "actor.lora trains with" in note]
+    assert len(notes) == is_noted
+    without = {**values, "actor": {"path": "m"}}
+    assert not any("lora" in note for note in unusual_values(TrainRecipe.model_validate(without)))
