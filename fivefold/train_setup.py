@@ -83,7 +83,7 @@ class TrainSetup(RunSetup[Prompt]):
 
     def _held_out(self, data: PromptDataset) -> str:
         """Return what the banner says about the held-out prompts."""
-        held_out, trained = ((prompt.token_ids for prompt in each.prompts) for each in (data, self.data))
+        held_out, trained = ((prompt.key for prompt in each.prompts) for each in (data, self.data))
         return held_out_usage(data.usage, held_out, trained)
 
     def warnings(self) -> Iterator[str]:
@@ -99,7 +99,7 @@ class TrainSetup(RunSetup[Prompt]):
             yield from dropped_rows(key, data.n_rows, data.n_too_long)
             # An environment may begin each episode with the same words.
             if self.recipe.environment is None:
-                yield from repeated_prompts(key, [prompt.token_ids for prompt in data.prompts])
+                yield from repeated_prompts(key, [prompt.key for prompt in data.prompts])
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -27,10 +27,12 @@ from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
 from fivefold.data.weighted_sampler import WeightedSampler
 from fivefold.json_text import parsed
-from fivefold.types import Prompt
+from fivefold.types import ImagePart, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fivefold.data.images import PromptImages
 
 Value = TypeVar("Value", str, dict[str, Any])
 
@@ -109,7 +111,7 @@ class PromptDataset:
 
     def fingerprint(self) -> str:
         """Return a hash of all prompts and what rewards know of them, by which a resumed run recognises the data."""
-        return fingerprint((prompt.token_ids for prompt in self.prompts), map(_judged_by, self.prompts))
+        return fingerprint((prompt.key for prompt in self.prompts), map(_judged_by, self.prompts))
 
 
 def _judged_by(prompt: Prompt) -> str:
@@ -127,10 +129,17 @@ class RenderedPrompt:
     """Whether `text` itself has the special tokens, which the tokenizer otherwise puts around it."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The chat messages that the template has rendered; None: it was a text."""
+    images: tuple[ImagePart, ...] = ()
+    """The images among its tokens; `text` has a marker for each."""
 
 
-def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str = "") -> PromptDataset:
     """Read, render and tokenize a data set; prompts that are too long are dropped and counted, or cut.
+
+    Args:
+        config: the section of the data set.
+        tokenizer: the model's tokenizer.
+        model: folder, hub name or `package:<name>` of the model, which images are read for.
 
     Raises:
         ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
@@ -140,12 +149,22 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
+    reader = None
+    if config.image_key is not None:
+        from fivefold.data.images import PromptImages  # by those whose prompts have images
+
+        require_column(rows, config.image_key, "image_key", config.path)
+        reader = PromptImages.of(config, tokenizer, model)
     prompts: list[Prompt] = []
     # A prompt that loses its first tokens is read to its end.
     at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        rendered = render(asked(row[config.prompt_key], config, where), config, tokenizer, where, at_most)
+        prompt = asked(row[config.prompt_key], config, where)
+        if reader is None:
+            rendered = render(prompt, config, tokenizer, where, at_most)
+        else:
+            rendered = _with_images(reader, prompt, row[config.image_key], config, tokenizer, where)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -158,6 +177,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
                     data_source=_typed(row, "data_source", "", where),
                     extra_info=_typed(row, "extra_info", {}, where),
                     messages=rendered.messages,
+                    images=rendered.images,
                 )
             )
     if not prompts:
@@ -166,6 +186,21 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
             "raise max_length"
         )
     return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
+
+
+def _with_images(
+    reader: PromptImages, prompt: Any, images: Any, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> RenderedPrompt:
+    """Return a prompt with its images as the model sees it; of one that is too long as a text, without them."""
+    sources = reader.encoded(images, f"{where}: column {config.image_key!r}")
+    prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
+        prompt = reader.marked(prompt, len(sources), where)
+    rendered = render(prompt, config, tokenizer, where, config.max_length)
+    if len(rendered.token_ids) > config.max_length:
+        return rendered
+    token_ids, parts = reader.expanded(rendered.token_ids, sources, where)
+    return replace(rendered, token_ids=token_ids, images=parts)
 
 
 def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:

@@ -157,7 +157,7 @@ class _Session:
 
     async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one completion (`Client`)."""
-        request = replace(self.task.request, token_ids=tuple(token_ids))
+        request = replace(self.task.request, token_ids=tuple(token_ids), images=self.task.images)
         if self.first_call is not None:
             request = replace(request, seed=turn_seed(request.seed, request.token_ids), begun=None)
         call = self.calls.ask(self.place, request, sampling or self.task.sampling)
@@ -197,7 +197,7 @@ class _Session:
             return replace(self.task.request, begun=begun)
         number = None if first is None else first.number
         so_far = self.task.request if number is None else asked.get(number, self.task.request)
-        return replace(so_far, token_ids=self.task.request.token_ids)
+        return replace(so_far, token_ids=self.task.request.token_ids, images=())
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
-from fivefold.types import Completion, FinishReason
+from fivefold.types import Completion, FinishReason, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,6 +50,10 @@ class Begun:
             np.concatenate([part.versions for part in parts]),
             parts[-1].finish_reason,
         )
+
+
+Prefix = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens, and the digests of the images among them."""
 
 
 @dataclass(frozen=True)

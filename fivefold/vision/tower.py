@@ -1,0 +1,127 @@
+"""The vision tower of a model: transformers' module, whole on each process that uses it, with weights that stay.
+
+    PlacedImage ... ──each different one once──> tower ──> Features ──at the images' tokens──> embeddings, first layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+from transformers.initialization import no_init_weights
+
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.weight_files import survey
+from fivefold.types import PlacedImage
+
+_PREFIX = "model.visual."
+"""What precedes the names of the tower's tensors in files."""
+_AUTO_CONFIG: Any = AutoConfig
+_AUTO_MODEL: Any = AutoModel
+"""The types are Any because transformers declares that its factories return base classes."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a tower sees in F tokens of images, each [F, hidden] in the model's dtype."""
+
+    embeddings: Tensor
+    """In the place of the tokens' embeddings."""
+    deepstack: tuple[Tensor, ...]
+    """Added after the first layers, one for each."""
+
+    def select(self, rows: Tensor) -> Features:
+        """Return the features of the tokens at `rows`."""
+        return Features(self.embeddings[rows], tuple(each[rows] for each in self.deepstack))
+
+
+class VisionTower:
+    """A vision tower with frozen weights. It is no module, so that no model that holds it counts its parameters."""
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the tower of the model in a folder; its weights are read when the first image comes.
+
+        Args:
+            folder: folder of the model.
+            dtype: dtype of weights and features.
+            device: where features are computed.
+        """
+        self._folder = Path(folder)
+        self._dtype = dtype
+        self._device = device
+        self._module: Any = None
+
+    @torch.no_grad()
+    def features(self, images: Sequence[PlacedImage]) -> Features:
+        """Return the features of images, in their order; of several images with one digest, those of one.
+
+        Raises:
+            ValueError: a folder without the tower's weights.
+        """
+        if self._module is None:
+            self._module = _load(self._folder, self._dtype, self._device)
+        different = list({image.digest: image for image in images}.values())
+        merge = self._module.spatial_merge_size
+        grids = torch.tensor([[1, image.rows * merge, image.columns * merge] for image in different])
+        patches = torch.cat([torch.from_numpy(image.patches_PC) for image in different])
+        output = self._module(patches.to(self._device, self._dtype), grid_thw=grids.to(self._device), return_dict=True)
+        deepstack = tuple(getattr(output, "deepstack_features", None) or ())
+        return Features(output.pooler_output, deepstack)
+
+    def sleep(self) -> None:
+        """Give the device's memory back; the weights wait on the host."""
+        if self._module is not None:
+            self._module.cpu()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        if self._module is not None:
+            self._module.to(self._device)
+
+
+def rows_of(images: Sequence[PlacedImage]) -> Tensor:
+    """Return which row of the features each token of images has, int64 [tokens of all images]."""
+    first: dict[int, int] = {}
+    total = 0
+    for image in images:
+        if image.digest not in first:
+            first[image.digest], total = total, total + image.n_tokens
+    return torch.cat([torch.arange(image.n_tokens) + first[image.digest] for image in images])
+
+
+def check_tower(folder: Path) -> None:
+    """Check that a folder has a vision tower's weights.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not any(name.startswith(_PREFIX) for name in survey(folder).tensors):
+        raise ValueError(
+            f"{folder} has no weights of a vision tower ({_PREFIX}*), without which the model sees no images: give the "
+            "whole model, or drop image_key"
+        )
+
+
+# Weights that are made in inference mode could not be moved outside of it.
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    check_tower(folder)
+    config = _AUTO_CONFIG.from_pretrained(folder).vision_config
+    with torch.device(device), no_init_weights():
+        module = _AUTO_MODEL.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with HFWeights(folder) as weights:
+        for name, parameter in module.named_parameters():
+            found = weights.shape(_PREFIX + name) if _PREFIX + name in weights.names else None
+            if found != tuple(parameter.shape):
+                raise ValueError(
+                    f"config.json of {folder} describes {_PREFIX}{name} of shape {tuple(parameter.shape)}, and the "
+                    f"weight files have {found or 'no such tensor'}: fetch the folder again"
+                )
+            parameter.copy_(weights.read(_PREFIX + name))
+    return module.eval().requires_grad_(False)
