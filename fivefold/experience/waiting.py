@@ -96,7 +96,7 @@ class SavedGroup:
         ]
         columns = self.columns
         if prompt.images:
-            from fivefold.vision.images import placed  # by those whose prompts have images
+            from fivefold.data.images import placed  # by those whose prompts have images
 
             columns = replace(columns, images=(placed(prompt.images),) * len(samples))
         return Answer(self.place, 0, samples, RemoteBatch.of(columns))

@@ -55,6 +55,7 @@ QWEN3_5 = Family(
     inner_type="qwen3_5_text",
     body=_BODY,
     kept=_KEPT,
+    sees=True,
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
@@ -64,4 +65,5 @@ QWEN3_5_MOE = Family(
     inner_type="qwen3_5_moe_text",
     body=_BODY,
     kept=_KEPT,
+    sees=True,
 )

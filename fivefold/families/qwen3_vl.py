@@ -33,4 +33,5 @@ QWEN3_VL = Family(
     inner_type="qwen3_vl_text",
     body="model.language_model.",
     kept=(r"model\.visual\..+",),
+    sees=True,
 )
