@@ -70,6 +70,13 @@ class GenerationRequest:
     begun: Begun | None = None
     """What the completion has already, from which a server continues. The embedded engine starts over, with the same
     random numbers."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the prompt's tokens."""
+
+    @property
+    def key(self) -> Prefix:
+        """What tells its prompt from others: tokens, and the digests of images."""
+        return self.token_ids, tuple(image.digest for image in self.images)
 
 
 def n_begun(requests: Sequence[GenerationRequest]) -> int:

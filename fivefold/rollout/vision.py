@@ -29,7 +29,7 @@ _AUTO_MODEL: Any = AutoModelForCausalLM
 class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
     """Qwen3-VL's language model with its output layer, which transformers has inside the whole model alone."""
 
-    config: Qwen3VLTextConfig
+    config_class = Qwen3VLTextConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: Qwen3VLTextConfig) -> None:
