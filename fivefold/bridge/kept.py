@@ -12,6 +12,9 @@ from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import kept_tensors
 from fivefold.json_text import parsed
 
+VISION = "model.visual."
+"""What precedes the names of a vision tower's tensors in files."""
+
 
 def kept_specs(source: Path) -> dict[str, TensorSpec]:
     """Return dtype and shape of the tensors that a language model trained from the folder `source` keeps as they are.
@@ -45,4 +48,17 @@ def check_kept(folder: Path, shape: ModelShape) -> None:
             f"{folder} lacks {lacking[0]} of the model's shape, and {len(lacking) - 1} more tensors of indexers, which "
             f"are not trained and which {shape.family} has unchanged in what is written: name a folder with weights "
             "that are not quantized"
+        )
+
+
+def check_tower(folder: Path) -> None:
+    """Check that a folder has the weights of a vision tower.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not any(name.startswith(VISION) for name in survey(folder).tensors):
+        raise ValueError(
+            f"{folder} has no weights of a vision tower ({VISION}*), without which the model sees no images: give the "
+            "folder of the whole model, or drop image_key"
         )

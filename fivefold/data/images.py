@@ -1,8 +1,8 @@
 """Images of prompts: from a column of the data to places among tokens, and from there to the patches of a vision tower.
 
-    row ─ encoded ─> bytes or a path ─┐
-    prompt with <image> ─ marked ─> text ─> tokens ─ expanded ─> tokens, ImagePart ...     on the driver, by sizes alone
-    ImagePart ─ placed ─> PlacedImage                                                      where a model needs the pixels
+row ─ encoded ─> bytes or a path ─┐
+prompt with <image> ─ marked ─> text ─> tokens ─ expanded ─> tokens, ImagePart ...     on the driver, by sizes alone
+ImagePart ─ placed ─> PlacedImage                                                      where a model needs the pixels
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class PromptImages:
         for part in message["content"]:
             kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
             if kind in ("video", "audio", "input_audio", "video_url"):
-                raise ValueError(f"{where}: a chat message holds {kind}, and models read text and images alone: drop it")
+                raise ValueError(
+                    f"{where}: a chat message holds {kind}, and models read text and images alone: drop it"
+                )
             text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
             pieces.append(PLACEHOLDER if kind == "image" else text)
         if not all(isinstance(piece, str) for piece in pieces):
@@ -242,7 +244,9 @@ def _patches(part: ImagePart) -> np.ndarray[Any, np.dtype[np.float32]]:
     processor = _processor(part.processor)
     with Image.open(io.BytesIO(content)) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
-    size = {} if part.pixels is None else {"size": dict(zip(("shortest_edge", "longest_edge"), part.pixels, strict=True))}
+    size = (
+        {} if part.pixels is None else {"size": dict(zip(("shortest_edge", "longest_edge"), part.pixels, strict=True))}
+    )
     made = processor.preprocess([upright], return_tensors="np", **size)
     merge = processor.merge_size
     assert made["image_grid_thw"].tolist() == [[1, part.rows * merge, part.columns * merge]]

@@ -46,6 +46,8 @@ class PromptDataset:
     """Number of rows that were read."""
     n_too_long: int
     """Number of rows that were dropped because their prompt has more than `max_length` tokens."""
+    placeholders: tuple[int, ...] = ()
+    """Tokens that stand for images, which no completion may have."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -55,7 +57,9 @@ class PromptDataset:
         """Return the prompts of several sets, one after the other, numbered through."""
         prompts = (prompt for each in sets for prompt in each.prompts)
         numbered = tuple(replace(prompt, index=index) for index, prompt in enumerate(prompts))
-        return cls(numbered, sum(each.n_rows for each in sets), sum(each.n_too_long for each in sets))
+        placeholders = dict.fromkeys(token for each in sets for token in each.placeholders)
+        n_rows, n_too_long = (sum(getattr(each, name) for each in sets) for name in ("n_rows", "n_too_long"))
+        return cls(numbered, n_rows, n_too_long, tuple(placeholders))
 
     def held_apart(self, hold_out: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
         """Return the prompts to train on, and those that `train_dataset.hold_out` holds out, drawn by `seed`.
@@ -69,8 +73,9 @@ class PromptDataset:
             [prompt for index, prompt in enumerate(self.prompts) if (index in chosen) is is_held]
             for is_held in (False, True)
         )
-        of_kept = PromptDataset(tuple(kept), self.n_rows - n, self.n_too_long)
-        return PromptDataset.joined([of_kept]), PromptDataset.joined([PromptDataset(tuple(held), n, 0)])
+        of_kept = replace(self, prompts=tuple(kept), n_rows=self.n_rows - n)
+        of_held = replace(self, prompts=tuple(held), n_rows=n, n_too_long=0)
+        return PromptDataset.joined([of_kept]), PromptDataset.joined([of_held])
 
     @property
     def usage(self) -> str:
@@ -185,11 +190,17 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
             f"all {len(rows)} prompts of {config.path!r} have more than max_length={config.max_length} tokens: "
             "raise max_length"
         )
-    return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
+    placeholders = () if reader is None else (reader.vision.image_token, reader.vision.video_token)
+    return PromptDataset(tuple(prompts), len(rows), len(rows) - len(prompts), placeholders)
 
 
 def _with_images(
-    reader: PromptImages, prompt: Any, images: Any, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str
+    reader: PromptImages,
+    prompt: Any,
+    images: Any,
+    config: PromptRowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
 ) -> RenderedPrompt:
     """Return a prompt with its images as the model sees it; of one that is too long as a text, without them."""
     sources = reader.encoded(images, f"{where}: column {config.image_key!r}")

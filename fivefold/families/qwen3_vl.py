@@ -16,6 +16,8 @@ from fivefold.families.vision import read_vision
 
 def _read(config: HFConfig) -> ModelShape:
     dense = read_dense(config.inside("text_config"), qk_norm=True)
+    if not config.fields("vision_config"):
+        return dense
     return replace(dense, vision=read_vision(config, sections=(24, 20, 20), has_deepstack=True))
 
 

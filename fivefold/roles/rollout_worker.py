@@ -15,7 +15,7 @@ from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.environments.build import build_environment
-from fivefold.environments.environment import Task
+from fivefold.environments.environment import tasks_of
 from fivefold.environments.play import SETTLE_S, Player
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
@@ -23,7 +23,7 @@ from fivefold.rollout.engines import DIALECTS, build_engine
 from fivefold.rollout.protocol import GenerationRequest, RolloutEngine
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
-from fivefold.types import Episode, PlacedImage, Prompt
+from fivefold.types import Episode
 from fivefold.weights.folder import NodePlace
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ class RolloutWorker:
             return replace(report, lost=self._told, has_weights=False, restarts=self.engine.take_restarts()), None
         for job in jobs:
             self._jobs[job.number] = job
-            images = placed(job.prompt)
-            self._player.begin(
-                job.number, [Task(job.prompt, request, job.sampling, images) for request in job.requests]
-            )
+            self._player.begin(job.number, tasks_of(job.prompt, job.requests, job.sampling))
         done = self._player.advance(seconds)
         report, columns = self._reported([(self._jobs.pop(number), episodes) for number, episodes in done], began)
         self._told = self._take_lost()
@@ -153,16 +150,3 @@ class RolloutWorker:
 
         assert isinstance(self.engine, ServerEngine)
         return self.engine
-
-
-def placed(prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """Return the images of a prompt as a vision tower takes them.
-
-    Raises:
-        ValueError: a file that is gone, or that has changed since the data set was read.
-    """
-    if not prompt.images:
-        return ()
-    from fivefold.data import images  # by those whose prompts have images
-
-    return images.placed(prompt.images)

@@ -135,9 +135,7 @@ def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
     return ((is_past_PP & is_token_UP[:, None, :]) | is_self_PP).unsqueeze(1)
 
 
-def _last_logits(
-    model: PreTrainedModel, cache: RowCache, inputs: Mapping[str, Tensor], mask: Tensor | None
-) -> Tensor:
+def _last_logits(model: PreTrainedModel, cache: RowCache, inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
     output = model(
         **inputs,
         attention_mask=mask,

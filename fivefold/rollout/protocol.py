@@ -136,6 +136,11 @@ class SamplingParams:
             bad_token_ids=tuple(config.bad_token_ids),
         )
 
+    def never(self, token_ids: Iterable[int]) -> SamplingParams:
+        """Return this sampling without some tokens; itself if there are none."""
+        more = tuple(token for token in token_ids if token not in self.bad_token_ids)
+        return replace(self, bad_token_ids=(*self.bad_token_ids, *more)) if more else self
+
     @property
     def bias(self) -> dict[int, float]:
         """What is added to the logits of tokens, by token id; those that are never sampled get `NEVER`."""

@@ -45,7 +45,9 @@ class LocalImages:
         total = sum(lengths)
         flat = tuple(image for row in images for image in row)
         features = torch.full((total + 1,), -1, dtype=torch.int64)  # the extra element is the filler's
-        tokens = [torch.arange(i.n_tokens) + start + i.start for start, row in zip(starts, images, strict=True) for i in row]
+        tokens = [
+            torch.arange(i.n_tokens) + start + i.start for start, row in zip(starts, images, strict=True) for i in row
+        ]
         if tokens:
             features[torch.cat(tokens)] = rows_of(flat)
         own_T = features[sources_T]

@@ -1,9 +1,9 @@
 """Positions of tokens among images: three for each token, a time, a row and a column, by which channels turn.
 
-    tokens   a b [ 2 x 3 image ] c d
-    time     0 1  2 2 2 2 2 2    5 6      text: all three are equal
-    row      0 1  2 2 2 3 3 3    5 6      an image: its place in the grid, from the position where it begins
-    column   0 1  2 3 4 2 3 4    5 6      after it: as if it had as many tokens as its longer side
+tokens   a b [ 2 x 3 image ] c d
+time     0 1  2 2 2 2 2 2    5 6      text: all three are equal
+row      0 1  2 2 2 3 3 3    5 6      an image: its place in the grid, from the position where it begins
+column   0 1  2 3 4 2 3 4    5 6      after it: as if it had as many tokens as its longer side
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The vision tower of a model: transformers' module, whole on each process that uses it, with weights that stay.
 
-    PlacedImage ... ──each different one once──> tower ──> Features ──at the images' tokens──> embeddings, first layers
+PlacedImage ... ──each different one once──> tower ──> Features ──at the images' tokens──> embeddings, first layers
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.weight_files import survey
+from fivefold.bridge.kept import VISION, check_tower
 from fivefold.types import PlacedImage
 
-_PREFIX = "model.visual."
-"""What precedes the names of the tower's tensors in files."""
 _AUTO_CONFIG: Any = AutoConfig
 _AUTO_MODEL: Any = AutoModel
 """The types are Any because transformers declares that its factories return base classes."""
@@ -58,7 +56,7 @@ class VisionTower:
 
     @torch.no_grad()
     def features(self, images: Sequence[PlacedImage]) -> Features:
-        """Return the features of images, in their order; of several images with one digest, those of one.
+        """Return the features of images, in their order; several images with one digest share theirs.
 
         Raises:
             ValueError: a folder without the tower's weights.
@@ -94,19 +92,6 @@ def rows_of(images: Sequence[PlacedImage]) -> Tensor:
     return torch.cat([torch.arange(image.n_tokens) + first[image.digest] for image in images])
 
 
-def check_tower(folder: Path) -> None:
-    """Check that a folder has a vision tower's weights.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not any(name.startswith(_PREFIX) for name in survey(folder).tensors):
-        raise ValueError(
-            f"{folder} has no weights of a vision tower ({_PREFIX}*), without which the model sees no images: give the "
-            "whole model, or drop image_key"
-        )
-
-
 # Weights that are made in inference mode could not be moved outside of it.
 @torch.inference_mode(mode=False)
 @torch.no_grad()
@@ -117,11 +102,11 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         module = _AUTO_MODEL.from_config(config, dtype=dtype, attn_implementation="sdpa")
     with HFWeights(folder) as weights:
         for name, parameter in module.named_parameters():
-            found = weights.shape(_PREFIX + name) if _PREFIX + name in weights.names else None
+            found = weights.shape(VISION + name) if VISION + name in weights.names else None
             if found != tuple(parameter.shape):
                 raise ValueError(
-                    f"config.json of {folder} describes {_PREFIX}{name} of shape {tuple(parameter.shape)}, and the "
+                    f"config.json of {folder} describes {VISION}{name} of shape {tuple(parameter.shape)}, and the "
                     f"weight files have {found or 'no such tensor'}: fetch the folder again"
                 )
-            parameter.copy_(weights.read(_PREFIX + name))
+            parameter.copy_(weights.read(VISION + name))
     return module.eval().requires_grad_(False)

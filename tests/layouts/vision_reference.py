@@ -34,7 +34,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5": (
         "Qwen3_5Config",
-        {**_TEXT, **_DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
+        {
+            **_TEXT,
+            **_DELTA,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
         _VISION,
     ),
     "qwen3_5_moe": (
