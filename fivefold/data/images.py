@@ -238,8 +238,8 @@ def _patches(part: ImagePart) -> np.ndarray[Any, np.dtype[np.float32]]:
     content = _content(part.source, "a prompt")
     if digest_of(content) != part.digest:
         raise ValueError(
-            f"{_named(part.source)} is not the image that it was when the data set was read: keep the files of a run as "
-            "they are, and the same on every node"
+            f"{_named(part.source)} is not the image that it was when the data set was read: keep the files of a run "
+            "as they are, and the same on every node"
         )
     processor = _processor(part.processor)
     with Image.open(io.BytesIO(content)) as image:
