@@ -101,7 +101,7 @@ class Prompt:
     index: int
     """Row of the data set (after filtering); identifies the prompt in logs and resumes."""
     text: str
-    """The prompt as the model sees it, chat template applied."""
+    """The prompt as the model sees it, chat template applied; `⟦image ...⟧` stands for an image."""
     token_ids: tuple[int, ...]
     """`text`, tokenized."""
     ground_truth: Any

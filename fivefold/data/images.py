@@ -65,10 +65,9 @@ class PromptImages:
                 f"image_key={config.image_key!r} names images, and models of the family {shape.family} as they are "
                 "read here see none: use a model of Qwen3-VL, or drop image_key"
             )
-        tokens = tokenizer.convert_ids_to_tokens(list(vision.marker))
-        if not all(isinstance(token, str) for token in tokens) or tokenizer.encode(
-            "".join(tokens), add_special_tokens=False
-        ) != list(vision.marker):
+        marker = "".join(str(token) for token in tokenizer.convert_ids_to_tokens(list(vision.marker)))
+        is_added = set(vision.marker) <= set(tokenizer.get_added_vocab().values())
+        if not is_added or tokenizer.encode(marker, add_special_tokens=False) != list(vision.marker):
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path!r} does not have the tokens {list(vision.marker)}, which "
                 "stand for images in the model's config.json: use the tokenizer of the model"
@@ -82,7 +81,7 @@ class PromptImages:
             )
         paths = [config.path] if isinstance(config.path, str) else config.path
         folders = [path if path.is_dir() else path.parent for path in map(user_path, paths)]
-        return cls(vision, folder, "".join(tokens), (*dict.fromkeys(folders), Path()), pixels)
+        return cls(vision, folder, marker, (*dict.fromkeys(folders), Path()), pixels)
 
     def marked(self, prompt: Any, n_images: int, where: str) -> Any:
         """Return a prompt, a text or messages, with the model's marker for each image.
@@ -172,6 +171,13 @@ class PromptImages:
             else:
                 expanded.append(token)
         return tuple(expanded), tuple(parts)
+
+    def shown(self, text: str, images: Sequence[ImagePart]) -> str:
+        """Return a rendered prompt as logs show it: `⟦image a.png, 3 x 4 tokens⟧` in the place of each marker."""
+        for image in images:
+            name = f" {Path(image.source).name}" if isinstance(image.source, str) else ""
+            text = text.replace(self.marker, f"⟦image{name}, {image.rows} x {image.columns} tokens⟧", 1)
+        return text
 
     def _part(self, source: str | bytes, start: int, where: str) -> ImagePart:
         content = _content(source, where)

@@ -135,7 +135,7 @@ class RenderedPrompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The chat messages that the template has rendered; None: it was a text."""
     images: tuple[ImagePart, ...] = ()
-    """The images among its tokens; `text` has a marker for each."""
+    """The images among its tokens; `text` names each in its place."""
 
 
 def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str = "") -> PromptDataset:
@@ -169,7 +169,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
         if reader is None:
             rendered = render(prompt, config, tokenizer, where, at_most)
         else:
-            rendered = _with_images(reader, prompt, row[config.image_key], config, tokenizer, where)
+            rendered = _with_images(reader, prompt, row, config, tokenizer, where)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -197,13 +197,14 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
 def _with_images(
     reader: PromptImages,
     prompt: Any,
-    images: Any,
+    row: Row,
     config: PromptRowsConfig,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
 ) -> RenderedPrompt:
     """Return a prompt with its images as the model sees it; of one that is too long as a text, without them."""
-    sources = reader.encoded(images, f"{where}: column {config.image_key!r}")
+    key = str(config.image_key)
+    sources = reader.encoded(row[key], f"{where}: column {key!r}")
     prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
         prompt = reader.marked(prompt, len(sources), where)
@@ -211,7 +212,7 @@ def _with_images(
     if len(rendered.token_ids) > config.max_length:
         return rendered
     token_ids, parts = reader.expanded(rendered.token_ids, sources, where)
-    return replace(rendered, token_ids=token_ids, images=parts)
+    return replace(rendered, text=reader.shown(rendered.text, parts), token_ids=token_ids, images=parts)
 
 
 def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:
@@ -405,7 +406,8 @@ def _text_of(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str) or part.get("type", "text") != "text":
         raise ValueError(
-            f"{where}: a chat message holds the part {part!r:.200}, and models are trained on text alone: drop the row"
+            f"{where}: a chat message holds the part {part!r:.200}, and only texts are read here: drop the row, or name "
+            "the column of images in image_key, which prompts of `fivefold train` may have (docs/vision.md)"
         )
     return text
 

@@ -12,11 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLPreTrainedModel,
-    Qwen3VLTextConfig,
-    Qwen3VLTextModel,
-)
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
 from fivefold.types import PlacedImage
 from fivefold.vision.positions import positions_with, saved_by
@@ -48,7 +45,7 @@ class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
 def register_text_models() -> None:
     """Let transformers build and load, by its text_config, the language model of families for which it has no class."""
     _AUTO_MODEL.register(Qwen3VLTextConfig, Qwen3VLForCausalLM, exist_ok=True)
-    renamed = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
+    renamed: list[Any] = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
     register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, renamed, overwrite=True)
 
 
