@@ -19,7 +19,7 @@ IMAGE_NAME = re.compile(
 """Names of models that read images or video."""
 
 SEEING_NAME = re.compile(r"qwen3-vl-(?!.*-?a\d+b)", re.I)
-"""Names of models of which the images are read here too."""
+"""Names of models whose images are read here too."""
 
 
 def known_shape(model: str) -> ModelShape | None:

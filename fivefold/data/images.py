@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fivefold.config.paths import resolve_model_path, user_path
 from fivefold.config.schema.data import PromptRowsConfig
+from fivefold.data.files import Row
+from fivefold.data.prompts import RenderedPrompt, read_messages, render
 from fivefold.families.read import find_shape
 from fivefold.families.vision import VisionShape
 from fivefold.types import ImagePart, PlacedImage
@@ -39,6 +41,8 @@ _FORMS = "the path of a file, the bytes of one, {'bytes': ..., 'path': ...} or a
 class PromptImages:
     """Reads the images of a data set's prompts for one model."""
 
+    config: PromptRowsConfig
+    tokenizer: PreTrainedTokenizerBase
     vision: VisionShape
     processor: str
     """Folder or hub name of the model."""
@@ -81,7 +85,24 @@ class PromptImages:
             )
         paths = [config.path] if isinstance(config.path, str) else config.path
         folders = [path if path.is_dir() else path.parent for path in map(user_path, paths)]
-        return cls(vision, folder, marker, (*dict.fromkeys(folders), Path()), pixels)
+        return cls(config, tokenizer, vision, folder, marker, (*dict.fromkeys(folders), Path()), pixels)
+
+    def rendered(self, prompt: Any, row: Row, where: str) -> RenderedPrompt:
+        """Return the prompt of a row as the model sees it; of one that is too long as a text, without its images.
+
+        Raises:
+            ValueError: as `render`, `encoded`, `marked` and `expanded`.
+        """
+        config, key = self.config, str(self.config.image_key)
+        images = self.encoded(row[key], f"{where}: column {key!r}")
+        prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
+        if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
+            prompt = self.marked(prompt, len(images), where)
+        made = render(prompt, config, self.tokenizer, where, config.max_length)
+        if len(made.token_ids) > config.max_length:
+            return made
+        token_ids, parts = self.expanded(made.token_ids, images, where)
+        return replace(made, text=self.shown(made.text, parts), token_ids=token_ids, images=parts)
 
     def marked(self, prompt: Any, n_images: int, where: str) -> Any:
         """Return a prompt, a text or messages, with the model's marker for each image.

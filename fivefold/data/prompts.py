@@ -32,7 +32,6 @@ from fivefold.types import ImagePart, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fivefold.data.images import PromptImages
 
 Value = TypeVar("Value", str, dict[str, Any])
 
@@ -169,7 +168,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
         if reader is None:
             rendered = render(prompt, config, tokenizer, where, at_most)
         else:
-            rendered = _with_images(reader, prompt, row, config, tokenizer, where)
+            rendered = reader.rendered(prompt, row, where)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -192,27 +191,6 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
         )
     placeholders = () if reader is None else (reader.vision.image_token, reader.vision.video_token)
     return PromptDataset(tuple(prompts), len(rows), len(rows) - len(prompts), placeholders)
-
-
-def _with_images(
-    reader: PromptImages,
-    prompt: Any,
-    row: Row,
-    config: PromptRowsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-) -> RenderedPrompt:
-    """Return a prompt with its images as the model sees it; of one that is too long as a text, without them."""
-    key = str(config.image_key)
-    sources = reader.encoded(row[key], f"{where}: column {key!r}")
-    prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
-    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
-        prompt = reader.marked(prompt, len(sources), where)
-    rendered = render(prompt, config, tokenizer, where, config.max_length)
-    if len(rendered.token_ids) > config.max_length:
-        return rendered
-    token_ids, parts = reader.expanded(rendered.token_ids, sources, where)
-    return replace(rendered, text=reader.shown(rendered.text, parts), token_ids=token_ids, images=parts)
 
 
 def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:
@@ -406,8 +384,8 @@ def _text_of(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str) or part.get("type", "text") != "text":
         raise ValueError(
-            f"{where}: a chat message holds the part {part!r:.200}, and only texts are read here: drop the row, or name "
-            "the column of images in image_key, which prompts of `fivefold train` may have (docs/vision.md)"
+            f"{where}: a chat message holds the part {part!r:.200}, and only texts are read here: drop the row, or "
+            "name the column of images in image_key, which prompts of `fivefold train` may have (docs/vision.md)"
         )
     return text
 

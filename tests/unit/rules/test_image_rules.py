@@ -58,8 +58,8 @@ def test_parts_that_images_do_not_reach_are_refused(sections: dict[str, Any], er
 def test_models_that_read_text_alone_are_refused() -> None:
     with pytest.raises(RecipeError, match=re.escape("the actor's model (qwen3_moe) reads text alone")):
         check_recipe(recipe(actor={"path": "package:tiny-moe"}), TEXT)
+    other = replace(SEEING, vision=None)
     with pytest.raises(RecipeError, match=r"ref.path=package:tiny-moe is a model that does not take images"):
-        other = replace(SEEING, vision=None)
         check_recipe(
             recipe(actor={"kl_ctl": 0.1}, ref={"path": "package:tiny-moe", "backend": "megatron:d1"}),
             SEEING,
