@@ -139,7 +139,7 @@ class PromptImages:
         """Return a message whose parts are one text, with a placeholder for each image."""
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
             return message
-        pieces = []
+        pieces: list[Any] = []
         for part in message["content"]:
             kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
             if kind in ("video", "audio", "input_audio", "video_url"):

@@ -12,11 +12,15 @@ import torch
 import vision_reference
 from cases import case_of
 from compare import assert_close
+from fsdp_cases import FSDPCase
 from hf_reference import Tensors
+from megatron_cases import Case
 from vision_reference import batch_with_images
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
+from fivefold.config.schema.engine import FSDPConfig
+from fivefold.config.schema.megatron import MegatronConfig
 
 TOLERANCE = 1e-4
 VisionReference = tuple[torch.Tensor, float, Tensors]
@@ -51,6 +55,24 @@ def whole_model(
         return workers(1).run(vision_reference.logprobs_and_gradients, *arguments)[0]
 
     return of
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("megatron:t2", megatron=MegatronConfig(recompute="full")),
+        FSDPCase("fsdp:d1", fsdp=FSDPConfig(recompute="full")),
+    ],
+)
+def test_layers_that_are_computed_again_add_the_same_features(
+    workers: Workers, seeing: Path, whole_model: Callable[[str], VisionReference], case: Case | FSDPCase
+) -> None:
+    _, want_loss, want_gradients = whole_model("qwen3_vl")
+    results = workers(case.world_size).run(
+        megatron_cases.gradients, case, seeing / "qwen3_vl", batch_with_images(), SFTLoss()
+    )
+    assert results[0].loss == pytest.approx(want_loss, rel=TOLERANCE)
+    assert_close(results[0].gradients, want_gradients, TOLERANCE)
 
 
 @pytest.mark.parametrize(("model", "layout"), [(model, each) for model, own in LAYOUTS.items() for each in own])
