@@ -14,8 +14,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.environments.build import build_environment, check_environment
-from fivefold.environments.environment import tasks_of
-from fivefold.environments.play import Player
+from fivefold.environments.play import Player, tasks_of
 from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.evaluate import check_lengths
 from fivefold.families.read import load_shape

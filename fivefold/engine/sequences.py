@@ -136,7 +136,7 @@ def localize(
     places = successor[local][rows]
 
     images = None
-    if batch.images is not None:
+    if batch.images is not None and any(batch.images):
         from fivefold.vision.local import LocalImages  # by batches that have images
 
         images = LocalImages.of(batch.images, batch.lengths, spans, place[local], local).to(device)

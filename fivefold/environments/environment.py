@@ -29,20 +29,6 @@ class Task:
     """The prompt's images."""
 
 
-def tasks_of(prompt: Prompt, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Task]:
-    """Return a task of each request of a prompt, whose images are read here, once for all.
-
-    Raises:
-        ValueError: an image's file is gone, or has changed since the data set was read.
-    """
-    if not prompt.images:
-        return [Task(prompt, request, sampling) for request in requests]
-    from fivefold.data.images import placed  # by those whose prompts have images
-
-    images = placed(prompt.images)
-    return [Task(prompt, request, sampling, images) for request in requests]
-
-
 class Client(Protocol):
     """What an environment has of the engine: a session that belongs to one episode."""
 

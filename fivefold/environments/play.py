@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.environments.environment import Environment, Task
 from fivefold.rollout.protocol import Begun, GenerationRequest, RolloutEngine, SamplingParams, turn_seed
-from fivefold.types import Completion, Episode
+from fivefold.types import Completion, Episode, Prompt
 
 PAUSE_S = 0.005
 """Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
@@ -139,6 +139,20 @@ class Player:
             raise failures[0]
         numbers = [number for number, own in self._jobs.items() if all(session.has_ended for session in own)]
         return [(number, [session.episode.result() for session in self._jobs.pop(number)]) for number in numbers]
+
+
+def tasks_of(prompt: Prompt, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Task]:
+    """Return a task of each request of a prompt, whose images are read here, once for all.
+
+    Raises:
+        ValueError: an image's file is gone, or has changed since the data set was read.
+    """
+    if not prompt.images:
+        return [Task(prompt, request, sampling) for request in requests]
+    from fivefold.data.images import placed  # by those whose prompts have images
+
+    images = placed(prompt.images)
+    return [Task(prompt, request, sampling, images) for request in requests]
 
 
 @dataclass(eq=False)

@@ -156,7 +156,7 @@ class MegatronEngine(EngineBase[Optimizer]):
         from fivefold.vision.positions import rope_axes
         from fivefold.vision.tower import VisionTower
 
-        tower = VisionTower(self._folder, getattr(torch, self.config.dtype), self._device)
+        tower = VisionTower(self._folder, getattr(torch, self.config.dtype), self._device, self.groups.tp_cp)
         install_vision(self._decoders, vision, tower)
         return rope_axes(self.shape).to(self._device)
 

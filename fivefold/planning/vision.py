@@ -18,7 +18,7 @@ def tower_bytes(shape: ModelShape, tokens: float, element_bytes: int) -> int:
 
     Args:
         shape: the model; without a tower, nothing is needed.
-        tokens: tokens of the micro-batch, over its context-parallel ranks: each rank computes all images.
+        tokens: tokens of the micro-batch, over its context-parallel ranks; one large image is not divided.
         element_bytes: bytes of a weight and of a feature.
     """
     vision = shape.vision

@@ -15,8 +15,7 @@ from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.environments.build import build_environment
-from fivefold.environments.environment import tasks_of
-from fivefold.environments.play import SETTLE_S, Player
+from fivefold.environments.play import SETTLE_S, Player, tasks_of
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
