@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -213,6 +214,15 @@ def test_models_and_tokenizers_that_see_nothing_are_refused(
     tokenizer = load_tokenizer(str(FOLDER.parent / tokens_of.removeprefix("package:")))
     with pytest.raises(ValueError, match=re.escape(error)):
         load_prompts(config(path), tokenizer, model)
+
+
+def test_the_section_of_the_page_bounds_images_as_it_says() -> None:
+    page = (FOLDER.parents[2] / "docs" / "vision.md").read_text()
+    [block] = re.findall(r"^    train_dataset:\n(?:      .*\n)+", page, re.M)
+    section = DatasetConfig.model_validate(yaml.safe_load(block)["train_dataset"])
+    assert section.max_pixels is not None
+    [n_tokens] = re.findall(r"at most (\d+) tokens of 32 x 32 pixels", block)
+    assert section.max_pixels == int(n_tokens) * 32 * 32
 
 
 def test_rows_need_the_column(write_jsonl: Write, words: PreTrainedTokenizerBase) -> None:
