@@ -118,7 +118,7 @@ class Evaluator:
         rewards: RewardSet,
         held_out: PromptDataset | None = None,
         *,
-        model: str,
+        model: tuple[str, ModelShape],
     ) -> Evaluator | None:
         """Return the evaluator of a recipe, None if it has no held-out prompts.
 
@@ -127,7 +127,7 @@ class Evaluator:
             tokenizer: the model's tokenizer.
             rewards: the recipe's rewards.
             held_out: the prompts that `train_dataset.hold_out` names, if they are loaded already.
-            model: folder or hub name of the model.
+            model: folder or hub name of the model, and its shape.
 
         Raises:
             ValueError: held-out prompts that cannot be read, or that the reward cannot judge.
@@ -298,7 +298,7 @@ def evaluate(
     judge_texts = None if recipe.reward.judge is None else judge_launch.check_judge(recipe, placement)
     check_environment(recipe.environment, tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
-    evaluator = Evaluator.of(recipe, tokenizer, rewards, model=path)
+    evaluator = Evaluator.of(recipe, tokenizer, rewards, model=(path, shape))
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
     if image_keys(recipe):

@@ -45,9 +45,10 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
     path = resolve_model_path(recipe.actor.path if model is None else model)
     tokenizer = tokenizer_of(recipe, path)
     check_environment(recipe.environment, tokenizer)
-    prompts = load_prompts(recipe.train_dataset, tokenizer, path).prompts[:n]
+    shape = load_shape(resolve_model_folder(path))
+    prompts = load_prompts(recipe.train_dataset, tokenizer, (path, shape)).prompts[:n]
     sampling = SamplingParams.for_training(recipe)
-    check_lengths(recipe, load_shape(resolve_model_folder(path)), prompts, sampling)
+    check_lengths(recipe, shape, prompts, sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = TransformersEngine.from_path(
         path,

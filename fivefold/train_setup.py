@@ -163,14 +163,15 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
     check_environment(recipe.environment, ground.tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
-    data = load_prompts(recipe.train_dataset, ground.tokenizer, ground.path)
+    model = ground.path, ground.shape
+    data = load_prompts(recipe.train_dataset, ground.tokenizer, model)
     if image_keys(recipe):
         check_tower(resolve_model_folder(ground.path))
     rewards.check_prompts(data.prompts)
     held_apart = None
     if share := recipe.train_dataset.hold_out:
         data, held_apart = data.held_apart(share, recipe.seed)
-    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards, held_apart, model=ground.path)
+    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards, held_apart, model=model)
     sampling = SamplingParams.for_training(recipe).never(data.placeholders)
     held_out = evaluator.data.prompts if evaluator else ()
     rewards.check_sources([*data.prompts, *held_out])

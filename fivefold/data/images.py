@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from fivefold.config.paths import resolve_model_path, user_path
+from fivefold.config.paths import user_path
 from fivefold.config.schema.data import PromptRowsConfig
 from fivefold.data.files import Row
 from fivefold.data.prompts import RenderedPrompt, read_messages, render
-from fivefold.families.read import find_shape
+from fivefold.families.shape import ModelShape
 from fivefold.families.vision import VisionShape
 from fivefold.types import ImagePart, PlacedImage
 
@@ -54,15 +54,15 @@ class PromptImages:
     """As in `ImagePart`."""
 
     @classmethod
-    def of(cls, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> PromptImages:
-        """Return the reader of `config.image_key` for the model at `model` (folder, hub name or `package:<name>`).
+    def of(
+        cls, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str, shape: ModelShape
+    ) -> PromptImages:
+        """Return the reader of `config.image_key` for the model at `model` (folder or hub name), whose shape is known.
 
         Raises:
             ValueError: a model that sees no images, a tokenizer without its tokens for them, or a model without a
                 usable image processor.
         """
-        folder = resolve_model_path(model)
-        shape = find_shape(folder)
         vision = shape.vision
         if vision is None:
             raise ValueError(
@@ -76,7 +76,7 @@ class PromptImages:
                 f"the tokenizer of {tokenizer.name_or_path!r} does not have the tokens {list(vision.marker)}, which "
                 "stand for images in the model's config.json: use the tokenizer of the model"
             )
-        processor = _processor(folder, vision.merge, vision.patch_values)
+        processor = _processor(model, vision.merge, vision.patch_values)
         pixels = None
         if config.min_pixels is not None or config.max_pixels is not None:
             pixels = (
@@ -85,7 +85,7 @@ class PromptImages:
             )
         paths = [config.path] if isinstance(config.path, str) else config.path
         folders = [path if path.is_dir() else path.parent for path in map(user_path, paths)]
-        return cls(config, tokenizer, vision, folder, marker, (*dict.fromkeys(folders), Path()), pixels)
+        return cls(config, tokenizer, vision, model, marker, (*dict.fromkeys(folders), Path()), pixels)
 
     def rendered(self, prompt: Any, row: Row, where: str) -> RenderedPrompt:
         """Return the prompt of a row as the model sees it; of one that is too long as a text, without its images.

@@ -32,6 +32,8 @@ from fivefold.types import ImagePart, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fivefold.families.shape import ModelShape
+
 
 Value = TypeVar("Value", str, dict[str, Any])
 
@@ -137,13 +139,15 @@ class RenderedPrompt:
     """The images among its tokens; `text` names each in its place."""
 
 
-def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str = "") -> PromptDataset:
+def load_prompts(
+    config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None = None
+) -> PromptDataset:
     """Read, render and tokenize a data set; prompts that are too long are dropped and counted, or cut.
 
     Args:
         config: the section of the data set.
         tokenizer: the model's tokenizer.
-        model: folder, hub name or `package:<name>` of the model, which images are read for.
+        model: folder or hub name of the model, and its shape, for which images are read.
 
     Raises:
         ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
@@ -158,7 +162,8 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, m
         from fivefold.data.images import PromptImages  # by those whose prompts have images
 
         require_column(rows, config.image_key, "image_key", config.path)
-        reader = PromptImages.of(config, tokenizer, model)
+        assert model is not None, "images are read for a model"
+        reader = PromptImages.of(config, tokenizer, *model)
     prompts: list[Prompt] = []
     # A prompt that loses its first tokens is read to its end.
     at_most = None if config.truncation == "left" else config.max_length

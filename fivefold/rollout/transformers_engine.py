@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.text_config import family_of
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.embedded_stream import EmbeddedStream
@@ -262,4 +261,4 @@ def _tower(path: str, model: PreTrainedModel) -> VisionTower | None:
         return None
     from fivefold.vision.tower import VisionTower  # by models that see images
 
-    return VisionTower(resolve_model_folder(path), model.dtype, model.device)
+    return VisionTower(path, model.dtype, model.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
-from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.kept import VISION, check_tower
 from fivefold.types import PlacedImage
 
@@ -48,13 +48,13 @@ class VisionTower:
         """Take the tower of the model in a folder; its weights are read when the first image comes.
 
         Args:
-            folder: folder of the model.
+            folder: folder or hub name of the model.
             dtype: dtype of weights and features.
             device: where features are computed.
             group: ranks that ask for the features of the same images at the same time, and share the work; None: this
                 process is alone.
         """
-        self._folder = Path(folder)
+        self._folder = folder
         self._group = group if group is not None and group.size() > 1 else None
         self._dtype = dtype
         self._device = device
@@ -68,7 +68,7 @@ class VisionTower:
             ValueError: a folder without the tower's weights.
         """
         if self._module is None:
-            self._module = _load(self._folder, self._dtype, self._device)
+            self._module = _load(resolve_model_folder(self._folder), self._dtype, self._device)
         different = list({image.digest: image for image in images}.values())
         return self._seen(different) if self._group is None else self._gathered(different, self._group)
 

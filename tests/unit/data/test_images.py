@@ -20,10 +20,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.images import placed
 from fivefold.data.prompts import PromptDataset, load_prompts
+from fivefold.families.read import find_shape
 from fivefold.rollout.tokenizer import load_tokenizer
 
-MODEL = "package:tiny-vl"
 FOLDER = Path(__file__).resolve().parents[3] / "fivefold" / "models" / "tiny-vl"
+MODEL = str(FOLDER), find_shape(str(FOLDER))
 IMAGE, START, END = 4, 3, 6
 """Tokens of the shipped model."""
 Write = Callable[..., str]
@@ -203,17 +204,17 @@ def test_what_is_no_image_of_the_prompt_is_refused(
 @pytest.mark.parametrize(
     ("model", "tokens_of", "error"),
     [
-        ("package:tiny-moe", "package:tiny-vl", "models of the family qwen3_moe as they are read here see none"),
-        ("package:tiny-vl", "package:tiny-moe", "does not have the tokens [3, 4, 6]"),
+        ("tiny-moe", "tiny-vl", "models of the family qwen3_moe as they are read here see none"),
+        ("tiny-vl", "tiny-moe", "does not have the tokens [3, 4, 6]"),
     ],
 )
 def test_models_and_tokenizers_that_see_nothing_are_refused(
     tmp_path: Path, model: str, tokens_of: str, error: str
 ) -> None:
     path = parquet(tmp_path, [row({"bytes": png()})])
-    tokenizer = load_tokenizer(str(FOLDER.parent / tokens_of.removeprefix("package:")))
+    tokenizer, folder = load_tokenizer(str(FOLDER.parent / tokens_of)), str(FOLDER.parent / model)
     with pytest.raises(ValueError, match=re.escape(error)):
-        load_prompts(config(path), tokenizer, model)
+        load_prompts(config(path), tokenizer, (folder, find_shape(folder)))
 
 
 def test_the_section_of_the_page_bounds_images_as_it_says() -> None:
