@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Cuts, Episode
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Cuts, Episode, PlacedImage
+
+RowImages = tuple[tuple[PlacedImage, ...], ...]
+"""The images among the tokens of each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +26,15 @@ class Columns:
     """Arrays [T, ...], by name."""
     cuts: Cuts | None = None
     """Tokens of each sequence of each row; None: each row is one sequence."""
+    images: RowImages | None = None
+    """None: no row has an image."""
 
     @staticmethod
     def of(episodes: Sequence[Episode]) -> Columns:
         """Lay episodes end to end, a row each. There is a column `routes` if a trajectory has routes.
 
         Raises:
-            ValueError: no episode.
+            ValueError: no episode, or images in an episode of several sequences.
         """
         if not episodes:
             raise ValueError("there are no episodes to lay end to end: give at least one")
@@ -45,7 +50,17 @@ class Columns:
             values[ROUTES] = np.concatenate(
                 [unknown.repeat(len(t.tokens_T), 0) if t.routes_TLK is None else t.routes_TLK for t in trajectories]
             )
-        return Columns(np.array([e.n_tokens for e in episodes], dtype=np.int32), values, cuts_of(episodes))
+        lengths_N = np.array([e.n_tokens for e in episodes], dtype=np.int32)
+        return Columns(lengths_N, values, cuts_of(episodes), _images_of(episodes))
+
+
+def _images_of(episodes: Sequence[Episode]) -> RowImages | None:
+    """Return the images of each episode; None: there are none."""
+    if not any(trajectory.images for episode in episodes for trajectory in episode.trajectories):
+        return None
+    if any(len(episode.trajectories) > 1 for episode in episodes):
+        raise ValueError("an episode of several sequences has images: only prompts of a single turn may have some")
+    return tuple(episode.trajectories[0].images for episode in episodes)
 
 
 def cuts_of(episodes: Sequence[Episode]) -> Cuts | None:
@@ -100,6 +115,8 @@ class Batch:
     """[T, ...] each, by name: `advantages`, `old_logprobs`, `rollout_logprobs`, `ref_logprobs`, `versions`, ..."""
     cuts: Cuts | None = None
     """Tokens of each sequence of each row; None: each row is one sequence."""
+    images: RowImages | None = None
+    """On the host; None: no row has an image."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
@@ -154,6 +171,7 @@ class Batch:
             mask_T=self.mask_T[tokens],
             fields={name: value[tokens] for name, value in self.fields.items()},
             cuts=None if self.cuts is None else tuple(self.cuts[i] for i in indices),
+            images=None if self.images is None else tuple(self.images[i] for i in indices),
         )
 
     def without(self, name: str) -> Batch:
@@ -171,6 +189,7 @@ class Batch:
             self.mask_T.to(device, non_blocking=True),
             fields,
             self.cuts,
+            self.images,
         )
 
     def with_fields(self, **fields: torch.Tensor) -> Batch:

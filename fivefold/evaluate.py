@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.kept import check_tower
 from fivefold.cluster.session import Session
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.problems import RecipeError
@@ -49,6 +50,7 @@ from fivefold.rules.judge import judge_problems
 from fivefold.rules.layouts import layout_problems, replica_problems
 from fivefold.rules.models import check_tokens, sampling_problems
 from fivefold.rules.rollout import server_problems
+from fivefold.rules.vision import image_keys, image_problems
 from fivefold.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class Evaluator:
         self.sets = sets
         self.data = PromptDataset.joined(list(sets.values()))
         self._set_of = [key.rpartition(".")[2] for key, data in sets.items() for _ in data.prompts]
-        self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator)
+        self.sampling = SamplingParams.for_evaluation(recipe.gconfig, recipe.evaluator).never(self.data.placeholders)
         self._n_samples = recipe.evaluator.n_samples
         self._seed = recipe.seed
 
@@ -115,6 +117,8 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         rewards: RewardSet,
         held_out: PromptDataset | None = None,
+        *,
+        model: tuple[str, ModelShape],
     ) -> Evaluator | None:
         """Return the evaluator of a recipe, None if it has no held-out prompts.
 
@@ -123,16 +127,17 @@ class Evaluator:
             tokenizer: the model's tokenizer.
             rewards: the recipe's rewards.
             held_out: the prompts that `train_dataset.hold_out` names, if they are loaded already.
+            model: folder or hub name of the model, and its shape.
 
         Raises:
             ValueError: held-out prompts that cannot be read, or that the reward cannot judge.
         """
         if not recipe.has_held_out:
             return None
-        sets = {key: load_prompts(rows, tokenizer) for key, rows in recipe.held_out.items()}
+        sets = {key: load_prompts(rows, tokenizer, model) for key, rows in recipe.held_out.items()}
         if share := recipe.train_dataset.hold_out:
             if held_out is None:
-                _, held_out = load_prompts(recipe.train_dataset, tokenizer).held_apart(share, recipe.seed)
+                _, held_out = load_prompts(recipe.train_dataset, tokenizer, model).held_apart(share, recipe.seed)
             sets["train_dataset.hold_out"] = held_out
         evaluator = cls(recipe, sets)
         rewards.check_prompts(evaluator.data.prompts)
@@ -293,9 +298,11 @@ def evaluate(
     judge_texts = None if recipe.reward.judge is None else judge_launch.check_judge(recipe, placement)
     check_environment(recipe.environment, tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
-    evaluator = Evaluator.of(recipe, tokenizer, rewards)
+    evaluator = Evaluator.of(recipe, tokenizer, rewards, model=(path, shape))
     if evaluator is None:
         raise ValueError("the recipe has no valid_dataset: name the held-out prompts to evaluate on")
+    if image_keys(recipe):
+        check_tower(folder)
     if samples is not None:
         samples.touch()  # a folder that does not exist ends the command before it begins
     check_lengths(recipe, shape, evaluator.data.prompts, evaluator.sampling)
@@ -369,6 +376,7 @@ def _place(recipe: TrainRecipe, shape: ModelShape) -> Placement:
     problems = [f"{role}: {line}" for role in shapes for line in layout_problems(placement[role].layout, shapes[role])]
     problems += [*replica_problems(placement), *server_problems(recipe), *sampling_problems(recipe, shape)]
     problems += judge_problems(recipe, shapes)
+    problems += image_problems(recipe, shape, {})
     if problems:
         raise RecipeError(recipe.experiment_name, problems)
     return placement

@@ -14,8 +14,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.environments.build import build_environment, check_environment
-from fivefold.environments.environment import Task
-from fivefold.environments.play import Player
+from fivefold.environments.play import Player, tasks_of
 from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.evaluate import check_lengths
 from fivefold.families.read import load_shape
@@ -46,9 +45,10 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
     path = resolve_model_path(recipe.actor.path if model is None else model)
     tokenizer = tokenizer_of(recipe, path)
     check_environment(recipe.environment, tokenizer)
-    prompts = load_prompts(recipe.train_dataset, tokenizer).prompts[:n]
+    shape = load_shape(resolve_model_folder(path))
+    prompts = load_prompts(recipe.train_dataset, tokenizer, (path, shape)).prompts[:n]
     sampling = SamplingParams.for_training(recipe)
-    check_lengths(recipe, load_shape(resolve_model_folder(path)), prompts, sampling)
+    check_lengths(recipe, shape, prompts, sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = TransformersEngine.from_path(
         path,
@@ -62,7 +62,7 @@ def play(recipe: TrainRecipe, model: str | None, n: int) -> Iterator[str]:
     player = Player(engine, build_environment(recipe.environment, tokenizer))
     requests = group_requests([prompt.token_ids for prompt in prompts], 1, (recipe.seed, "play"))
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        player.begin(number, [Task(prompt, request, replace(sampling, seeded=True))])
+        player.begin(number, tasks_of(prompt, [request], replace(sampling, seeded=True)))
     while player.n_running:
         for number, [episode] in player.advance(SLICE_S):
             if episode.failure is not None:

@@ -8,6 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from fivefold.algorithms.build import check_methods
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.kept import check_tower
 from fivefold.checkpoints.run_state import RunState
 from fivefold.config.algorithms import deviations
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
@@ -27,6 +29,7 @@ from fivefold.roles.reward_model import RewardModel
 from fivefold.rollout.engines import check_server
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rules.replay import replay_taken, with_replay
+from fivefold.rules.vision import image_keys
 from fivefold.run.setup import lay_groundwork
 from fivefold.run.whole_run import RunSetup
 from fivefold.types import Prompt
@@ -83,7 +86,7 @@ class TrainSetup(RunSetup[Prompt]):
 
     def _held_out(self, data: PromptDataset) -> str:
         """Return what the banner says about the held-out prompts."""
-        held_out, trained = ((prompt.token_ids for prompt in each.prompts) for each in (data, self.data))
+        held_out, trained = ((prompt.key for prompt in each.prompts) for each in (data, self.data))
         return held_out_usage(data.usage, held_out, trained)
 
     def warnings(self) -> Iterator[str]:
@@ -99,7 +102,7 @@ class TrainSetup(RunSetup[Prompt]):
             yield from dropped_rows(key, data.n_rows, data.n_too_long)
             # An environment may begin each episode with the same words.
             if self.recipe.environment is None:
-                yield from repeated_prompts(key, [prompt.token_ids for prompt in data.prompts])
+                yield from repeated_prompts(key, [prompt.key for prompt in data.prompts])
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -160,13 +163,16 @@ def set_up(recipe: TrainRecipe, began: datetime | None = None) -> TrainSetup:
     check_server(replica_spec(recipe, ground.placement, ground.path, load_weights=False, route=route))
     check_environment(recipe.environment, ground.tokenizer)
     rewards = resolve_rewards(recipe.reward, recipe.scheduler.timeout_s)
-    data = load_prompts(recipe.train_dataset, ground.tokenizer)
+    model = ground.path, ground.shape
+    data = load_prompts(recipe.train_dataset, ground.tokenizer, model)
+    if image_keys(recipe):
+        check_tower(resolve_model_folder(ground.path))
     rewards.check_prompts(data.prompts)
     held_apart = None
     if share := recipe.train_dataset.hold_out:
         data, held_apart = data.held_apart(share, recipe.seed)
-    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards, held_apart)
-    sampling = SamplingParams.for_training(recipe)
+    evaluator = Evaluator.of(recipe, ground.tokenizer, rewards, held_apart, model=model)
+    sampling = SamplingParams.for_training(recipe).never(data.placeholders)
     held_out = evaluator.data.prompts if evaluator else ()
     rewards.check_sources([*data.prompts, *held_out])
     asked = [(data.prompts, sampling), *([(held_out, evaluator.sampling)] if evaluator else [])]

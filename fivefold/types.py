@@ -49,13 +49,59 @@ FULL_REWARD = 1.0
 
 
 @dataclass(frozen=True)
+class ImagePart:
+    """An image among the tokens of a prompt, and where it can be read."""
+
+    source: str | bytes
+    """Path of its file, or what the file holds."""
+    processor: str
+    """Folder or hub name of the model whose image processor makes patches of it."""
+    digest: int
+    """Number that follows from what the file holds, below 2**63."""
+    start: int
+    """Place of its first token among the prompt's."""
+    rows: int
+    """Rows of tokens that it becomes."""
+    columns: int
+    """Tokens in each row."""
+    pixels: tuple[int, int] | None = None
+    """Fewest and most pixels to which it is resized; None: as the model's image processor says."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that it becomes."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image among the tokens of a sequence, as a vision tower takes it."""
+
+    patches_PC: npt.NDArray[np.float32]
+    """[patches, values of a patch]: its pixels, the patches of a token one after another."""
+    digest: int
+    """As in `ImagePart`: images with the same one are the same."""
+    start: int
+    """Place of its first token in the sequence."""
+    rows: int
+    """Rows of tokens that it becomes."""
+    columns: int
+    """Tokens in each row."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that it becomes."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One problem of a data set, tokenized."""
 
     index: int
     """Row of the data set (after filtering); identifies the prompt in logs and resumes."""
     text: str
-    """The prompt as the model sees it, chat template applied."""
+    """The prompt as the model sees it, chat template applied; `⟦image ...⟧` stands for an image."""
     token_ids: tuple[int, ...]
     """`text`, tokenized."""
     ground_truth: Any
@@ -66,6 +112,13 @@ class Prompt:
     """The data set's `extra_info` column, handed to the reward function unchanged."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The chat messages from which `text` was made; None: it was a text."""
+    images: tuple[ImagePart, ...] = ()
+    """The images among its tokens, in their order."""
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells it from other prompts: its tokens, and with images the digests of these."""
+        return (*self.token_ids, *(image.digest for image in self.images)) if self.images else self.token_ids
 
     @property
     def chat(self) -> tuple[Mapping[str, Any], ...]:
@@ -124,6 +177,8 @@ class Trajectory:
     routes_TLK: Routes | None = None
     """Experts of each token, by MoE layer; `UNKNOWN_EXPERT` where they are not known. None: the engine does not report
     them."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among its tokens, in their order."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("tokens_T", "mask_T", "logprobs_T", "versions_T")}
@@ -133,8 +188,8 @@ class Trajectory:
             raise ValueError(f"the arrays of a trajectory must have one length; these have {lengths}")
 
     @staticmethod
-    def single_turn(prompt: Prompt, completion: Completion) -> Trajectory:
-        """Return the trajectory of a prompt and its one completion.
+    def single_turn(prompt: Prompt, completion: Completion, images: tuple[PlacedImage, ...] = ()) -> Trajectory:
+        """Return the trajectory of a prompt, with its images, and its one completion.
 
         Raises:
             ValueError: a prompt without tokens, or log-probs, versions or routes that do not match the completion's
@@ -164,6 +219,7 @@ class Trajectory:
             logprobs_T=_after(n_prompt, 0, completion.logprobs),
             versions_T=_after(n_prompt, NOT_SAMPLED, completion.versions),
             routes_TLK=routes,
+            images=images,
         )
 
 
@@ -208,9 +264,9 @@ class Episode:
             raise ValueError("an episode has no trajectory: an environment must return at least one")
 
     @staticmethod
-    def single_turn(prompt: Prompt, completion: Completion) -> Episode:
+    def single_turn(prompt: Prompt, completion: Completion, images: tuple[PlacedImage, ...] = ()) -> Episode:
         """Return the episode of a prompt and its one completion; see `Trajectory.single_turn` for its errors."""
-        return Episode((Trajectory.single_turn(prompt, completion),), completion.finish_reason)
+        return Episode((Trajectory.single_turn(prompt, completion, images),), completion.finish_reason)
 
     @staticmethod
     def failed(prompt: Prompt, failure: str) -> Episode:

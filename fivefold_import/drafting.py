@@ -12,7 +12,7 @@ from fivefold_import.dialect import Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.framework import Framework, dialect_of
 from fivefold_import.layouts import lay_out
-from fivefold_import.models import reads_images
+from fivefold_import.models import reads_images, sees
 from fivefold_import.reasons import NO_MULTIMODAL
 from fivefold_import.source import Document, read_document, read_overrides, resolve
 from fivefold_import.tasks import task_of
@@ -64,7 +64,7 @@ def draft_of(
     conversion.after_layout(draft)
     settle_clip_range(draft)
     settle_staleness(draft)
-    _refuse_images(draft)
+    _settle_images(draft)
     unknown_key = f"not a key of {dialect.title} that is known here"
     draft.finish(unknown_key)
     draft.notes[:0] = source.notes
@@ -74,10 +74,30 @@ def draft_of(
     return Drafted(dialect, draft, documents, len(values), n_strangers)
 
 
-def _refuse_images(draft: Draft) -> None:
-    """Add a problem for a model that reads images or video."""
-    if reads_images(model := str(draft.recipe.get("actor.path", ""))):
-        draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name a language model")
+def _settle_images(draft: Draft) -> None:
+    """Map the columns of images, and add a problem for a model that reads images which do not reach it."""
+    model = str(draft.recipe.get("actor.path", ""))
+    is_seeing = sees(model)
+    for key in draft.keys("*image_key"):
+        if not (column := draft.get(key)):
+            draft.implied(key, "prompts are texts")
+        elif not is_seeing:
+            draft.unsupported(key, NO_MULTIMODAL)
+        else:
+            draft.mapped(key, "train_dataset.image_key", column)
+            if "valid_dataset.path" in draft.recipe:
+                draft.recipe["valid_dataset.image_key"] = column
+    if not reads_images(model):
+        return
+    if not is_seeing:
+        draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name one, or a language model")
+    elif "train_dataset.image_key" not in draft.recipe:
+        draft.problems.append(f"actor.path={model} reads images: name their column in train_dataset.image_key")
+    elif (engine := str(draft.recipe.get("rollout.backend", "")).partition(":")[0]) in ("vllm", "sglang"):
+        draft.problems.append(
+            f"actor.path={model} reads images, which reach the embedded engine alone, and rollout.backend is {engine}: "
+            "set it to transformers:d1"
+        )
 
 
 def check_framework(

@@ -18,6 +18,9 @@ IMAGE_NAME = re.compile(
 )
 """Names of models that read images or video."""
 
+SEEING_NAME = re.compile(r"qwen3-vl-(?!.*-?a\d+b)", re.I)
+"""Names of models whose images are read here too."""
+
 
 def known_shape(model: str) -> ModelShape | None:
     """Return the model's shape; None if neither its name nor its folder says it."""
@@ -39,6 +42,14 @@ def reads_images(model: str) -> bool:
         return "vision_config" in find_config(model)
     except ValueError:
         return bool(IMAGE_NAME.search(model.rstrip("/").rpartition("/")[2]))
+
+
+def sees(model: str) -> bool:
+    """Return whether images of the model are read here too, by its config.json or else by its name."""
+    try:
+        return find_shape(model).vision is not None
+    except ValueError:
+        return bool(SEEING_NAME.search(model.rstrip("/").rpartition("/")[2]))
 
 
 def router_aux_loss(model: str) -> float | None:

@@ -52,6 +52,10 @@ class MappedSwitch(Mapped):
             draft.implied(source, self.off)
 
 
+def image_column(draft: Draft, source: str) -> None:
+    """Leave a column of images open: what becomes of it depends on the model, which is known once all keys are read."""
+
+
 def to(key: str, convert: Convert, note: str = "") -> Rule:
     """Map the source's key to the recipe's `key`, its value converted."""
     return Mapped(key, convert, note)

@@ -26,7 +26,7 @@ from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.kept import kept_specs
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
-from fivefold.bridge.weight_files import TOKENIZER_FILES
+from fivefold.bridge.weight_files import PROCESSOR_FILES, TOKENIZER_FILES
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 from fivefold.families.sparse_attention import is_of_indexer
@@ -276,7 +276,7 @@ def copy_configs(
     scores: Classified | None = None,
     predicts_further: bool = False,
 ) -> None:
-    """Copy the configs in `source` to `folder`, with `dtype` as the dtype of the weights.
+    """Copy the configs in `source`, of processors of images too, to `folder`, with `dtype` as the weights' dtype.
 
     Without `predicts_further`, the folder has no layers for multi-token prediction, and its config says so.
 
@@ -285,6 +285,9 @@ def copy_configs(
     """
     if (source / "generation_config.json").is_file() and scores is None:
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
     config = parsed((source / "config.json").read_text())
     config.pop("quantization_config", None)  # no weights are written quantized
     config.pop("auto_map", None)  # a class of transformers loads the weights, and code files are not copied

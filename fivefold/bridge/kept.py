@@ -14,6 +14,8 @@ from fivefold.json_text import parsed
 
 _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of the names of layers for multi-token prediction that are copies of tensors of the model itself."""
+VISION = "model.visual."
+"""What precedes the names of a vision tower's tensors in files."""
 
 
 def kept_specs(source: Path) -> dict[str, TensorSpec]:
@@ -71,4 +73,17 @@ def check_kept(folder: Path, shape: ModelShape) -> None:
             f"{folder} lacks {lacking[0]} of the model's shape, and {len(lacking) - 1} more tensors of indexers, which "
             f"are not trained and which {shape.family} has unchanged in what is written: name a folder with weights "
             "that are not quantized"
+        )
+
+
+def check_tower(folder: Path) -> None:
+    """Check that a folder has the weights of a vision tower.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not any(name.startswith(VISION) for name in survey(folder).tensors):
+        raise ValueError(
+            f"{folder} has no weights of a vision tower ({VISION}*), without which the model sees no images: give the "
+            "folder of the whole model, or drop image_key"
         )

@@ -20,7 +20,10 @@ def text_config(folder: str | Path, **options: Any) -> PreTrainedConfig:
     It is inside the config of a model that sees images. A model with parts that are not computed has the config of a
     model without them (`Family.computed_as`).
     """
-    config = AutoConfig.from_pretrained(folder, **options).get_text_config()
+    whole = AutoConfig.from_pretrained(folder, **options)
+    config = whole.get_text_config()
+    if not hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = whole.tie_word_embeddings
     family = family_in_memory(config.model_type)
     if family is None or family.computed_as is None:
         return config

@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
     "tokenization_*.py",
 )
 """Patterns of the files that make up a tokenizer; some have code next to a tokenizer.json."""
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Files that say how images and videos become a model's input."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""

@@ -27,10 +27,13 @@ from fivefold.data.samplers import build_sampler
 from fivefold.data.tokens import tokenize
 from fivefold.data.weighted_sampler import WeightedSampler
 from fivefold.json_text import parsed
-from fivefold.types import Prompt
+from fivefold.types import ImagePart, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fivefold.families.shape import ModelShape
+
 
 Value = TypeVar("Value", str, dict[str, Any])
 
@@ -44,6 +47,8 @@ class PromptDataset:
     """Number of rows that were read."""
     n_too_long: int
     """Number of rows that were dropped because their prompt has more than `max_length` tokens."""
+    placeholders: tuple[int, ...] = ()
+    """Tokens that stand for images, which no completion may have."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -53,7 +58,9 @@ class PromptDataset:
         """Return the prompts of several sets, one after the other, numbered through."""
         prompts = (prompt for each in sets for prompt in each.prompts)
         numbered = tuple(replace(prompt, index=index) for index, prompt in enumerate(prompts))
-        return cls(numbered, sum(each.n_rows for each in sets), sum(each.n_too_long for each in sets))
+        placeholders = dict.fromkeys(token for each in sets for token in each.placeholders)
+        n_rows, n_too_long = (sum(getattr(each, name) for each in sets) for name in ("n_rows", "n_too_long"))
+        return cls(numbered, n_rows, n_too_long, tuple(placeholders))
 
     def held_apart(self, hold_out: float, seed: int) -> tuple[PromptDataset, PromptDataset]:
         """Return the prompts to train on, and those that `train_dataset.hold_out` holds out, drawn by `seed`.
@@ -67,8 +74,9 @@ class PromptDataset:
             [prompt for index, prompt in enumerate(self.prompts) if (index in chosen) is is_held]
             for is_held in (False, True)
         )
-        of_kept = PromptDataset(tuple(kept), self.n_rows - n, self.n_too_long)
-        return PromptDataset.joined([of_kept]), PromptDataset.joined([PromptDataset(tuple(held), n, 0)])
+        of_kept = replace(self, prompts=tuple(kept), n_rows=self.n_rows - n)
+        of_held = replace(self, prompts=tuple(held), n_rows=n, n_too_long=0)
+        return PromptDataset.joined([of_kept]), PromptDataset.joined([of_held])
 
     @property
     def usage(self) -> str:
@@ -109,7 +117,7 @@ class PromptDataset:
 
     def fingerprint(self) -> str:
         """Return a hash of all prompts and what rewards know of them, by which a resumed run recognises the data."""
-        return fingerprint((prompt.token_ids for prompt in self.prompts), map(_judged_by, self.prompts))
+        return fingerprint((prompt.key for prompt in self.prompts), map(_judged_by, self.prompts))
 
 
 def _judged_by(prompt: Prompt) -> str:
@@ -127,10 +135,19 @@ class RenderedPrompt:
     """Whether `text` itself has the special tokens, which the tokenizer otherwise puts around it."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The chat messages that the template has rendered; None: it was a text."""
+    images: tuple[ImagePart, ...] = ()
+    """The images among its tokens; `text` names each in its place."""
 
 
-def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(
+    config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None = None
+) -> PromptDataset:
     """Read, render and tokenize a data set; prompts that are too long are dropped and counted, or cut.
+
+    Args:
+        config: the section of the data set.
+        tokenizer: the model's tokenizer.
+        model: folder or hub name of the model, and its shape, for which images are read.
 
     Raises:
         ValueError: no data, a missing column, a ground truth that is null or of a type that JSON does not have, chat
@@ -140,12 +157,23 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
+    reader = None
+    if config.image_key is not None:
+        from fivefold.data.images import PromptImages  # by those whose prompts have images
+
+        require_column(rows, config.image_key, "image_key", config.path)
+        assert model is not None, "images are read for a model"
+        reader = PromptImages.of(config, tokenizer, *model)
     prompts: list[Prompt] = []
     # A prompt that loses its first tokens is read to its end.
     at_most = None if config.truncation == "left" else config.max_length
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        rendered = render(asked(row[config.prompt_key], config, where), config, tokenizer, where, at_most)
+        prompt = asked(row[config.prompt_key], config, where)
+        if reader is None:
+            rendered = render(prompt, config, tokenizer, where, at_most)
+        else:
+            rendered = reader.rendered(prompt, row, where)
         if len(rendered.token_ids) > config.max_length:
             rendered = _cut(rendered, config, tokenizer, where)
         if len(rendered.token_ids) <= config.max_length:
@@ -158,6 +186,7 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
                     data_source=_typed(row, "data_source", "", where),
                     extra_info=_typed(row, "extra_info", {}, where),
                     messages=rendered.messages,
+                    images=rendered.images,
                 )
             )
     if not prompts:
@@ -165,7 +194,8 @@ def load_prompts(config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase) -
             f"all {len(rows)} prompts of {config.path!r} have more than max_length={config.max_length} tokens: "
             "raise max_length"
         )
-    return PromptDataset(tuple(prompts), n_rows=len(rows), n_too_long=len(rows) - len(prompts))
+    placeholders = () if reader is None else (reader.vision.image_token, reader.vision.video_token)
+    return PromptDataset(tuple(prompts), len(rows), len(rows) - len(prompts), placeholders)
 
 
 def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:
@@ -359,7 +389,8 @@ def _text_of(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str) or part.get("type", "text") != "text":
         raise ValueError(
-            f"{where}: a chat message holds the part {part!r:.200}, and models are trained on text alone: drop the row"
+            f"{where}: a chat message holds the part {part!r:.200}, and only texts are read here: drop the row, or "
+            "name the column of images in image_key, which prompts of `fivefold train` may have (docs/vision.md)"
         )
     return text
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from fivefold.engine.packing import Share, chunk_unit, padded_tokens, round_up
 from fivefold.engine.routes import LocalRoutes
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.types import ROUTES
+
+if TYPE_CHECKING:
+    from fivefold.vision.local import LocalImages
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class LocalSequences:
     """int64 [T], CPU: index of each token in the ragged batch; -1: filler."""
     routes: LocalRoutes | None = None
     """The experts to which routers send the tokens; None: routers choose, and nothing is recorded."""
+    images: LocalImages | None = None
+    """The images among the tokens; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,12 @@ def localize(
     rows = trained[successor[local]].nonzero().flatten()
     places = successor[local][rows]
 
+    images = None
+    if batch.images is not None and any(batch.images):
+        from fivefold.vision.local import LocalImages  # by batches that have images
+
+        images = LocalImages.of(batch.images, batch.lengths, spans, place[local], local).to(device)
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
@@ -143,6 +155,7 @@ def localize(
         targets_N=move(batch.tokens_T[places]),
         places_N=move(places),
         sources_T=place[local],
+        images=images,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Completion, Episode, Prompt
+from fivefold.types import Completion, Episode, PlacedImage, Prompt
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Task:
     """The first request: the prompt's tokens, the episode's seed, and what an earlier attempt left of its answer."""
     sampling: SamplingParams
     """How completions are sampled, unless the environment asks otherwise."""
+    images: tuple[PlacedImage, ...] = ()
+    """The prompt's images."""
 
 
 class Client(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.environments.environment import Environment, Task
 from fivefold.rollout.protocol import Begun, GenerationRequest, RolloutEngine, SamplingParams, turn_seed
-from fivefold.types import Completion, Episode
+from fivefold.types import Completion, Episode, Prompt
 
 PAUSE_S = 0.005
 """Seconds after which the engine and the coroutines that wait for something else are each looked at again."""
@@ -141,6 +141,20 @@ class Player:
         return [(number, [session.episode.result() for session in self._jobs.pop(number)]) for number in numbers]
 
 
+def tasks_of(prompt: Prompt, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Task]:
+    """Return a task of each request of a prompt, whose images are read here, once for all.
+
+    Raises:
+        ValueError: an image's file is gone, or has changed since the data set was read.
+    """
+    if not prompt.images:
+        return [Task(prompt, request, sampling) for request in requests]
+    from fivefold.data.images import placed  # by those whose prompts have images
+
+    images = placed(prompt.images)
+    return [Task(prompt, request, sampling, images) for request in requests]
+
+
 @dataclass(eq=False)
 class _Session:
     """What an environment has of the engine while it plays one episode (`Client`)."""
@@ -157,7 +171,7 @@ class _Session:
 
     async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one completion (`Client`)."""
-        request = replace(self.task.request, token_ids=tuple(token_ids))
+        request = replace(self.task.request, token_ids=tuple(token_ids), images=self.task.images)
         if self.first_call is not None:
             request = replace(request, seed=turn_seed(request.seed, request.token_ids), begun=None)
         call = self.calls.ask(self.place, request, sampling or self.task.sampling)
@@ -197,7 +211,7 @@ class _Session:
             return replace(self.task.request, begun=begun)
         number = None if first is None else first.number
         so_far = self.task.request if number is None else asked.get(number, self.task.request)
-        return replace(so_far, token_ids=self.task.request.token_ids)
+        return replace(so_far, token_ids=self.task.request.token_ids, images=())
 
 
 @dataclass(eq=False)

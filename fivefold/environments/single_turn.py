@@ -12,4 +12,4 @@ class SingleTurn:
     async def run(self, task: Task, client: Client) -> Episode:
         """Return the prompt with its completion as an episode of one sequence."""
         completion = await client.complete(task.request.token_ids)
-        return Episode.single_turn(task.prompt, completion)
+        return Episode.single_turn(task.prompt, completion, task.images)

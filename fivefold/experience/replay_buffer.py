@@ -212,5 +212,5 @@ def restored(saved: Iterable[SavedKept], prompts: Iterable[Prompt]) -> list[Kept
     return [
         each.restored(prompt)
         for each in saved
-        if (prompt := by_index.get(each.group.prompt_index)) and prompt.token_ids == each.group.token_ids
+        if (prompt := by_index.get(each.group.prompt_index)) and prompt.key == each.group.key
     ]

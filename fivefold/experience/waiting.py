@@ -61,8 +61,8 @@ class SavedGroup:
     place: int
     """Place of the prompt among those that were not trained on, in the order of the data."""
     prompt_index: int
-    token_ids: tuple[int, ...]
-    """The prompt's tokens."""
+    key: tuple[int, ...]
+    """As in `Prompt`."""
     samples: Sequence[Mapping[str, Any]]
     columns: Columns
 
@@ -72,8 +72,8 @@ class SavedGroup:
         They do not if they lack log-probs that are asked for, as a changed loss may.
         """
         prompt, most = group.prompt, group.sampling.max_new_tokens
-        own = self.prompt_index, self.token_ids, len(self.samples)
-        if own != (prompt.index, prompt.token_ids, len(group.requests)):
+        own = self.prompt_index, self.key, len(self.samples)
+        if own != (prompt.index, prompt.key, len(group.requests)):
             return False
         if not all(_is_as_long(each["n_sampled"], each["finish_reason"], most) for each in self.samples):
             return False
@@ -94,7 +94,12 @@ class SavedGroup:
             )
             for each in self.samples
         ]
-        return Answer(self.place, 0, samples, RemoteBatch.of(self.columns))
+        columns = self.columns
+        if prompt.images:
+            from fivefold.data.images import placed  # by those whose prompts have images
+
+            columns = replace(columns, images=(placed(prompt.images),) * len(samples))
+        return Answer(self.place, 0, samples, RemoteBatch.of(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +280,7 @@ def read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
         end = start + int(own.sum())
         cuts = None if row["cuts"] is None else tuple(map(tuple, row["cuts"]))
         columns = Columns(own.astype(np.int32), {name: array[start:end] for name, array in values.items()}, cuts)
-        groups.append(SavedGroup(row["place"], row["prompt"], tuple(row["token_ids"]), row["samples"], columns))
+        groups.append(SavedGroup(row["place"], row["prompt"], tuple(row["key"]), row["samples"], columns))
         first, start = first + len(own), end
     return groups
 
@@ -300,7 +305,7 @@ def group_tensors(groups: Mapping[int, Answered]) -> dict[str, Tensor]:
         {
             "place": place,
             "prompt": group.samples[0].prompt.index,
-            "token_ids": group.samples[0].prompt.token_ids,
+            "key": group.samples[0].prompt.key,
             "samples": [_fields(sample) for sample in group.samples],
             "cuts": group.batch.cuts,
         }

@@ -108,6 +108,8 @@ class Family:
     """What precedes the names of all tensors but the output layer's, in files; transformers' is `model.` in memory."""
     kept: tuple[str, ...] = ()
     """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""
+    sees: bool = False
+    """Whether its models have a vision tower, `model.visual` in files."""
     predicts_further: bool = False
     """Whether files may hold layers behind the last one, for multi-token prediction, which are kept as they are."""
     computed_as: str | None = None

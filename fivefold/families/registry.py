@@ -24,6 +24,7 @@ from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from fivefold.families.qwen3_moe import QWEN3_MOE
 from fivefold.families.qwen3_next import QWEN3_NEXT
+from fivefold.families.qwen3_vl import QWEN3_VL
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        QWEN3_VL,
         MISTRAL,
         MIXTRAL,
         MINIMAX_M2,

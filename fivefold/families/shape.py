@@ -21,6 +21,7 @@ from fivefold.families.adapters import AdapterShape
 from fivefold.families.delta_net import DeltaNet
 from fivefold.families.indexer import Indexer
 from fivefold.families.latent import LatentAttention
+from fivefold.families.vision import VisionShape
 from fivefold.types import MOST_IN_A_BYTE
 
 LayerKind = Literal["full", "window", "latent", "delta"]
@@ -152,6 +153,8 @@ class ModelShape:
     """The activation of gates in MLPs."""
     zero_centered_norms: bool = False
     """Whether the norms of layers, query and key heads, and the last one multiply by 1 + weight."""
+    vision: VisionShape | None = None
+    """The vision tower of a model that sees images; None: it reads text alone."""
     value_head: bool = False
     """Whether the output layer has one row, whose product is the value of a state, instead of logits."""
     value_bias: bool = True

@@ -134,6 +134,11 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.model = build_model(
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device, switch, streams
         )
+        if self.shape.vision is not None:
+            from fivefold.vision.tower import VisionTower  # by models that see images
+
+            group = self.groups.tp if self.groups.tp.size() > 1 else self.groups.cp
+            self.model.tower = VisionTower(self._folder, self._dtype, self._device, group)
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
         self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
         self.shards = Shards(self.model, self.shape, known, learning, self.groups, seed)

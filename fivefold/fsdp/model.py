@@ -42,6 +42,8 @@ from fivefold.fsdp.tensor_parallel import VocabEmbedding, split_layer
 
 if TYPE_CHECKING:
     from fivefold.fsdp.dropout import Streams
+    from fivefold.vision.local import LocalImages
+    from fivefold.vision.tower import VisionTower
 
 _AUTO_MODEL: Any = AutoModel
 """The type is Any because transformers declares that its factories return a base class."""
@@ -78,19 +80,42 @@ class PackedModel(nn.Module):
             self.lm_head = Output(shape.vocab, shape.hidden, has_bias=False)
         self._head = head
         self._groups = groups
+        self.tower: VisionTower | None = None
+        """Sees the images; None: the model reads text alone."""
 
     def forward(self, micro_batch: MicroBatch, asked: Asked) -> Predictions:
         """Return the head's predictions of this rank's tokens."""
         local = micro_batch.local
+        inputs: dict[str, Any] = {
+            "input_ids": local.tokens_T.unsqueeze(0),
+            "position_ids": local.positions_T.unsqueeze(0),
+        }
+        if local.images is not None:
+            inputs = self._with_images(local.tokens_T, local.images)
         hidden_TH = self.model(
-            input_ids=local.tokens_T.unsqueeze(0),
-            position_ids=local.positions_T.unsqueeze(0),
+            **inputs,
             use_cache=False,
             packed=local.attention,
             cp_group=self._groups.cp,
         ).last_hidden_state[0]
         hidden_NH = copy_to_group(hidden_TH[local.rows_N], self._groups.tp)
         return dict(asked.predict(self._head, hidden_NH, self._output(), micro_batch))
+
+    def _with_images(self, tokens_T: torch.Tensor, images: LocalImages) -> dict[str, Any]:
+        """Return transformers' arguments for tokens among which there are images."""
+        assert self.tower is not None, "this model sees no images"
+        seen = images.seen(self.tower)
+        embeddings_TH = self.model.embed_tokens(tokens_T.unsqueeze(0)).squeeze(0)
+        embeddings_TH = embeddings_TH.index_copy(0, images.rows_I, seen.embeddings.to(embeddings_TH.dtype))
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings_TH.unsqueeze(0),
+            "position_ids": images.positions_3T.unsqueeze(1),
+        }
+        if seen.deepstack:
+            is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool)
+            is_image_T[images.rows_I] = True
+            inputs |= {"visual_pos_masks": is_image_T.unsqueeze(0), "deepstack_visual_embeds": list(seen.deepstack)}
+        return inputs
 
     def _output(self) -> OutputLayer:
         """Return this rank's part of the output layer. It is whole only inside `forward`."""

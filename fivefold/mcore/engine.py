@@ -47,6 +47,7 @@ from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.tensors import ADAPTERS, ALL, Trained
+from fivefold.families.vision import VisionShape
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore.buffers import ChunkBuffers
 from fivefold.mcore.build import Training, build
@@ -133,6 +134,10 @@ class MegatronEngine(EngineBase[Optimizer]):
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self._local_frequencies = local_frequencies(self.shape, self._device)
+        self._rope_axes: torch.Tensor | None = None
+        """By which position of a token each channel pair turns; None: a token has one."""
+        if self.shape.vision is not None:
+            self._rope_axes = self._see(self.shape.vision)
         self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
         self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
@@ -144,6 +149,16 @@ class MegatronEngine(EngineBase[Optimizer]):
             device=self._device,
             moe_layers=None if self._replay is None else self._replay.layers,
         )
+
+    def _see(self, vision: VisionShape) -> torch.Tensor:
+        """Let the model see images; return by which position of a token each channel pair turns."""
+        from fivefold.mcore.vision import install_vision  # by models that see images
+        from fivefold.vision.positions import rope_axes
+        from fivefold.vision.tower import VisionTower
+
+        tower = VisionTower(self._folder, getattr(torch, self.config.dtype), self._device, self.groups.tp_cp)
+        install_vision(self._decoders, vision, tower)
+        return rope_axes(self.shape).to(self._device)
 
     @property
     def peers(self) -> dist.ProcessGroup:
@@ -349,7 +364,10 @@ class MegatronEngine(EngineBase[Optimizer]):
 
     def _packed(self, local: LocalSequences) -> PackedSequences:
         dtype = getattr(torch, self.config.dtype)
-        cos_T1D, sin_T1D = cos_sin(local.positions_T, self._frequencies, dtype, self.shape.rope_scaling)
+        positions = local.positions_T
+        if local.images is not None and self._rope_axes is not None:
+            positions = local.images.turning(self._rope_axes)
+        cos_T1D, sin_T1D = cos_sin(positions, self._frequencies, dtype, self.shape.rope_scaling)
         own = self._local_frequencies
         return PackedSequences(
             qkv_format="thd",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from fivefold.engine.context_parallel import PackedAttention
 from fivefold.engine.kernels.elementwise import rms_norm, split_heads, swiglu
 from fivefold.engine.kernels.matmul import add_grouped_product, grouped_mm, main_grad, mark_accumulated
 from fivefold.engine.sequences import packed_attention
+
+if TYPE_CHECKING:
+    from fivefold.mcore.vision import Deepstack
 
 
 class RMSNorm(nn.Module):
@@ -74,6 +77,8 @@ class PackedSequences(PackedSeqParams):
     """[T, 1, rotated channels]: sines of the same rotation."""
     local: tuple[torch.Tensor, torch.Tensor] | None = None
     """The same two of layers with a sliding window, where their rotation differs from other layers'."""
+    deepstack: Deepstack | None = None
+    """What the first layers add to tokens of images; None: there are no images."""
 
     def rotation(self, *, is_local: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of a layer."""

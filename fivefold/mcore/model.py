@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -15,6 +16,10 @@ from fivefold.engine.sequences import LocalSequences
 from fivefold.mcore.layers import PackedSequences
 from fivefold.mcore.router import Noted, Router, note_micro_batch
 
+if TYPE_CHECKING:
+    from fivefold.vision.local import LocalImages
+    from fivefold.vision.tower import VisionTower
+
 
 class Decoder(GPTModel):
     """Megatron-Core's GPT model, from packed tokens to hidden states, which a head turns into predictions."""
@@ -25,21 +30,27 @@ class Decoder(GPTModel):
     """What embeddings are multiplied by."""
     needs_gradient = False
     """Whether a backward pass reaches its layers, though the embedding before them may be frozen."""
+    tower: VisionTower | None = None
+    """Sees the images; only the decoder that embeds tokens has one."""
 
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""
         hidden = None
+        rank, size = 0, 1
+        if self.config.sequence_parallel:
+            rank, size = self.pg_collection.tp.rank(), self.config.tensor_model_parallel_size
         if self.pre_process:
             hidden = self.embedding(input_ids=local.tokens_T.unsqueeze(0), position_ids=None)
             if self.embedding_scale != 1:
                 hidden = hidden * self.embedding_scale
+            if local.images is not None:
+                hidden, packed = self._with_images(hidden, local.images.part(rank, size), packed)
             if self.needs_gradient and torch.is_grad_enabled() and not hidden.requires_grad:
                 # Reentrant checkpoints (recompute=full) give the weights inside them no gradient, without an error,
                 # unless an input requires one; and a pipeline's schedule differentiates the output of every stage.
                 hidden.requires_grad_()
         padding_T, sequences_T, routes = local.padding_T, local.sequences_T, local.routes
-        if self.config.sequence_parallel:
-            rank, size = self.pg_collection.tp.rank(), self.config.tensor_model_parallel_size
+        if size > 1:
             padding_T, sequences_T = (tensor_T.chunk(size)[rank] for tensor_T in (padding_T, sequences_T))
             routes = None if routes is None else routes.part(rank, size)
         padding_1T = padding_T.unsqueeze(0)
@@ -49,6 +60,14 @@ class Decoder(GPTModel):
         return self.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=packed, padding_mask=padding_1T
         )
+
+    def _with_images(
+        self, hidden: torch.Tensor, images: LocalImages, packed: PackedSequences
+    ) -> tuple[torch.Tensor, PackedSequences]:
+        from fivefold.mcore.vision import with_images  # by batches that have images
+
+        assert self.tower is not None, "this model sees no images"
+        return with_images(hidden, images, packed, self.tower)
 
     def output(self) -> OutputLayer:
         """Return this rank's part of the output layer. Only the last stage has it."""

@@ -29,6 +29,7 @@ from fivefold.planning.memory import (
     update_bytes,
 )
 from fivefold.planning.stages import Stage, rank_parameters, stages, trained_rank_parameters
+from fivefold.planning.vision import tower_bytes
 from fivefold.planning.workload import Workload
 
 _FLOAT = 4
@@ -75,7 +76,8 @@ def fsdp_memory(
         in_flight=1.0,
         logprobs=head_bytes(shape, layout, work),
         temporaries=temporaries + (int(summed * layer + output) if is_trained else 0),
-        buffers=int(element * (root + gathered) + token_bytes(layout, shape, work) + LIBRARY_WORKSPACE),
+        buffers=int(element * (root + gathered) + token_bytes(layout, shape, work) + LIBRARY_WORKSPACE)
+        + tower_bytes(shape, work.tokens_per_micro_batch, element),
         context=CUDA_CONTEXT + COMMUNICATOR * communicators,
     )
 

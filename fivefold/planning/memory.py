@@ -18,6 +18,7 @@ from fivefold.families.shape import LayerSort, ModelShape
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.activations import LayerCosts, head_bytes, layer_costs
 from fivefold.planning.stages import Stage, rank_parameters, stages, trained_rank_parameters
+from fivefold.planning.vision import tower_bytes
 from fivefold.planning.workload import Workload
 
 _FLOAT, _INDEX = 4, 8
@@ -61,7 +62,7 @@ class RankMemory:
     temporaries: int
     """Peak of a layer's passes. It is never alive together with `logprobs`."""
     buffers: int
-    """Gathered hidden states, pipeline receives, the step's tokens and library workspaces."""
+    """Gathered hidden states, pipeline receives, the step's tokens, library workspaces, and a vision tower."""
     context: int
     """CUDA context and NCCL, which are not in torch's statistics."""
     host_reference: int = 0
@@ -148,7 +149,7 @@ def _stage_memory(
         in_flight=in_flight,
         logprobs=head_bytes(shape, layout, work) if stage.has_head else 0,
         temporaries=temporaries,
-        buffers=_buffers(layout, shape, work, stream),
+        buffers=_buffers(layout, shape, work, stream, sees=stage.has_embedding),
         context=CUDA_CONTEXT + COMMUNICATOR * _n_communicators(layout, shape),
         frozen=weights - parameters.total * work.element_bytes if work.sends_parts else 0,
     )
@@ -203,11 +204,15 @@ def micro_batches_in_flight(layout: ParallelLayout, work: Workload, stage: int) 
     return min(warm_up + 1, count * layout.vpp) / layout.vpp
 
 
-def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int) -> int:
-    """Return the bytes of permanent buffers: gathered stream, pipeline receives, the step's tokens, workspaces."""
+def _buffers(layout: ParallelLayout, shape: ModelShape, work: Workload, stream: int, *, sees: bool) -> int:
+    """Return the bytes of permanent buffers: gathered stream, pipeline receives, the step's tokens, workspaces.
+
+    A stage that `sees` has the vision tower, if the model has one.
+    """
     gathered = stream * layout.tp if layout.tp > 1 else 0
     received = 2 * stream if layout.pp > 1 else 0
-    return int(token_bytes(layout, shape, work) + gathered + received + LIBRARY_WORKSPACE)
+    tower = tower_bytes(shape, work.tokens_per_micro_batch, work.element_bytes) if sees else 0
+    return int(token_bytes(layout, shape, work) + gathered + received + LIBRARY_WORKSPACE) + tower
 
 
 def token_bytes(layout: ParallelLayout, shape: ModelShape, work: Workload) -> float:

@@ -43,7 +43,7 @@ def model_inputs(
     per_node = min(gpus_per_node, n_gpus)
     if n_gpus % per_node:
         raise ValueError(f"--gpus {n_gpus} is not a whole number of nodes of {per_node}; give --gpus-per-node")
-    shape = find_shape(model)
+    shape = replace(find_shape(model), vision=None)
     length = DEFAULT_SEQUENCE_LENGTH if shape.indexer is None else min(DEFAULT_SEQUENCE_LENGTH, shape.most_tokens)
     work = changes.applied(Workload(length, DEFAULT_SEQUENCES, DEFAULT_MICRO_TOKENS))
     if shape.indexer is not None and work.sequence_length > shape.most_tokens:

@@ -26,6 +26,7 @@ from fivefold.rules.recipe import recipe_problems
 from fivefold.rules.replay import with_replay
 from fivefold.rules.unused import unused_keys
 from fivefold.rules.unusual import unusual_values
+from fivefold.rules.vision import image_keys
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 WAITING_BYTES = 13
@@ -58,6 +59,9 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
     others = {role: _shape_at(recipe, f"{ROLES[role].key}.path", path) for role, path in model_paths(recipe).items()}
     if problems := list(recipe_problems(recipe, shape, others)):
         raise RecipeError(recipe.experiment_name, problems)
+    if not image_keys(recipe):
+        # No tower is loaded.
+        shape, others = replace(shape, vision=None), {role: replace(each, vision=None) for role, each in others.items()}
     roles = roles_of(recipe)
     actor = _model(recipe, roles["actor"], shape, changes)
     models = {

@@ -9,6 +9,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
+from fivefold.planning.vision import tower_weights
 
 _FLOAT = 4
 
@@ -94,6 +95,7 @@ def rollout_memory(
         # The logits of one token per row: the model's own, and three float32 copies while they are sorted.
         workspace = batch_size * shape.vocab * (element_bytes + 3 * _FLOAT)
         cache = batch_size * per_sequence
+        weights += tower_weights(shape, element_bytes)
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
     server = BACKENDS[layout.backend]
     whole = gpu.memory * server.memory_share - taken if fraction is None else gpu.memory * fraction

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 
 from fivefold.algorithms.imitation import EXPERT
-from fivefold.batch import Batch, Columns, Totals, joined_cuts
+from fivefold.batch import Batch, Columns, RowImages, Totals, joined_cuts
 from fivefold.cluster.group import Remote, fetch, put
 from fivefold.engine.packing import BatchPlan, MicroBatches, Share
-from fivefold.types import ROUTES, UNKNOWN_EXPERT, Cuts
+from fivefold.types import ROUTES, UNKNOWN_EXPERT, Cuts, PlacedImage
 
 Indices = npt.NDArray[np.int64]
 
@@ -291,8 +291,24 @@ def assemble(order: ShareOrder, columns: Sequence[Columns]) -> Share:
     fields |= {name: torch.from_numpy(spans.column(order.lengths)) for name, spans in order.spans.items()}
     if KEPT in fields:
         mask_T = mask_T * fields.pop(KEPT)
-    batch = Batch(tuple(order.lengths.tolist()), tokens_T, mask_T, fields, order.cuts)
+    lengths = tuple(order.lengths.tolist())
+    batch = Batch(lengths, tokens_T, mask_T, fields, order.cuts, _images(order, columns))
     return Share(batch, order.micro_batches, order.longest, order.totals)
+
+
+def _images(order: ShareOrder, columns: Sequence[Columns]) -> RowImages | None:
+    """Return the images of each of a share's sequences; None: there are none."""
+    if all(source.images is None for source in columns):
+        return None
+    found: list[tuple[PlacedImage, ...]] = [()] * len(order.lengths)
+    start = 0
+    for count, source in zip(order.counts.tolist(), columns, strict=True):
+        picks = slice(start, start + count)
+        if source.images is not None:
+            for row, place in zip(order.rows_R[picks], order.places_R[picks], strict=True):
+                found[place] = source.images[row]
+        start += count
+    return tuple(found)
 
 
 def read_columns(batch: RemoteBatch, n: int) -> list[dict[str, npt.NDArray[Any]]]:

@@ -95,16 +95,16 @@ class ExpectedLengths:
 
     def of(self, prompt: Prompt) -> float:
         """Return the expected tokens of a completion; of a prompt without completions so far, the mean of all."""
-        return self._lengths.get(prompt.token_ids, self._total / max(1, len(self._lengths)))
+        return self._lengths.get(prompt.key, self._total / max(1, len(self._lengths)))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """Remember the mean length of each prompt's samples, which are side by side; any thread may."""
-        for token_ids, group in groupby(samples, key=lambda sample: sample.prompt.token_ids):
+        for key, group in groupby(samples, key=lambda sample: sample.prompt.key):
             lengths = [sample.n_sampled for sample in group]
             mean = sum(lengths) / len(lengths)
             with self._learning:
-                self._total += mean - self._lengths.get(token_ids, 0.0)
-                self._lengths[token_ids] = mean
+                self._total += mean - self._lengths.get(key, 0.0)
+                self._lengths[key] = mean
 
 
 class Gate:

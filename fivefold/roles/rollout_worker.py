@@ -15,8 +15,7 @@ from fivefold.cluster.role import HOST, NODE, PLACE_ON_NODE, PROCESSES_ON_NODE
 from fivefold.config.paths import resolve_model_path
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.environments.build import build_environment
-from fivefold.environments.environment import Task
-from fivefold.environments.play import SETTLE_S, Player
+from fivefold.environments.play import SETTLE_S, Player, tasks_of
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
@@ -78,7 +77,7 @@ class RolloutWorker:
             return replace(report, lost=self._told, has_weights=False, restarts=self.engine.take_restarts()), None
         for job in jobs:
             self._jobs[job.number] = job
-            self._player.begin(job.number, [Task(job.prompt, request, job.sampling) for request in job.requests])
+            self._player.begin(job.number, tasks_of(job.prompt, job.requests, job.sampling))
         done = self._player.advance(seconds)
         report, columns = self._reported([(self._jobs.pop(number), episodes) for number, episodes in done], began)
         self._told = self._take_lost()

@@ -11,6 +11,7 @@ prompts ──prefill, each distinct prompt once──> logits ─┬─> choose
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from fivefold.rollout.routes import RouteRecorder, WaveRoutes
 from fivefold.rollout.sampling import choose_tokens, uniform_numbers
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
+
+if TYPE_CHECKING:
+    from fivefold.rollout.vision import Images, Sight
+    from fivefold.vision.tower import VisionTower
 
 _COMPACT_SHARE = 8
 """Finished rows leave the batch once they are 1/8 of it: copying the cache costs about as much as keeping them."""
@@ -182,6 +187,11 @@ class Wave:
         return [(*prompt, *tokens) for prompt, tokens in zip(prompts, sampled, strict=True)]
 
     @property
+    def images(self) -> list[Images]:
+        """The images of each row, all of them in its prompt."""
+        return [self.requests[index].images for index in self._request_B.tolist()]
+
+    @property
     def is_taken(self) -> bool:
         """Whether `take_ended` has returned all completions."""
         return not self._open
@@ -214,9 +224,12 @@ class Wave:
 class Decoder:
     """The waves in progress, and their cache."""
 
-    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None = None) -> None:
-        """Begin without a wave. With a `recorder`, waves record the routes of their tokens."""
+    def __init__(
+        self, model: PreTrainedModel, recorder: RouteRecorder | None = None, tower: VisionTower | None = None
+    ) -> None:
+        """Begin without a wave. With a `recorder`, waves record the routes of their tokens; `tower` sees images."""
         self._model = model
+        self._tower = tower
         self._recorder = recorder
         self._cache: RowCache | None = None
         self.waves: list[Wave] = []
@@ -276,11 +289,20 @@ class Decoder:
         sequences = wave.sequences()
         longest = max(map(len, sequences))
         cache = RowCache(len(sequences), longest, windows_of(self._model.config))
-        wave.logits_BV = prefill(self._model, cache, sequences, self._recording(wave))
-        wave.position_B = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
-        wave.padding_B = longest - wave.position_B if len(sequences[-1]) < longest else None
+        images = wave.images if any(request.images for request in wave.requests) else []
+        sight = self._sight(images) if images else None
+        wave.logits_BV = prefill(self._model, cache, sequences, self._recording(wave), sight)
+        lengths_B = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
+        wave.position_B = lengths_B if sight is None else lengths_B - sight.saved.to(lengths_B.device)
+        wave.padding_B = longest - lengths_B if len(sequences[-1]) < longest else None
         wave.width, wave.version = longest, version
         return cache
+
+    def _sight(self, images: list[Images]) -> Sight:
+        from fivefold.rollout.vision import Sight  # by requests that have images
+
+        assert self._tower is not None, "this model sees no images"
+        return Sight(self._tower, images)
 
     def _recording(self, wave: Wave) -> AfterPrompts | None:
         """Return what keeps the routes of a wave's prompts; where they are computed again, the first ones stay."""

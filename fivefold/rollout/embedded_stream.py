@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,9 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.stopping import StopRule
 from fivefold.types import Completion
+
+if TYPE_CHECKING:
+    from fivefold.vision.tower import VisionTower
 
 _JOIN_SHARE = 8
 """Requests join the batch once 1/8 of its rows are free: to compute prompts and copy the cache has a price."""
@@ -46,6 +50,7 @@ class EmbeddedStream:
         max_rows: int,
         recomputes: bool,
         recorder: RouteRecorder | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         """Begin without a request.
 
@@ -56,13 +61,14 @@ class EmbeddedStream:
             recomputes: whether new weights compute the keys and values of all tokens again; otherwise rows continue
                 with the keys and values of the weights before.
             recorder: records the experts of tokens; None: completions do not tell them.
+            tower: sees the images of prompts; None: the model reads text alone.
         """
         self._model = model
         self._stop_rule = cache(stop_rule)
         self._max_rows = max_rows
         self._recomputes = recomputes
         self._records_routes = recorder is not None
-        self._decoder = Decoder(model, recorder)
+        self._decoder = Decoder(model, recorder, tower)
         self._version: int | None = None
         """Version of the weights that computed the cache; None: it has been forgotten."""
         self._open: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
@@ -120,7 +126,7 @@ class EmbeddedStream:
             self._waiting.popleft()
         # Long prompts first, so that memory runs out at once or never; equal ones side by side, so that each is
         # computed once.
-        asked.sort(key=lambda pair: (-len(pair[1].token_ids), pair[1].token_ids))
+        asked.sort(key=lambda pair: (-len(pair[1].token_ids), pair[1].key))
         requests, stop = [request for _, request in asked], self._stop_rule(sampling)
         wave = Wave(requests, sampling, stop, self._model.device, records_routes=self._records_routes)
         self._decoder.begin(wave, version)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fivefold.rollout.kv_cache import RowCache
 from fivefold.sinks import with_sinks
+
+if TYPE_CHECKING:
+    from fivefold.rollout.vision import Sight
 
 _PREFILL_TOKENS = 16384
 """Most prompt tokens, padding included, in one forward; this bounds the activations of long prompts."""
@@ -30,17 +33,25 @@ first, and the index among them of each row's."""
 
 
 def prefill(
-    model: PreTrainedModel, cache: RowCache, sequences: Sequence[Tokens], after: AfterPrompts | None = None
+    model: PreTrainedModel,
+    cache: RowCache,
+    sequences: Sequence[Tokens],
+    after: AfterPrompts | None = None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Fill an empty cache with a sequence for each row; return the logits [B, V] of the token after each.
 
-    The longest sequences come first, and equal ones side by side. `after` is called after each forward pass.
+    The longest sequences come first, and equal ones, with the same images, side by side. `after` is called after each
+    forward pass; `sight` has the images of the rows.
     """
     logits = []
-    for start, stop, distinct, source in _batches(sequences, are_ragged=not has_states(model.config)):
+    keys: Sequence[Hashable] = sequences if sight is None else [*zip(sequences, sight.keys, strict=True)]
+    for start, stop, firsts, source in _batches(sequences, keys, are_ragged=not has_states(model.config)):
+        distinct = [sequences[row] for row in firsts]
         source_B = torch.tensor(source, device=model.device)
         cache.begin_prompts(slice(start, stop), source_B)
-        logits.append(_forward_prompts(model, cache, distinct)[source_B])
+        seen = None if sight is None else sight.of(firsts)
+        logits.append(_forward_prompts(model, cache, distinct, seen)[source_B])
         if after is not None:
             after(start, distinct, source)
     return torch.cat(logits)
@@ -63,7 +74,7 @@ def forward_token(
     if padding_B is not None:
         columns = torch.arange(cache.length, device=model.device)
         mask = (columns >= padding_B[:, None])[:, None, None, :]
-    return _last_logits(model, cache, tokens_B[:, None], position_B[:, None], mask)
+    return _last_logits(model, cache, {"input_ids": tokens_B[:, None], "position_ids": position_B[:, None]}, mask)
 
 
 def has_states(config: PreTrainedConfig) -> bool:
@@ -79,39 +90,41 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     return {layer: window for layer, kind in enumerate(kinds) if window and kind == "sliding_attention"}
 
 
-def _batches(sequences: Sequence[Tokens], *, are_ragged: bool) -> Iterator[tuple[int, int, list[Tokens], list[int]]]:
-    """Yield (first row, row behind the last, distinct sequences, each row's index among them), in the order of rows.
+def _batches(
+    sequences: Sequence[Tokens], keys: Sequence[Hashable], *, are_ragged: bool
+) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """Yield (first row, row behind the last, rows of distinct sequences, each row's index among these), in their order.
 
-    Sequences of a batch have one length, unless batches may be ragged.
+    Sequences with one key are the same. Sequences of a batch have one length, unless batches may be ragged.
     """
     start = 0
-    distinct: list[Tokens] = []
+    firsts: list[int] = []
     source: list[int] = []
     for row, tokens in enumerate(sequences):
-        if not distinct or tokens != distinct[-1]:
-            is_full = bool(distinct) and len(distinct[0]) * (len(distinct) + 1) > _PREFILL_TOKENS
-            if is_full or (distinct and not are_ragged and len(distinct[0]) != len(tokens)):
-                yield start, row, distinct, source
-                start, distinct, source = row, [], []
-            distinct.append(tokens)
-        source.append(len(distinct) - 1)
-    yield start, len(sequences), distinct, source
+        if not firsts or keys[row] != keys[firsts[-1]]:
+            is_full = bool(firsts) and len(sequences[firsts[0]]) * (len(firsts) + 1) > _PREFILL_TOKENS
+            if is_full or (firsts and not are_ragged and len(sequences[firsts[0]]) != len(tokens)):
+                yield start, row, firsts, source
+                start, firsts, source = row, [], []
+            firsts.append(row)
+        source.append(len(firsts) - 1)
+    yield start, len(sequences), firsts, source
 
 
-def _forward_prompts(model: PreTrainedModel, cache: RowCache, prompts: list[Tokens]) -> Tensor:
+def _forward_prompts(
+    model: PreTrainedModel, cache: RowCache, prompts: list[Tokens], sight: Sight | None = None
+) -> Tensor:
     """Return the logits [U, V] of the token after each of U distinct prompts."""
     width = len(prompts[0])
-    padding_U1 = torch.tensor([[width - len(prompt)] for prompt in prompts], device=model.device)
+    padding = [width - len(prompt) for prompt in prompts]
+    padding_U1 = torch.tensor(padding, device=model.device)[:, None]
     tokens_UP = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     columns_P = torch.arange(width, device=model.device)
     is_ragged = len(prompts[-1]) < width
-    return _last_logits(
-        model,
-        cache,
-        tokens_UP,
-        (columns_P - padding_U1).clamp_(min=0),
-        _prompt_mask(columns_P, padding_U1) if is_ragged else None,
-    )
+    inputs = {"input_ids": tokens_UP, "position_ids": (columns_P - padding_U1).clamp_(min=0)}
+    if sight is not None:
+        inputs = sight.inputs(model, tokens_UP, padding)
+    return _last_logits(model, cache, inputs, _prompt_mask(columns_P, padding_U1) if is_ragged else None)
 
 
 def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
@@ -122,12 +135,9 @@ def _prompt_mask(columns_P: Tensor, padding_U1: Tensor) -> Tensor:
     return ((is_past_PP & is_token_UP[:, None, :]) | is_self_PP).unsqueeze(1)
 
 
-def _last_logits(
-    model: PreTrainedModel, cache: RowCache, tokens: Tensor, positions: Tensor, mask: Tensor | None
-) -> Tensor:
+def _last_logits(model: PreTrainedModel, cache: RowCache, inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
     output = model(
-        input_ids=tokens,
-        position_ids=positions,
+        **inputs,
         attention_mask=mask,
         use_cache=True,
         logits_to_keep=1,

@@ -57,6 +57,10 @@ def build_model(
     with _reading("config.json"):
         config = text_config(path)
         _check_attention(config)
+    if config.model_type == "qwen3_vl_text":
+        from fivefold.rollout.vision import register_text_models  # by models that see images
+
+        register_text_models()
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
     # refuses.

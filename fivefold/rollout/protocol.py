@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.config.schema.train import EvaluatorConfig, TrainRecipe
-from fivefold.types import Completion, FinishReason
+from fivefold.types import Completion, FinishReason, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,6 +52,10 @@ class Begun:
         )
 
 
+Prefix = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens, and the digests of the images among them."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One completion to sample. A group is several requests with the same prompt and different seeds."""
@@ -66,6 +70,13 @@ class GenerationRequest:
     begun: Begun | None = None
     """What the completion has already, from which a server continues. The embedded engine starts over, with the same
     random numbers."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the prompt's tokens."""
+
+    @property
+    def key(self) -> Prefix:
+        """What tells its prompt from others: tokens, and the digests of images."""
+        return self.token_ids, tuple(image.digest for image in self.images)
 
 
 def n_begun(requests: Sequence[GenerationRequest]) -> int:
@@ -124,6 +135,11 @@ class SamplingParams:
             logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
             bad_token_ids=tuple(config.bad_token_ids),
         )
+
+    def never(self, token_ids: Iterable[int]) -> SamplingParams:
+        """Return this sampling without some tokens; itself if there are none."""
+        more = tuple(token for token in token_ids if token not in self.bad_token_ids)
+        return replace(self, bad_token_ids=(*self.bad_token_ids, *more)) if more else self
 
     @property
     def bias(self) -> dict[int, float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fivefold.bridge.text_config import family_of
 from fivefold.config.paths import resolve_model_path
 from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
@@ -24,6 +25,9 @@ from fivefold.types import Completion
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.stream import Receiver
 from fivefold.weights.transport import Transport
+
+if TYPE_CHECKING:
+    from fivefold.vision.tower import VisionTower
 
 
 class TransformersEngine:
@@ -41,6 +45,7 @@ class TransformersEngine:
         recomputes: bool = False,
         receiver: Receiver | None = None,
         records_routes: bool = False,
+        tower: VisionTower | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -54,6 +59,7 @@ class TransformersEngine:
             recomputes: whether new weights compute the keys and values of submitted requests again.
             receiver: takes weights from a transport's items; None: from the buckets of host memory.
             records_routes: whether completions tell the experts of their tokens.
+            tower: sees the images of prompts; None: the model reads text alone.
 
         Raises:
             ValueError: routes of a model without experts.
@@ -63,8 +69,9 @@ class TransformersEngine:
         self._end_token_ids = frozenset(end_token_ids)
         recorder = RouteRecorder(model) if records_routes else None
         self._stream = EmbeddedStream(
-            model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes, recorder=recorder
+            model, self._stop_rule, max_rows=max_batch_size, recomputes=recomputes, recorder=recorder, tower=tower
         )
+        self._tower = tower
         self._state = EngineState(weight_version)
         self._keeps_weights = keeps_weights
         self._tensors = file_tensors(model)
@@ -123,6 +130,7 @@ class TransformersEngine:
             recomputes=recomputes,
             receiver=receiver_of(transport, folder),
             records_routes=records_routes,
+            tower=_tower(folder, model),
         )
 
     def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
@@ -227,6 +235,8 @@ class TransformersEngine:
         self._stream.forget()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.cpu() if self._keeps_weights else parameter.data.new_empty(0)
+        if self._tower is not None:
+            self._tower.sleep()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -237,6 +247,8 @@ class TransformersEngine:
         for parameter, shape in zip(self._model.parameters(), self._shapes, strict=True):
             kept = parameter.data.to(self._device) if self._keeps_weights else None
             parameter.data = parameter.data.new_empty(shape) if kept is None else kept
+        if self._tower is not None:
+            self._tower.wake()
         self._state.wake_weights()
         return True
 
@@ -244,3 +256,13 @@ class TransformersEngine:
         """Do what `wake_weights` does, and allow `generate`, which allocates its cache itself."""
         self.wake_weights()
         self._state.wake()
+
+
+def _tower(path: str, model: PreTrainedModel) -> VisionTower | None:
+    """Return the vision tower of a model at `path` (folder or hub name); None: it reads text alone."""
+    family = family_of(path)
+    if family is None or not family.sees:
+        return None
+    from fivefold.vision.tower import VisionTower  # by models that see images
+
+    return VisionTower(path, model.dtype, model.device)

@@ -37,6 +37,7 @@ from fivefold.rules.rollout import (
     sync_problems,
 )
 from fivefold.rules.served_adapters import served_problems
+from fivefold.rules.vision import image_layout_problems, image_problems
 from fivefold.weights.table import transport_problems
 
 NO_SHAPES: RoleShapes = MappingProxyType({})
@@ -65,6 +66,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
         *sync_problems(recipe, placement),
         *judge_turn_problems(recipe, placement),
         *_profile_problems(recipe, layouts),
+        *image_layout_problems(recipe, layouts, shapes),
     ]
     problems += recipe_problems(recipe, shape, others)
     if problems:
@@ -86,6 +88,7 @@ def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> It
     yield from replay_problems(recipe, shape)
     yield from adapter_problems(recipe, shape, others)
     yield from freezing_problems(recipe, shape, others)
+    yield from image_problems(recipe, shape, others)
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
         yield from reward_problems(recipe.reward)

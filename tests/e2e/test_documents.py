@@ -145,7 +145,8 @@ def test_the_runs_of_the_documents_have_keys_of_a_recipe(
     for command, path, *overrides in shown:
         file = tmp_path / path if path == "recipe.yaml" else ROOT / path
         recipe: Recipe = load_recipe(file, ["cluster.n_nodes=4", *overrides], kinds[command])
-        check_recipe(recipe, load_shape(ROOT / "fivefold/models/tiny-moe"))
+        model = "tiny-vl" if recipe.actor.path == "package:tiny-vl" else "tiny-moe"
+        check_recipe(recipe, load_shape(ROOT / "fivefold/models" / model))
 
 
 # docs/rewards.md

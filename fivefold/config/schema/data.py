@@ -64,9 +64,26 @@ class AskedRowsConfig(RowsConfig):
 class PromptRowsConfig(AskedRowsConfig):
     """Prompts to complete."""
 
+    image_key: str | None = None
+    """Column of images, for a model that sees them (docs/vision.md): a file's path or bytes, an image of `datasets`, or
+    a list; null: prompts are texts."""
+    min_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
+    """Fewest pixels that an image is resized to; null: as the model's image processor says."""
+    max_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
+    """Most pixels that an image is resized to, which bounds its tokens; null: as the model's image processor says."""
+
     truncation: Literal["drop", "left", "right", "error"] = "drop"
     """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
     reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
+
+    @rule
+    def _images(self) -> Iterator[str]:
+        if self.image_key is None:
+            return
+        if self.truncation in ("left", "right"):
+            yield f"truncation={self.truncation} would cut images apart: set it to drop or error"
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            yield f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}: lower it"
 
 
 class BatchesConfig(Section):

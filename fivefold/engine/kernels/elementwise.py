@@ -96,8 +96,8 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
 def cos_sin(
     positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, scaling: RopeScaling | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T]."""
-    angles = positions_T.float()[:, None] * frequencies[None, :]
+    """Return cos and sin, `dtype` [T, 1, rotated channels] each, at the positions int64 [T], or [T, rotated / 2]."""
+    angles = (positions_T[:, None] if positions_T.dim() == 1 else positions_T).float() * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)

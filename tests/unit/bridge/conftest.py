@@ -34,6 +34,9 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
     vision |= {"num_position_embeddings": 4, "patch_size": 2}
     configs = {
+        "qwen3_vl": hf.Qwen3VLConfig(
+            text_config=base, vision_config={**vision, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True
+        ),
         "qwen3_5": hf.Qwen3_5Config(text_config={**qwen3_5, **dense}, vision_config=vision),
         "qwen3_5_moe": hf.Qwen3_5MoeConfig(text_config={**qwen3_5, **experts}, vision_config=vision),
         "llama": hf.LlamaConfig(**base, tie_word_embeddings=True),

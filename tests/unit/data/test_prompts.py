@@ -229,7 +229,7 @@ def test_a_name_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
                 ({"role": "user", "content": None}, "is no text: give a text"),
                 ({"role": "user", "content": []}, "is no text: give a text"),
                 ({"role": "user", "content": 3}, "is no text: give a text"),
-                ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "trained on text alone: drop"),
+                ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, "only texts are read here: drop"),
                 (
                     {"role": "assistant", "content": "<think>"},
                     "ends with an answer, '<think>', .*continue_final_message",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fivefold.families.read import read_shape
 from fivefold.families.registry import FAMILIES
 from fivefold.families.shape import RopeScaling
+from fivefold.rollout.vision import register_text_models
+
+register_text_models()
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -54,6 +58,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
     "qwen3_next": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
+    "qwen3_vl": {"head_dim": 16},
     "qwen3_5": DELTA_NET,
     "qwen3_5_moe": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
     "glm4_moe": {
@@ -77,7 +82,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
-SEEING = {"qwen3_5", "qwen3_5_moe"}
+SEEING = {"qwen3_vl", "qwen3_5", "qwen3_5_moe"}
 """Families whose files describe the language model inside a model that sees images."""
 
 
@@ -85,8 +90,18 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
     """Return a `config.json` as transformers 4 writes it."""
     own = {**SIZES, **KEYS[family], **changes}
     if family in SEEING:
-        return {"model_type": family, "text_config": {"model_type": f"{family}_text", **own}, "vision_config": {}}
+        text, vision = {"model_type": f"{family}_text", **own}, {"out_hidden_size": own["hidden_size"]}
+        return {"model_type": family, "text_config": text, "vision_config": vision}
     return {"model_type": family, **own}
+
+
+def text_config_of(config: dict[str, Any]) -> Any:
+    """Return what transformers builds the language model with."""
+    whole = AutoConfig.for_model(**config)
+    text = whole.get_text_config()
+    if not hasattr(text, "tie_word_embeddings"):
+        text.tie_word_embeddings = config["text_config"].get("tie_word_embeddings", False)
+    return text
 
 
 def n_offsets(model: torch.nn.Module) -> int:
@@ -98,7 +113,7 @@ def n_offsets(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool) -> None:
     config = raw(family, tie_word_embeddings=tied)
-    hf_config = AutoConfig.for_model(**config).get_text_config()
+    hf_config = text_config_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     shape = read_shape(config)
@@ -115,6 +130,34 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     assert shape.n_active_parameters == shape.n_parameters - unused
 
 
+@pytest.mark.parametrize("family", sorted(SEEING))
+def test_vision_towers_have_the_parameters_and_tokens_of_the_transformers_model(family: str) -> None:
+    config = raw(family)
+    whole = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(whole)
+    vision = read_shape(config).vision
+    assert vision is not None
+    assert vision.n_parameters == sum(parameter.numel() for parameter in model.model.visual.parameters())
+    assert vision.marker == (whole.vision_start_token_id, whole.image_token_id, whole.vision_end_token_id)
+    assert vision.video_token == whole.video_token_id
+    assert vision.n_deepstack == len(getattr(whole.vision_config, "deepstack_visual_indexes", ()))
+    assert vision.rope_sections == tuple(model.model.language_model.rotary_emb.mrope_section)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"vision_config": {"out_hidden_size": 7}}, "out_hidden_size=7, and text_config hidden_size=48"),
+        ({"vision_config": {"out_hidden_size": 48, "depth": 0}}, "depth=0"),
+        ({"image_token_id": "x"}, "image_token_id='x'"),
+    ],
+)
+def test_vision_towers_that_cannot_be_are_refused(keys: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        read_shape(raw("qwen3_vl") | keys)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_configurations_of_this_transformers_give_the_same_shape(family: str, tmp_path: Path) -> None:
     normalises = family != "deepseek_v2"  # whose routers never do
@@ -128,7 +171,7 @@ def test_saved_configurations_of_this_transformers_give_the_same_shape(family: s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_left_out_mean_what_transformers_makes_of_them(family: str) -> None:
     config = raw(family)
-    hf_config = AutoConfig.for_model(**config).get_text_config()
+    hf_config = text_config_of(config)
     shape = read_shape(config)
     assert shape.rms_norm_eps == hf_config.rms_norm_eps
     rope = hf_config.rope_parameters

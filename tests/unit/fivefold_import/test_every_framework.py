@@ -275,6 +275,28 @@ def test_keys_of_images_are_unsupported(framework: Framework, words: list[str], 
     assert (key or words[0].partition("=")[0]) in convert_words(framework, *words).unsupported()
 
 
+SEEING = "Qwen/Qwen3-VL-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("framework", "words", "key"),
+    [
+        ("verl", [f"actor_rollout_ref.model.path={SEEING}", "data.val_files=test.parquet"], "data.image_key"),
+        ("trinity", [f"model.model_path={SEEING}"], "buffer.explorer_input.taskset.format.image_key"),
+    ],
+)
+def test_columns_of_images_are_mapped_for_models_that_see_them(
+    framework: Framework, words: list[str], key: str
+) -> None:
+    conversion = convert_words(framework, *words, f"{key}=pictures")
+    assert conversion[key].outcome == "mapped"
+    assert conversion.recipe["train_dataset.image_key"] == "pictures"
+    assert conversion.recipe.get("valid_dataset.image_key") == ("pictures" if framework == "verl" else None)
+    assert any("reach the embedded engine alone" in problem for problem in conversion.report.problems)
+    without = convert_words(framework, *words)
+    assert any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+
+
 def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
     keys: dict[Framework, str] = {
         "areal": "actor.path",
@@ -288,7 +310,15 @@ def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
         "verl": "actor_rollout_ref.model.path",
     }
     (tmp_path / "config.json").write_text('{"model_type": "own", "vision_config": {}}')
-    seeing = ["Qwen/Qwen2.5-VL-7B", "/models/qwen2_5_vl", "OpenGVLab/InternVL3-8B", "zai-org/GLM-4.5V", str(tmp_path)]
+    seeing = [
+        "Qwen/Qwen2.5-VL-7B",
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        SEEING,
+        "/models/qwen2_5_vl",
+        "OpenGVLab/InternVL3-8B",
+        "zai-org/GLM-4.5V",
+        str(tmp_path),
+    ]
     reading = ["Qwen/Qwen3-8B", "/data/vision/Qwen3-8B", "zai-org/GLM-4.5-Air", "/models/novlm-8B"]
     for framework, key in keys.items():
         for model in seeing + reading:

@@ -36,9 +36,15 @@ class Session:
         self.gpu_memory = gpu_memory
         self.host_memory = 2**40
         self.roles: dict[str, Role] = {}
+        self.order: list[str] = []
+        """What happened to which role."""
+
+    def create(self, *roles: Role) -> None:
+        self.order += [f"{role.name} imports {role.imports}" for role in roles]
 
     def launch(self, *roles: Role) -> dict[str, Group]:
         self.roles |= {role.name: role for role in roles}
+        self.order += [f"{role.name} is built" for role in roles]
         return {role.name: Group(role) for role in roles}
 
 
@@ -67,6 +73,8 @@ def test_the_memory_of_the_gpus_that_are_there_decides_what_is_offloaded(gpu_mem
     roles, recipe = launched(tmp_path, session)
     expected = while_generating(recipe, {"actor": tmp_path}, gpu_memory=gpu_memory)
     assert roles.actor.away == expected.offloaded
+    # The actor's processes import while the server on their devices starts.
+    assert session.order == ["actor imports fivefold.mcore.engine", "rollout is built", "actor is built"]
     assert session.roles["rollout"].args[0].reserved == expected.kept["rollout"]
 
 

@@ -15,7 +15,7 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.remote_batch import Piece, RemoteBatch, Spans, assemble
-from fivefold.types import UNKNOWN_EXPERT
+from fivefold.types import UNKNOWN_EXPERT, PlacedImage
 
 N = 23
 
@@ -98,6 +98,32 @@ def test_shares_of_a_remote_batch_are_those_of_the_batch(layout: str, chosen: li
         seen += plan.sequences(replica)
     assert sorted(seen) == list(range(len(chosen)))
     assert by_reference.totals() == mini_batch.totals()
+
+
+def test_each_sequence_keeps_its_images() -> None:
+    batch = whole_batch(seed=8)
+    images = tuple(
+        tuple(PlacedImage(np.zeros((4, 2), np.float32), 10 * row + each, each, 1, 1) for each in range(row % 3))
+        for row in range(N)
+    )
+    values = {"tokens": batch.tokens_T.int().numpy(), "mask": batch.mask_T.bool().numpy()}
+    lengths_N, order = np.array(batch.lengths, np.int32), np.arange(N)
+    scores = Columns(lengths_N, {"old_logprobs": batch.fields["old_logprobs"].numpy()})
+    pieces = (Piece(Columns(lengths_N, values, images=images), order), Piece(scores, order))
+    trained = np.array([int(mask.sum()) for mask in batch.split(batch.mask_T)])
+    chosen = [4, 2, 0, 11, 3]
+    mine = RemoteBatch(lengths_N.astype(np.int64), trained, pieces).select(chosen)
+    planner = BatchPlanner.of(MicroBatchConfig(max_tokens_per_mb=40), parse_backend("megatron:d2"), quadratic_at=100.0)
+    plan = planner.plan(mine.lengths_N.tolist())
+    seen = {}
+    for replica, (share_order, columns_of) in enumerate(mine.orders(plan)):
+        share = assemble(pickle.loads(pickle.dumps(share_order)), columns_of)
+        found = share.batch.images or ((),) * len(share.batch)
+        for index, own in zip(plan.sequences(replica), found, strict=True):
+            seen[chosen[index]] = [image.digest for image in own]
+        if share.batch.images is not None:
+            assert share.batch.select([0]).to(torch.device("cpu")).images == share.batch.images[:1]
+    assert seen == {row: [image.digest for image in images[row]] for row in chosen}
 
 
 def test_a_replica_gets_only_the_pieces_that_it_needs() -> None:

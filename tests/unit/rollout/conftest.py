@@ -34,6 +34,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
 )
 
 from fivefold.rollout.replica import ReplicaSpec
@@ -55,6 +56,7 @@ COMMON: dict[str, Any] = {
     **ATTENTION,
 }
 VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
+SIGHT = {"image_token_id": 66, "video_token_id": 65, "vision_start_token_id": 64, "vision_end_token_id": 63}
 DELTA_NET = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -100,7 +102,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_expert_intermediate_size=16,
     ),
     "qwen3_5": lambda: Qwen3_5Config(
-        text_config={**COMMON, **DELTA_NET, "initializer_range": 0.2, "head_dim": 16}, vision_config=VISION
+        text_config={**COMMON, **DELTA_NET, "initializer_range": 0.2, "head_dim": 16}, vision_config=VISION, **SIGHT
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**COMMON, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        vision_config={**VISION, "depth": 3, "initializer_range": 0.4, "deepstack_visual_indexes": [0, 2]},
+        tie_word_embeddings=True,
+        **SIGHT,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
         text_config={
@@ -114,6 +122,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "shared_expert_intermediate_size": 16,
         },
         vision_config=VISION,
+        **SIGHT,
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **COMMON,

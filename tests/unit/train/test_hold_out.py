@@ -37,7 +37,7 @@ def test_a_run_trains_on_the_prompts_that_it_does_not_hold_out(tmp_path: Path) -
     assert sorted(trained + held) == sorted(prompt.text for prompt in whole.data.prompts)
     assert whole.evaluator is None
     # `fivefold eval` loads them by itself.
-    alone = Evaluator.of(recipe, setup.ground.tokenizer, setup.rewards)
+    alone = Evaluator.of(recipe, setup.ground.tokenizer, setup.rewards, model=(setup.ground.path, setup.ground.shape))
     assert alone is not None
     assert [prompt.text for prompt in alone.data.prompts] == held
 
