@@ -100,6 +100,8 @@ WAYS_LAYOUTS = (
     "megatron:p2v2",
 )
 
+OTHER_MODELS = ("qwen2", "qwen3_next", "gpt_oss", "gemma3_text")
+
 Trained = Callable[[str, str, int], Run]
 """(model, loss, number of steps) -> the run of a single process."""
 
@@ -124,8 +126,14 @@ def assert_same_run(got: Run, steps: list[Step], weights: Tensors, before: Tenso
     assert_close(difference(got.weights, before), difference(weights, before), UPDATE_TOLERANCE)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "qwen3_next", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        *(("qwen3_moe", loss) for loss in LOSSES),
+        *((model, "token_mean") for model in OTHER_MODELS),
+        *long(*((model, loss) for model in OTHER_MODELS for loss in LOSSES if loss != "token_mean")),
+    ],
+)
 def test_one_process_trains_like_hugging_face_with_torchs_adamw(
     workers: Workers,
     models: Path,

@@ -14,7 +14,7 @@ from ragged import uneven_batch
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
-from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, beta2=0.99, gradient_clipping=0.5)
@@ -41,7 +41,9 @@ RECORDED = {
 def test_losses_and_gradient_norms_are_those_of_every_release(
     workers: Workers, models: Path, model: str, layout: str
 ) -> None:
-    case = Case(layout, MegatronConfig(transformer=BALANCED))
+    # Auxiliary losses are of micro-batches.
+    micro_batches = MicroBatchConfig(max_tokens_per_mb=50)
+    case = Case(layout, MegatronConfig(transformer=BALANCED), micro_batches=micro_batches)
     arguments = (models / model, uneven_batch(), SFTLoss(), OPTIMIZER, 3)
     run = workers(case.world_size).run(megatron_cases.train, case, *arguments)[0]
     losses, norms = zip(*RECORDED[model, LAYOUTS[layout]], strict=True)
