@@ -1,4 +1,4 @@
-"""A chunk of a decoder: the layers of one virtual stage, as a Megatron-Core model."""
+"""A chunk of a decoder: the layers of one virtual stage, of Megatron-Core's embedding, block and output layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.utils import get_quant_config_or_none
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.megatron_names import UNFUSED_NORMS
@@ -21,9 +28,14 @@ if TYPE_CHECKING:
     from fivefold.vision.tower import VisionTower
 
 
-class Decoder(GPTModel):
-    """Megatron-Core's GPT model, from packed tokens to hidden states, which a head turns into predictions."""
+class Decoder(LanguageModule):
+    """From packed tokens, or the hidden states of the stage before, to hidden states, for a head.
 
+    Parameters have the names that they have in Megatron-Core's `GPTModel`, which is deprecated.
+    """
+
+    model_type = ModelType.encoder_or_decoder
+    """Megatron-Core's schedules ask for it."""
     routers: list[Router]
     """The routers of its layers."""
     embedding_scale = 1.0
@@ -32,6 +44,71 @@ class Decoder(GPTModel):
     """Whether a backward pass reaches its layers, though the embedding before them may be frozen."""
     tower: VisionTower | None = None
     """Sees the images; only the decoder that embeds tokens has one."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        *,
+        vocab: int,
+        is_first: bool,
+        is_last: bool,
+        is_tied: bool,
+        groups: ProcessGroupCollection,
+        vp_stage: int | None,
+    ) -> None:
+        """Build the modules, with weights that nobody has set.
+
+        Args:
+            config: sizes and options of the model.
+            layers: the layers of this chunk.
+            vocab: rows of the embedding and of the output layer, padded so that tensor-parallel ranks divide them.
+            is_first: whether it embeds tokens.
+            is_last: whether it has the last norm and the output layer.
+            is_tied: whether the output layer has the embedding's weight.
+            groups: the process groups of the rank.
+            vp_stage: index of the chunk among the rank's; None: it has one.
+        """
+        super().__init__(config=config, pg_collection=groups)
+        self.pre_process, self.post_process, self.vp_stage = is_first, is_last, vp_stage
+        self.share_embeddings_and_output_weights = is_tied
+        if is_first:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=vocab,
+                max_sequence_length=0,  # of learned positions, which there are none of
+                position_embedding_type="none",
+                tp_group=groups.tp,
+            )
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=layers,
+            pre_process=is_first,
+            post_process=is_last,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if is_last:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                skip_weight_param_allocation=is_first and is_tied,
+                tp_group=groups.tp,
+            )
+        if is_first or is_last:
+            self.setup_embeddings_and_output_layer()
+        for name, module in self.named_modules():
+            if hasattr(module, "finish_init"):  # TransformerEngine's layers
+                module.finish_init(get_quant_config_or_none(name, config.quant_recipe))
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Take the hidden states of the stage before; Megatron-Core's schedules call it before each forward pass."""
+        [hidden] = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        self.decoder.set_input_tensor(hidden)
 
     def forward(self, local: LocalSequences, packed: PackedSequences) -> torch.Tensor:
         """Return this stage's hidden states, [T / tp, 1, hidden]; on the last stage they are normalised."""

@@ -196,15 +196,13 @@ def build_chunks(
     for stage in range(layout.vpp):
         vp_stage = stage if layout.vpp > 1 else None
         chunk = Decoder(
-            config=config,
-            transformer_layer_spec=block_spec(config, vp_stage, shape, provider),
-            vocab_size=padded_vocab(shape.vocab, layout.tp),
-            max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",
-            pg_collection=groups,
+            config,
+            block_spec(config, vp_stage, shape, provider),
+            vocab=padded_vocab(shape.vocab, layout.tp),
+            is_first=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            is_last=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            is_tied=shape.tied_embeddings,
+            groups=groups,
             vp_stage=vp_stage,
         )
         if shape.value_head and chunk.post_process:
