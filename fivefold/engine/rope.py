@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from fivefold.families.shape import ModelShape, RopeScaling
+from fivefold.families.rope_scaling import RopeScaling
+from fivefold.families.shape import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:

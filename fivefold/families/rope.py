@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.families.hf_config import HFConfig
-from fivefold.families.shape import RopeScaling
+from fivefold.families.rope_scaling import RopeScaling
 
 _NEEDED = {
     "default": (),

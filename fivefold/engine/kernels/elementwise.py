@@ -11,7 +11,7 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from fivefold.families.shape import RopeScaling
+from fivefold.families.rope_scaling import RopeScaling
 
 # PyTorch's CUDA builds for Linux depend on Triton; its CPU builds do not.
 HAS_TRITON = importlib.util.find_spec("triton") is not None

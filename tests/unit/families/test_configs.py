@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from fivefold.families.read import read_shape
 from fivefold.families.registry import FAMILIES
-from fivefold.families.shape import RopeScaling
+from fivefold.families.rope_scaling import RopeScaling
 from fivefold.rollout.vision import register_text_models
 
 register_text_models()
