@@ -92,7 +92,7 @@ FIRST_ADAPTERS = (
 )
 NEVER_ADAPTED = "routers, embeddings, the output layer and what reads images have no adapters"
 ONE_SET = "a model has one set of adapters"
-ADAPTERS_BEGIN = "A is drawn as PEFT draws it, and B is 0"
+ADAPTERS_BEGIN = "A is drawn as PEFT draws it (actor.lora.init=xavier: as Megatron-Bridge does), and B is 0"
 ADAPTERS_FLOAT32 = "adapters have float32 master weights"
 NO_REMOTE_CODE = "no code of a tokenizer's is run, and none of a model's in any case"
 ALWAYS_PACKED = "sequences are always packed"

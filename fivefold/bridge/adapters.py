@@ -23,8 +23,8 @@ from fivefold.json_text import read_object
 class WithAdapters(WithFurther):
     """The tensors of a model, and its adapters.
 
-    A is uniform in +-1 / sqrt(inputs), as PEFT draws it, from a generator that is seeded by the seed and its name. The
-    numbers are the same on every layout.
+    A is drawn as `lora.init` says, from a generator that is seeded by the seed and its name, and is the same on
+    every layout.
 
     Args:
         source: the tensors of the model itself.
@@ -40,7 +40,7 @@ class WithAdapters(WithFurther):
         super().__init__(source, {name: tensor.shape for tensor in own for name in tensor.names})
         self._seed = seed
         assert shape.adapters is not None
-        path = shape.adapters.path
+        self._init, path = shape.adapters.init, shape.adapters.path
         self._stored = None if path is None else StoredAdapters(Path(path), own, shape.adapters)
 
     def _origin(self, name: str) -> str:
@@ -53,9 +53,13 @@ class WithAdapters(WithFurther):
     def _drawn(self, name: str) -> Tensor:
         if name.endswith("lora_B.weight"):
             return torch.zeros(self._further[name])
-        bound = 1 / sqrt(self._further[name][1])
+        rank, inputs = self._further[name]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        return torch.empty(self._further[name]).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(rank, inputs)
+        if self._init == "kaiming":
+            return drawn.uniform_(-1 / sqrt(inputs), 1 / sqrt(inputs), generator=generator)
+        std = sqrt(2 / (inputs + rank)) if self._init == "xavier" else 1 / rank
+        return drawn.normal_(std=std, generator=generator)
 
 
 class StoredAdapters:

@@ -42,6 +42,8 @@ class AdapterShape:
     """Patterns of the names of layers that have adapters, such as `q_proj`."""
     dropout: float = 0.0
     """Probability by which each of an adapter's inputs is 0 in training."""
+    init: str = field(default="kaiming", compare=False)
+    """How A is drawn (`actor.lora.init`)."""
     path: str | None = field(default=None, compare=False)
     """Folder of adapters to begin with, as PEFT writes it; None: new ones."""
 

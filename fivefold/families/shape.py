@@ -216,6 +216,7 @@ class ModelShape:
             rank_stabilized=config.use_rslora,
             targets=tuple(config.targets),
             dropout=config.dropout,
+            init=config.init,
             path=None if config.path is None else str(user_path(config.path).resolve()),
         )
         return replace(self, adapters=adapters)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fivefold.config.schema.fields import OneLine, PathText, PositiveFloat, Section
-from fivefold.config.schema.rules import equals, reads_if
+from fivefold.config.schema.rules import absent, equals, reads_if
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
 
@@ -34,6 +34,9 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability by which each input of an adapter is 0 in training; the others are scaled up. Log-probs before a
     step, the reference and the rollout drop nothing."""
+    init: Annotated[Literal["kaiming", "xavier", "gaussian"], reads_if(absent("path"))] = "kaiming"
+    """How A is drawn; B is 0. `kaiming`: uniform in +-1 / sqrt(inputs), as PEFT does. `xavier`: normal, with standard
+    deviation sqrt(2 / (inputs + rank)), as Megatron-Bridge does. `gaussian`: normal, with 1 / rank."""
     path: PathText | None = None
     """Folder of adapters to begin with, as PEFT writes it, with the same layers and ranks; null: new adapters, which
     change nothing at first."""
