@@ -280,7 +280,7 @@ def read_groups(arrays: dict[str, npt.NDArray[Any]]) -> list[SavedGroup]:
         end = start + int(own.sum())
         cuts = None if row["cuts"] is None else tuple(map(tuple, row["cuts"]))
         columns = Columns(own.astype(np.int32), {name: array[start:end] for name, array in values.items()}, cuts)
-        groups.append(SavedGroup(row["place"], row["prompt"], tuple(row["key"]), row["samples"], columns))
+        groups.append(SavedGroup(row["place"], row["prompt"], tuple(row["token_ids"]), row["samples"], columns))
         first, start = first + len(own), end
     return groups
 
@@ -305,7 +305,7 @@ def group_tensors(groups: Mapping[int, Answered]) -> dict[str, Tensor]:
         {
             "place": place,
             "prompt": group.samples[0].prompt.index,
-            "key": group.samples[0].prompt.key,
+            "token_ids": group.samples[0].prompt.key,
             "samples": [_fields(sample) for sample in group.samples],
             "cuts": group.batch.cuts,
         }
