@@ -39,6 +39,9 @@ class TossingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
+    def take_drafts(self) -> tuple[int, int]:
+        return 0, 0
+
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 

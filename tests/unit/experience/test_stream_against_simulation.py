@@ -58,6 +58,9 @@ class SleepingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
+    def take_drafts(self) -> tuple[int, int]:
+        return 0, 0
+
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}
 

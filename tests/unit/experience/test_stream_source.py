@@ -275,6 +275,9 @@ class LosingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
+    def take_drafts(self) -> tuple[int, int]:
+        return 0, 0
+
     def take_lost(self) -> dict[int, GenerationRequest]:
         lost, self._lost = self._lost, {}
         return lost
