@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from fivefold.bridge import folder_swap
 from fivefold.bridge.hf_writer import begin_folder
 from fivefold.bridge.pieces import Piece
 from fivefold.bridge.shard_plan import TensorSpec, plan_shards
-from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, AdapterShape, layer_of
+from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, layer_of
+from fivefold.families.served import adapters_of
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
 
@@ -35,7 +36,7 @@ class AdapterFolder:
         """
         self.target = folder.resolve()
         self._config = peft_config(shape, base)
-        adapters, usual = _adapters(shape), usual_rank(shape)
+        adapters, usual = adapters_of(shape), usual_rank(shape)
         self._factors = {
             name: adapters.scale(tensor.shape[1]) / adapters.scale(usual)
             for tensor in tensors(shape)
@@ -82,20 +83,36 @@ class AdapterFolder:
 
 def peft_config(shape: ModelShape, base: str) -> dict[str, Any]:
     """Return PEFT's configuration of a model's adapters."""
-    adapters, own = _adapters(shape), [tensor for tensor in tensors(shape) if tensor.adapts]
+    adapters, own = adapters_of(shape), [tensor for tensor in tensors(shape) if tensor.adapts]
     ranks = {str(tensor.adapts): tensor.shape[0] for tensor in own if tensor.name.endswith("lora_A.weight")}
-    other = {layer_pattern(name): rank for name, rank in ranks.items() if rank != usual_rank(shape)}
-    scale = adapters.scale(usual_rank(shape))
+    usual = usual_rank(shape)
+    scaled = adapters.scale(usual) * adapters.alpha
+    alphas = {rank: scaled / adapters.scale(rank) for rank in ranks.values()} | {usual: adapters.alpha}
+    config = lora_config(ranks, usual, alphas, use_rslora=adapters.rank_stabilized)
+    return {**config, "base_model_name_or_path": base}
+
+
+def lora_config(
+    ranks: Mapping[str, int], usual: int, alphas: Mapping[int, float], *, use_rslora: bool
+) -> dict[str, Any]:
+    """Return PEFT's configuration of adapters without the model that they are for.
+
+    Args:
+        ranks: the rank of each adapter, by the weight that it adapts.
+        usual: the rank that is named once; patterns name the others.
+        alphas: PEFT's alpha of adapters of each rank.
+        use_rslora: whether PEFT divides alpha by the square root of the rank.
+    """
+    other = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": usual_rank(shape),
-        "lora_alpha": adapters.alpha,
-        "use_rslora": adapters.rank_stabilized,
+        "r": usual,
+        "lora_alpha": alphas[usual],
+        "use_rslora": use_rslora,
         "target_modules": sorted({str(layer_of(name)) for name in ranks}),
         "rank_pattern": other,
-        "alpha_pattern": {name: scale * adapters.alpha / adapters.scale(rank) for name, rank in other.items()},
+        "alpha_pattern": {name: alphas[rank] for name, rank in other.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -104,15 +121,10 @@ def peft_config(shape: ModelShape, base: str) -> dict[str, Any]:
 
 def usual_rank(shape: ModelShape) -> int:
     """Return the rank that the config names: the experts', if they have adapters, because PEFT fuses theirs."""
-    adapters = _adapters(shape)
+    adapters = adapters_of(shape)
     return adapters.expert_rank if shape.is_moe and adapters.expert_rank is not None else adapters.rank
 
 
-def _adapters(shape: ModelShape) -> AdapterShape:
-    assert shape.adapters is not None, "the model has no adapters"
-    return shape.adapters
-
-
-def layer_pattern(weight: str) -> str:
+def _pattern(weight: str) -> str:
     """Return the pattern of a weight's layer, in all layers of the decoder."""
     return re.escape(re.sub(r"^.*layers\.\d+\.", "", weight.removesuffix(".weight")))

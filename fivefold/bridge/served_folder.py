@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from torch.nn.functional import pad
 
 from fivefold.bridge import folder_swap
 from fivefold.bridge.hf_writer import begin_folder
-from fivefold.bridge.peft_folder import layer_pattern, usual_rank
+from fivefold.bridge.peft_folder import lora_config, usual_rank
 from fivefold.bridge.shard_files import ShardFiles
 from fivefold.bridge.shard_plan import TensorSpec, plan_shards
-from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, layer_of
+from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS
 from fivefold.families.served import adapters_of, sent_matrices, served_matrices
 from fivefold.families.shape import ModelShape
 
@@ -43,7 +42,9 @@ class ServedFolder:
         ranks = {tensor.name: _rank(tensor.name, tensor.shape) for tensor in matrices}
         self._most = max(ranks.values())
         of_weights = {str(t.adapts): self._most if one_rank else ranks[t.name] for t in matrices}
-        self._config = _peft_config(of_weights, self._most if one_rank else usual_rank(shape))
+        usual = self._most if one_rank else usual_rank(shape)
+        scales_of_1 = {rank: rank for rank in (*of_weights.values(), usual)}
+        self._config = lora_config(of_weights, usual, scales_of_1, use_rslora=False)
         self._files = {
             name: tensor.names_in_peft if tensor.shared_by else (name,) for tensor in matrices for name in tensor.names
         }
@@ -89,24 +90,6 @@ class ServedFolder:
         if name.endswith("lora_A.weight"):
             return pad(matrix, (0, 0, 0, missing)).to(self._dtype)
         return pad(matrix.float() * self._adapters.scale(rank), (0, missing)).to(self._dtype)
-
-
-def _peft_config(ranks: Mapping[str, int], usual: int) -> dict[str, Any]:
-    """Return PEFT's configuration of adapters with these ranks, by the weight that they adapt, and the scale 1."""
-    other = {layer_pattern(name): rank for name, rank in ranks.items() if rank != usual}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": usual,
-        "lora_alpha": usual,
-        "use_rslora": False,
-        "target_modules": sorted({str(layer_of(name)) for name in ranks}),
-        "rank_pattern": other,
-        "alpha_pattern": other,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
 
 
 def _rank(name: str, shape: tuple[int, ...]) -> int:
