@@ -11,7 +11,7 @@ from fivefold.engine.contract import TrainingEngine
 from fivefold.imports import large_imports
 from fivefold.layout.parallel import ParallelLayout
 
-ENGINES = {"megatron": "fivefold.mcore.engine:MegatronEngine", "fsdp": "fivefold.fsdp.engine:FSDPEngine"}
+ENGINES = {"megatron": ("fivefold.mcore.engine", "MegatronEngine"), "fsdp": ("fivefold.fsdp.engine", "FSDPEngine")}
 """Module and class of the engine of each backend that trains."""
 
 
@@ -37,13 +37,12 @@ def engine_module(backend: str) -> str:
     """
     if backend not in ENGINES:
         raise ValueError(f"the backend {backend!r} does not train: use {' or '.join(ENGINES)}")
-    return ENGINES[backend].partition(":")[0]
+    module, _ = ENGINES[backend]
+    return module
 
 
 def _engine_class(backend: str) -> Callable[..., TrainingEngine]:
-    module = engine_module(backend)
+    module, (_, name) = engine_module(backend), ENGINES[backend]
     with large_imports():
-        engine: Callable[..., TrainingEngine] = getattr(
-            importlib.import_module(module), ENGINES[backend].partition(":")[2]
-        )
+        engine: Callable[..., TrainingEngine] = getattr(importlib.import_module(module), name)
     return engine
