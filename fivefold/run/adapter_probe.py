@@ -25,7 +25,7 @@ from fivefold.roles.adapter_probe import MadeUpAdapters, Samples
 from fivefold.roles.devices import Roles
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams
-from fivefold.types import Completion, Prompt
+from fivefold.types import Completion, Episode, Prompt
 
 Values = npt.NDArray[np.float64]
 
@@ -183,14 +183,8 @@ class Probe:
 
     def _batch(self, completions: Sequence[Completion]) -> RemoteBatch:
         """Return prompts and completions as rows; the completions' tokens are trained."""
-        pairs = list(zip(self._requests, completions, strict=True))
-        lengths = [len(request.token_ids) + len(completion.token_ids) for request, completion in pairs]
-        tokens = [np.array([*request.token_ids, *completion.token_ids], np.int32) for request, completion in pairs]
-        masks = [
-            np.arange(length) >= len(request.token_ids) for length, (request, _) in zip(lengths, pairs, strict=True)
-        ]
-        values = {"tokens": np.concatenate(tokens), "mask": np.concatenate(masks).astype(np.float32)}
-        return RemoteBatch.of(Columns(np.array(lengths, np.int32), values))
+        pairs = zip(self.prompts[:N_PROMPTS], completions, strict=True)
+        return RemoteBatch.of(Columns.of([Episode.single_turn(prompt, completion) for prompt, completion in pairs]))
 
     def _logprobs(self, batch: RemoteBatch) -> Values:
         """Return the actor's log-probs of the trained tokens of all rows, one row after the other."""
