@@ -192,6 +192,7 @@ class Draft(nn.Module):
         self.norm = nn.LayerNorm(3, bias=False)
         self.register_buffer("table", torch.arange(5.0))
         self.absorbed = self.proj.weight.detach().T.contiguous()
+        self.kv_cache = torch.zeros(1 << 40, device="meta")  # vLLM's, and not there while weights wake
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = set()
