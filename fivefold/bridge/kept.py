@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fivefold.bridge.hf_reader import DTYPES
@@ -48,15 +49,28 @@ def draft_files(folder: Path) -> dict[str, list[str]]:
     """
     config = parsed((folder / "config.json").read_text())
     family, n_layers = FAMILIES.get(config.get("model_type", "")), config.get("num_hidden_layers", 0)
-    stored, files = survey(folder), dict[str, list[str]]()
-    for name in kept_specs(folder):
-        if family is not None and family.is_further(name, n_layers) and not name.endswith(_SHARED):
-            files.setdefault(str(folder / stored.file(name)), []).append(name)
+    files = _by_file(
+        folder,
+        lambda name: family is not None and family.is_further(name, n_layers) and not name.endswith(_SHARED),
+    )
     if not files:
         raise ValueError(
             f"{folder} has no weights for multi-token prediction that are not quantized, with which "
             "rollout.speculative.method=mtp drafts tokens: name a folder with them, or drop rollout.speculative"
         )
+    return files
+
+
+def tower_files(folder: Path) -> dict[str, list[str]]:
+    """Return the tensors of the vision tower in a model's folder, by the path of their file."""
+    return _by_file(folder, lambda name: name.startswith(VISION))
+
+
+def _by_file(folder: Path, wants: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Return some of the tensors that a language model keeps, by the path of their file."""
+    stored, files = survey(folder), dict[str, list[str]]()
+    for name in filter(wants, kept_specs(folder)):
+        files.setdefault(str(folder / stored.file(name)), []).append(name)
     return files
 
 

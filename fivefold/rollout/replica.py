@@ -107,6 +107,10 @@ class ReplicaSpec:
     """Whether the embedded engine allows only kernels that give the same bits every time."""
     returns_routes: bool = False
     """Whether completions tell the experts of their tokens, for router replay."""
+    sees: bool = False
+    """Whether prompts have images."""
+    most_pixels: int | None = None
+    """Most pixels to which images are resized; None: as the model's image processor says."""
     environment: EnvironmentConfig | None = None
     """What plays its episodes; None: each prompt gets one completion."""
     node: ReplicaNode = ReplicaNode()

@@ -22,6 +22,12 @@ def image_keys(recipe: Recipe) -> dict[str, str]:
     return {f"{name}.image_key": rows.image_key for name, rows in sections.items() if rows.image_key is not None}
 
 
+def most_pixels(recipe: TrainRecipe) -> int | None:
+    """Return the most pixels to which any image is resized; None: the model's image processor says it for some."""
+    limits = [rows.max_pixels for rows in (recipe.train_dataset, *recipe.held_out.values()) if rows.image_key]
+    return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
+
+
 def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each part of a recipe that images do not reach; `shape` is the actor's."""
     if not isinstance(recipe, TrainRecipe) or not (keys := image_keys(recipe)):
@@ -44,15 +50,27 @@ def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Ite
                 f"{ROLES[role].key}.path={path} is a model that does not take images as the actor's does "
                 f"({key}={column}): name one with the same vision_config and tokens for images"
             )
-    for allocation in recipe_allocation(recipe).roles:
-        if allocation.role == "rollout" and allocation.backend != "transformers":
-            yield (
-                f"{key}={column}: rollout.backend={allocation.backend} gets token ids alone; images reach the embedded "
-                "engine, so set it to transformers:d1"
-            )
+    yield from _rollout_problems(recipe, f"{key}={column}")
     for role, config in trained_models(recipe).items():
         if config.megatron.kernels == "te":
             yield f"{key}={column} has not been tried with {role}.megatron.kernels=te: set it to fivefold"
+
+
+def _rollout_problems(recipe: TrainRecipe, given: str) -> Iterator[str]:
+    """Yield a line for each part of the rollout that images do not reach, or with which they have not been tried."""
+    layout = next(each for each in recipe_allocation(recipe).roles if each.role == "rollout")
+    if layout.backend == "sglang":
+        yield (
+            f"{given}: rollout.backend=sglang gets token ids alone; images reach vLLM and the embedded engine, so set "
+            "it to vllm:d1 or transformers:d1"
+        )
+    if layout.backend != "vllm":
+        return
+    if layout.pp > 1:
+        yield f"{given} has not been tried with pipeline stages of vLLM: drop p from rollout.backend, or use t"
+    untried = {"speculative": recipe.rollout.speculative, "quantization": recipe.rollout.quantization}
+    for name in [name for name, value in untried.items() if value is not None]:
+        yield f"{given} has not been tried with rollout.{name}: drop it, or use rollout.backend=transformers:d1"
 
 
 def image_layout_problems(

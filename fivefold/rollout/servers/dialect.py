@@ -17,7 +17,7 @@ from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.weights import WeightLoader
-from fivefold.types import FinishReason
+from fivefold.types import FinishReason, PlacedImage
 
 REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
@@ -60,6 +60,8 @@ class Ask:
     wants_logprobs: bool
     routes: AskedRoutes | None = None
     """None: the experts of tokens are not asked for."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the prompt's tokens."""
 
 
 PAUSE_S = 60.0

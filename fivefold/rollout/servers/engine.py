@@ -31,6 +31,7 @@ from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_r
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
+from fivefold.rollout.servers.images import SharedImages
 from fivefold.rollout.servers.life import Restarts, ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied
@@ -76,6 +77,7 @@ class ServerEngine:
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         self._updates = updates_of(dialect, spec, model, place, save)
+        self._images = SharedImages(getattr(torch, spec.dtype))
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._stream = ServerStream(
@@ -162,9 +164,9 @@ class ServerEngine:
     def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
         """Ask the server, and return its reply; any thread may."""
         life = self._life
-        with life.served():
+        with life.served(), self._images.held(ask.images) as images:
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            reply = life.http.send("POST", self._dialect.generate_path, {**body, **life.asked})
+            reply = life.http.send("POST", self._dialect.generate_path, {**body, **images, **life.asked})
         self._works_now()
         return reply
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.kept import draft_files
+from fivefold.bridge.kept import draft_files, tower_files
 from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.protocol import SamplingParams
@@ -68,6 +68,15 @@ def _second_runner(spec: ReplicaSpec) -> str:
     """
     drafts_by_ngrams = spec.speculative is not None and spec.speculative.method == "ngram"
     return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") and not drafts_by_ngrams else "0"
+
+
+def _for_images(spec: ReplicaSpec) -> list[str]:
+    """Return the arguments for prompts with images.
+
+    vLLM sizes its caches for the largest image that its processor makes, and for a video, which no prompt has.
+    """
+    pixels = [] if spec.most_pixels is None else ["--mm-processor-kwargs", json.dumps({"max_pixels": spec.most_pixels})]
+    return ["--limit-mm-per-prompt", json.dumps({"video": 0}), *pixels]
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
@@ -157,6 +166,7 @@ class VLLMDialect:
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *([] if spec.speculative is None else ["--speculative-config", _speculation(spec.speculative)]),
             *([] if spec.quantization is None else ["--quantization", spec.quantization]),
+            *(_for_images(spec) if spec.sees else []),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),
@@ -164,8 +174,8 @@ class VLLMDialect:
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Which of its model runners returns routes depends on vLLM's release, which chooses it by itself.
-        runner = {} if spec.returns_routes else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
+        # Which of its model runners returns routes or sees images depends on vLLM's release, which chooses by itself.
+        runner = {} if spec.returns_routes or spec.sees else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
         if chosen := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
             runner = {"VLLM_USE_V2_MODEL_RUNNER": chosen}
         return {
@@ -186,6 +196,8 @@ class VLLMDialect:
         if spec.drafts_by_layers and not spec.load_weights:
             files = draft_files(resolve_model_folder(spec.path))
             self._on_workers(http, "fivefold_load_draft", {"files": files})
+        if spec.sees and not spec.loads_files:
+            self._on_workers(http, "fivefold_load_tower", {"files": tower_files(resolve_model_folder(spec.path))})
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         first = 0 if ask.routes is None else ask.routes.first

@@ -128,7 +128,7 @@ FLAVOURS = {
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
             "--middleware --uds --nnodes --node-rank --master-addr --master-port --max-loras --max-lora-rank "
-            "--speculative-config"
+            "--speculative-config --limit-mm-per-prompt --mm-processor-kwargs"
         ),
         switches=_words(
             "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
@@ -310,6 +310,9 @@ class FakeServer:
         if (self.folder / STUCK).exists():
             threading.Event().wait()
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
+        for image in body.get("images", ()):
+            checksum = hashlib.sha256(Path(image["path"]).read_bytes()).hexdigest()
+            self.log.write(kind="image", sha256=checksum, **image)
         # No pause comes between the wait for the end of one and the look at what the server has.
         with self.changed:
             is_cut_short = self._is_cut_short(prompt, n_pauses, n_holds)
@@ -335,7 +338,7 @@ class FakeServer:
     def _routes(self, body: dict[str, Any], tokens: Sequence[int], n_pauses: int) -> list[list[list[int]]] | None:
         """Return the experts of all tokens but the last one, by layer, as far as a request asks for them."""
         is_vllm = self.flavour.prompt == "token_ids"
-        if "--enable-return-routed-experts" not in self.options:
+        if not self.options["--enable-return-routed-experts"]:
             return None
         model = json.loads((Path(self.options["--model" if is_vllm else "--model-path"]) / "config.json").read_text())
         n_layers, top_k = model["num_hidden_layers"], model["num_experts_per_tok"]
@@ -472,7 +475,7 @@ class FakeServer:
         if method == "fivefold_unused_adapters":
             unused = self.folder / UNUSED
             return 200, {"results": json.loads(unused.read_text()) if unused.exists() else [[]]}
-        if method == "fivefold_load_draft":
+        if method in ("fivefold_load_draft", "fivefold_load_tower"):
             self.log.write(kind=method, files=kwargs["files"])
             return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":

@@ -282,8 +282,8 @@ def test_the_draft_model_survives_sleep_and_shares_what_is_the_targets(inside: A
             slept.append(str(tags))
 
     worker, draft = Worker(), inside.draft_of(runner)
-    inside.keep_asleep(worker)
-    inside.keep_asleep(worker)  # a second time changes nothing
+    inside.keep_asleep(worker, inside.own_tensors)
+    inside.keep_asleep(worker, inside.own_tensors)  # a second time changes nothing
     assert len(inside.own_tensors(runner)) == 4
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     absorbed = draft.absorbed.clone()

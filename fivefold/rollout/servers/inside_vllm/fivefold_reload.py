@@ -27,7 +27,7 @@ COPIED = ("GptOssForCausalLM",)
 """Models that copy tensors into parameters."""
 NOT_SENT = ("indexer", "visual")
 """Parts of the names of layers that no trainer sends: they change nothing as long as attention is dense, or a server
-gets no images."""
+gets no images; `fivefold_tower` loads what sees them."""
 
 
 def guard_updates(engine: Any, model: Any, layerwise: Any, *, is_random: bool) -> None:
