@@ -32,6 +32,7 @@ from fivefold.types import ImagePart, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fivefold.data.images import PromptImages
     from fivefold.families.shape import ModelShape
 
 
@@ -157,13 +158,7 @@ def load_prompts(
     require_column(rows, config.prompt_key, "prompt_key", config.path)
     if config.answer_key is not None:
         require_column(rows, config.answer_key, "answer_key", config.path)
-    reader = None
-    if config.image_key is not None:
-        from fivefold.data.images import PromptImages  # by those whose prompts have images
-
-        require_column(rows, config.image_key, "image_key", config.path)
-        assert model is not None, "images are read for a model"
-        reader = PromptImages.of(config, tokenizer, *model)
+    reader = image_reader(config, rows, tokenizer, model)
     prompts: list[Prompt] = []
     # A prompt that loses its first tokens is read to its end.
     at_most = None if config.truncation == "left" else config.max_length
@@ -196,6 +191,23 @@ def load_prompts(
         )
     placeholders = () if reader is None else (reader.vision.image_token, reader.vision.video_token)
     return PromptDataset(tuple(prompts), len(rows), len(rows) - len(prompts), placeholders)
+
+
+def image_reader(
+    config: RowsConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None
+) -> PromptImages | None:
+    """Return what reads the images of a data set's rows; None: they have none.
+
+    Raises:
+        ValueError: a missing column, or a model that cannot see them.
+    """
+    if config.image_key is None:
+        return None
+    from fivefold.data.images import PromptImages  # by those whose prompts have images
+
+    require_column(rows, config.image_key, "image_key", config.path)
+    assert model is not None, "images are read for a model"
+    return PromptImages.of(config, tokenizer, *model)
 
 
 def asked(prompt: Any, config: AskedRowsConfig, where: str) -> Any:

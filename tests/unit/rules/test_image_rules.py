@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from fivefold.config.problems import RecipeError
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.rules.recipe import check_recipe
@@ -86,6 +88,21 @@ def test_models_that_read_text_alone_are_refused() -> None:
             SEEING,
             {"ref": other},
         )
+
+
+@pytest.mark.parametrize("section", ["train_dataset", "valid_dataset"])
+def test_given_answers_to_images_need_models_that_see_them(section: str) -> None:
+    sections: dict[str, Any] = {"train_dataset": {"path": "a.parquet"}, "valid_dataset": {"path": "b.parquet"}}
+    sections[section]["image_key"] = "images"
+    actor = {"path": "package:tiny-vl", "backend": "megatron:d1"}
+    common = {"experiment_name": "answers", "total_train_steps": 1, "cluster": {"n_gpus_per_node": 4}, **sections}
+    fine_tuning = SFTRecipe.model_validate({**common, "actor": actor})
+    check_recipe(fine_tuning, SEEING)
+    with pytest.raises(RecipeError, match=rf"{section}\.image_key=images names images, and .* reads text alone"):
+        check_recipe(fine_tuning, TEXT)
+    preferences = DPORecipe.model_validate({**common, "actor": actor, "ref": {"path": "package:tiny-moe"}})
+    with pytest.raises(RecipeError, match=r"ref\.path=package:tiny-moe is a model that does not take images"):
+        check_recipe(preferences, SEEING, {"ref": replace(SEEING, vision=None)})
 
 
 def test_reward_models_are_refused() -> None:

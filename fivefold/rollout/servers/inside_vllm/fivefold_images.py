@@ -1,7 +1,7 @@
 """Runs inside vLLM's API server: makes prompts with images out of patches that Fivefold has computed.
 
-vLLM's own processor of images is not called, so that its model sees the trainer's patches to the bit, and the tokens of
-a prompt are those of the request. It imports nothing of Fivefold, as `fivefold_generate`, which uses it.
+vLLM's own processor of images is not called, so that its model sees the trainer's patches to the bit, and a prompt has
+the tokens of its request. It imports nothing of Fivefold, as `fivefold_generate`, which uses it.
 
 An image of a request:
 
