@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
+from fivefold.rollout.forward import cache_argument
 from fivefold.types import PlacedImage
 from fivefold.vision.positions import positions_with, saved_by
 from fivefold.vision.tower import VisionTower, rows_of
@@ -38,7 +39,7 @@ class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
 
     def forward(self, *, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
         """Return the logits of the last `logits_to_keep` tokens; 0: of all."""
-        hidden = self.model(cache=cache, **inputs).last_hidden_state
+        hidden = self.model(**{cache_argument(type(self.model)): cache}, **inputs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 
