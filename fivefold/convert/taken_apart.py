@@ -21,7 +21,7 @@ from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.peft_folder import lora_config
 from fivefold.convert.target import Progress, free_target, written_beside
-from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, adapter_name, layer_of
+from fivefold.families.adapters import CONFIG, MATRICES, PREFIX, WEIGHTS, adapter_name, layer_of
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 
@@ -95,7 +95,7 @@ def take_apart(
         tensors = {
             PREFIX + adapter_name(name, matrix): content.contiguous()
             for name, pair in matrices.items()
-            for matrix, content in zip(("A", "B"), pair, strict=True)
+            for matrix, content in zip(MATRICES, pair, strict=True)
         }
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": str(base)}, indent=2) + "\n")
