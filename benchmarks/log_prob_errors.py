@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,7 @@ def by_trainer(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tenso
 
 
 def by_vllm(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tensor:
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a look at the device forbids forks
     from vllm import LLM, SamplingParams, TokensPrompt
 
     further: dict[str, Any] = dict(item.split("=", 1) for item in args.vllm)
