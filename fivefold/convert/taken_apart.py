@@ -126,7 +126,7 @@ class _Found:
 
     @property
     def kinds(self) -> set[str | None]:
-        """Layers, such as `q_proj`, of which one differs."""
+        """Layers, such as `q_proj`, whose weights differ somewhere."""
         return {layer_of(name) for name in self.residuals}
 
     def add(self, name: str, difference: Tensor, rank: int) -> None:
