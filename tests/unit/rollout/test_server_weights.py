@@ -424,7 +424,7 @@ def test_a_server_that_hangs_before_a_transfer_is_started_again_and_enters_anoth
     assert signs[kind["backend"]][is_busy] in log.posts()[before:]
     before = len(log.posts())
     with monkeypatch.context() as stalled:
-        stalled.setattr(engine, "_quiet_since", -math.inf)
+        stalled.setattr(engine._life, "_quiet_since", -math.inf)
         assert engine.collect(0.01) == []
     assert log.posts()[before:] == [], "it stands still until the weights come, however long the trainer takes"
     engine.load_buckets(iter(buckets_of(weights, "nccl")), 2)
