@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.forked_workers import fork_workers, python_path
+from tests.forked_workers import HOST, fork_workers, python_path
 
 
 def forking() -> ForkServerContext:
@@ -59,6 +61,31 @@ def run_forked(
             process.join()
             raise subprocess.TimeoutExpired(list(arguments), timeout, output.read_bytes(), errors.read_bytes())
         return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Let the workers of each Ray that this process starts in the block be forked, too."""
+    from ray._private import ray_constants
+
+    receiver, sender = forking().Pipe(duplex=False)
+    process = forking().Process(target=_say_host, args=(sender,))
+    process.start()
+    host = receiver.recv()
+    process.join()
+    script = ray_constants.SETUP_WORKER_FILENAME
+    fork_workers(host)
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = script
+        del os.environ[HOST]
+
+
+def _say_host(sender: Connection) -> None:
+    from tests import preloaded
+
+    sender.send(preloaded.HOST)
 
 
 def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
