@@ -12,6 +12,7 @@ OF_WORKERS = (
     "fivefold.fsdp.engine",
     "fivefold.rollout.transformers_engine",
     "jsonschema",
+    "pytest",
     "requests",
     "safetensors.torch",
     "torch._dynamo",
