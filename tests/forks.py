@@ -28,7 +28,13 @@ def forking() -> ForkServerContext:
 
 
 def start_forked(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], output: Path, errors: Path
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    output: Path,
+    errors: Path,
+    is_leader: bool = False,
 ) -> BaseProcess:
     """Start the `fivefold` command, or a Python program if `arguments` begin with its file, in a forked process.
 
@@ -38,8 +44,9 @@ def start_forked(
         environment: its environment.
         output: file for its standard output.
         errors: file for its standard error output.
+        is_leader: whether it leads a process group, as a shell starts it.
     """
-    process = forking().Process(target=_run, args=(list(arguments), cwd, dict(environment), output, errors))
+    process = forking().Process(target=_run, args=(list(arguments), cwd, dict(environment), output, errors, is_leader))
     process.start()
     return process
 
@@ -88,9 +95,13 @@ def _say_host(sender: Connection) -> None:
     sender.send(preloaded.HOST)
 
 
-def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+def _run(
+    arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path, is_leader: bool
+) -> None:
     from tests import preloaded
 
+    if is_leader:
+        os.setsid()
     for descriptor, file in ((1, output), (2, errors)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
@@ -103,6 +114,7 @@ def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: P
     is_program = arguments[0].endswith(".py")
     sys.argv = arguments if is_program else ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored under nohup
     fork_workers(preloaded.HOST)
     from fivefold.cli.main import app
 
