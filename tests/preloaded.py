@@ -11,9 +11,13 @@ OF_WORKERS = (
     "fivefold.mcore.engine",
     "fivefold.fsdp.engine",
     "fivefold.rollout.transformers_engine",
+    "google.protobuf.json_format",
     "jsonschema",
+    "pyarrow.json",
+    "pydantic.v1",
     "pytest",
     "requests",
+    "starlette.datastructures",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -25,7 +29,7 @@ OF_WORKERS = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""Modules that import no Ray; it imports jsonschema and requests."""
+"""Modules that import no Ray, and some that it imports."""
 OF_DRIVERS = (
     "fivefold.cli.main",
     "fivefold.train",
