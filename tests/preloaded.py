@@ -37,7 +37,10 @@ OF_DRIVERS = (
     "fivefold.dpo",
     "fivefold.rm",
     "fivefold.generate",
+    "pandas",
+    "pyarrow.parquet",
 )
+"""Modules that import Ray, and two with which samples are written."""
 
 with large_imports():
     for module in OF_WORKERS:
