@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.base import (
     COMPUTING,
     LossStep,
@@ -30,7 +29,7 @@ from fivefold.engine.base import (
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.contract import StepResult
+from fivefold.engine.contract import EngineOptions, StepResult
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
@@ -39,12 +38,10 @@ from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies, local_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
-from fivefold.families.adapters import AdapterShape
-from fivefold.families.tensors import ADAPTERS, ALL, Trained
 from fivefold.families.vision import VisionShape
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore.buffers import ChunkBuffers
-from fivefold.mcore.build import Training, build
+from fivefold.mcore.build import build
 from fivefold.mcore.held import HeldModel
 from fivefold.mcore.layers import PackedSequences
 from fivefold.mcore.model import Decoder
@@ -61,61 +58,21 @@ class MegatronEngine(HeldModel):
     torch.distributed must be initialised, with one process for each rank of `layout`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        layout: ParallelLayout,
-        *,
-        seed: int,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int = 1,
-        timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
-        value_head: bool = False,
-        value_bias: bool = True,
-        trained: Trained = ALL,
-        replays: bool = False,
-        adapters: AdapterShape | None = None,
-    ) -> None:
-        """Build the model of `config.path`.
-
-        Args:
-            config: the model and its options.
-            layout: how the model is spread over processes.
-            seed: seed of dropout, and of random weights (`init_from_scratch`).
-            optimizer: hyper-parameters; None for a model that is not trained.
-            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            timeout_s: longest time, in seconds, that a collective may wait for another rank.
-            value_head: whether the model has a value head in place of its output layer.
-            value_bias: whether that head has a bias: a critic's has, a reward model's has not.
-            trained: the tensors that the optimizer changes.
-            replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
-                choices are recorded.
-            adapters: low-rank adapters, which are trained in place of the model's weights; None: it has none.
+    def __init__(self, config: EngineConfig, layout: ParallelLayout, options: EngineOptions) -> None:
+        """Build the model of `config.path`, spread over processes by `layout`.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
         layout = with_stages(layout, config.megatron)
-        trained = trained if adapters is None else ADAPTERS
-        training = None if optimizer is None else Training(optimizer, total_steps, trained)
-        built = build(
-            config,
-            layout,
-            seed,
-            training,
-            timeout_s,
-            value_head=value_head,
-            value_bias=value_bias,
-            replays=replays,
-            adapters=adapters,
-        )
+        built = build(config, layout, options)
         self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
         self.groups, self._shards = built.groups, built.shards
         self._megatron_config, self._effective = built.megatron, built.effective
         self._group_size: int = built.megatron.microbatch_group_size_per_vp_stage
         self._bridge, self._decoders, self._chunks = built.bridge, built.decoders, built.chunks
         self._routers = routers_of(built.decoders)
-        self._replay = Replay(self._routers, self.shape) if replays else None
+        self._replay = Replay(self._routers, self.shape) if options.replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
         self.adapters, self._roundings = built.adapters, built.roundings
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
@@ -132,7 +89,7 @@ class MegatronEngine(HeldModel):
             self._rope_axes = self._see(self.shape.vision)
         self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
-        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=options.value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
