@@ -138,7 +138,7 @@ def _processes(name: str, placement: Placement, spec: TrainerSpec) -> Processes:
         TrainerWorker,
         (spec,),
         distributed=True,
-        writes_run=spec.optimizer is not None,
+        writes_run=spec.options.optimizer is not None,
         imports=engine_module(spec.layout.backend),
     )
 

@@ -68,6 +68,11 @@ class Training(Protocol):
         """Return what else the user should know since the last call."""
 
 
+def _is_over(state: RunState) -> bool:
+    """Return whether the run makes no further step."""
+    return state.step >= state.total_steps or state.stopped_early is not None
+
+
 @dataclass
 class _Loop:
     """The loop, with its logs and what decides when results are kept."""
@@ -123,7 +128,7 @@ class _Loop:
 
     def leave(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of a run that ends before its last step, unless there is one, or there are none."""
-        if self._writes and not self.is_copied and not state.is_over:
+        if self._writes and not self.is_copied and not _is_over(state):
             self.checkpoints.begin(state, metrics)
             self.is_copied = True
             self._logged(state)
@@ -198,7 +203,7 @@ class _Loop:
             self.metrics.sync()
             self.samples.sync()
         self.checkpoints.commit()
-        if state.is_over:
+        if _is_over(state):
             self.checkpoints.finish()
         elif self.ends_because is not None:
             self.checkpoints.finish()
@@ -240,7 +245,7 @@ def run_steps(
     with _loop(setup, training, models, run, state, owners, began) as loop:
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         state = loop.begin(state)
-        while not state.is_over:
+        while not _is_over(state):
             state, metrics = loop.step(state)
             try:
                 yield Step(state.step, state.total_steps, dict(metrics))

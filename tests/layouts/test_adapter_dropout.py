@@ -125,11 +125,11 @@ def hf_train(folder: Path, shape: AdapterShape) -> Trained:
 
 
 LAYOUTS: list[tuple[str, AnyCase]] = [
-    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
     ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)", FULL)),
     ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full"))),
 ]
 FURTHER: list[tuple[str, AnyCase]] = [
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
     ("qwen3_moe", Case("megatron:d1")),
     ("qwen3_moe", Case("megatron:c2", SELECTIVE)),
     ("qwen3", Case("megatron:t2")),

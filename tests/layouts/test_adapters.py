@@ -186,13 +186,13 @@ CASES: list[tuple[str, AnyCase, AdapterShape]] = [
     ("qwen2_moe", Case("megatron:t2e2"), ALL_LAYERS),
     ("deepseek_v2", Case("megatron:t2"), ALL_LAYERS),
     ("qwen3_next", Case("megatron:(attn:t2|ffn:e2)", SELECTIVE), ALL_LAYERS),
-    ("qwen3_5_moe", FSDPCase("fsdp:c2"), ALL_LAYERS),
     ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full", reshard_after_forward=False)), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:d2e2", FULL), SHARED),
-    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
     ("qwen3_moe", FSDPCase("fsdp:d1"), SHARED),
 ]
 FURTHER: list[tuple[str, AnyCase, AdapterShape]] = [
+    ("qwen3_5_moe", FSDPCase("fsdp:c2"), ALL_LAYERS),
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
     ("qwen3_moe", Case("megatron:d1"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:d2"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:t2"), ALL_LAYERS),

@@ -93,8 +93,6 @@ class ServerEngine:
         self._restarts = Restarts(spec.max_restarts)
         self._counts = ServerCounts()
         """What the server had counted at the last call of `take_counts`."""
-        self._quiet_since = 0.0
-        """When the server last showed that it works, on the clock of `time.monotonic`."""
         self._start()
         self._wait_until_ready()
 
@@ -110,7 +108,7 @@ class ServerEngine:
         check_request(request, sampling, self._config)
         self._state.require_weights()
         if not self._stream.n_running:
-            self._works_now()
+            self._life.works_now()
         self._stream.submit(number, request, sampling)
 
     def collect(self, seconds: float) -> list[tuple[int, Completion]]:
@@ -130,7 +128,7 @@ class ServerEngine:
         with self._alive():
             done = self._stream.collect(self._state.require_weights(), seconds)
             if self._stream.n_running:
-                self._check_beat()
+                self._life.check_beat()
         return done
 
     @property
@@ -167,7 +165,7 @@ class ServerEngine:
         with life.served(), self._images.held(ask.images) as images:
             body = self._dialect.request(ask, sampling, self._end_token_ids)
             reply = life.http.send("POST", self._dialect.generate_path, {**body, **images, **life.asked})
-        self._works_now()
+        life.works_now()
         return reply
 
     def _stop_rule(self, sampling: SamplingParams) -> StopRule:
@@ -241,22 +239,6 @@ class ServerEngine:
         self._lost |= self._stream.lose()
         self._start()
 
-    def _works_now(self) -> None:
-        """Note that the server has answered, was asked or continues; any thread may."""
-        self._quiet_since = time.monotonic()
-
-    def _check_beat(self) -> None:
-        """Let a server that has requests and was quiet for long show that it still samples tokens.
-
-        That it does not answer says little, because an answer comes as a whole, and a long one after many minutes.
-
-        Raises:
-            ServerHangs: it does not.
-        """
-        if time.monotonic() - self._quiet_since >= self._spec.server_timeout_s:
-            self._dialect.beat(self._life.http, dialects.PAUSE_S)
-            self._works_now()
-
     def close(self) -> None:
         """End the server, and wait until it is gone."""
         self._life.close()
@@ -297,7 +279,7 @@ class ServerEngine:
             else:
                 self._dialect.resume(self._life.http)
             self._is_held = False
-            self._works_now()
+            self._life.works_now()
 
     # Weights
 
