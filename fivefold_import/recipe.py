@@ -32,6 +32,7 @@ from fivefold_import.critic import complete
 from fivefold_import.draft import Draft, Outcome
 from fivefold_import.drafting import check_framework, draft_of
 from fivefold_import.framework import Framework
+from fivefold_import.models import known_shape
 from fivefold_import.reasons import ALL_HELD_OUT, NO_REFERENCE, NOTHING_GENERATED, SYNCHRONOUS
 from fivefold_import.report import Report
 from fivefold_import.settings import COEFF, MEAN_LEVEL, STD_LEVEL, TEACHER_PATH
@@ -68,7 +69,7 @@ YIELDING = (
 SECTIONS_OF_ROLES = tuple(role.key for role in ROLES.values())
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
-    *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
+    *("prompt_key", "input_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
     *("max_length", "apply_chat_template", "system_prompt", "truncation", "reader", "reader_kwargs.domains"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
@@ -253,6 +254,10 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     for role in ("actor", "critic"):
         if recipe.get(f"{role}.optimizer.lr_scheduler_type", "constant") == "constant":
             draft.demote(f"{role}.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
+    overlap = "actor.megatron.transformer.moe_shared_expert_overlap"
+    shape = known_shape(str(recipe.get("actor.path"))) if overlap in recipe else None
+    if shape is not None and not shape.shared_expert_ffn_hidden:
+        draft.demote(overlap, "the model has no shared experts", "implied")
     if not recipe.get("rollout.max_head_offpolicyness"):
         draft.demote("rollout.recompute_kv_cache", SYNCHRONOUS, "implied")
     if not draft.compares_with_reference:

@@ -83,8 +83,8 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
         )
     end_token(tokenizer)
     rows = load_rows(config)
-    keys = ("prompt_key", "response_key") if config.messages_key is None else ("messages_key",)
-    for key in keys:
+    own = ("prompt_key", "response_key", *(["input_key"] if config.input_key is not None else []))
+    for key in own if config.messages_key is None else ("messages_key",):
         require_column(rows, getattr(config, key), key, config.path)
     examples: list[SFTExample] = []
     numbers: list[int] = []
@@ -107,9 +107,26 @@ def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBas
         messages = list(with_system(_messages(row[config.messages_key], config.messages_key, where), config))
         return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
     response = read_answer(row[config.response_key], config)
-    prompt = asked(row[config.prompt_key], config, where)
+    prompt = asked(_with_input(row, config, where), config, where)
     answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(response))
     return [answers.tokenized(response, config.response_key)]
+
+
+def _with_input(row: Row, config: SFTRowsConfig, where: str) -> Any:
+    """Return a row's prompt, with the text of the column `input_key` on a new line, if there is one.
+
+    Raises:
+        ValueError: there is one, and it or the prompt is no text.
+    """
+    prompt = row[config.prompt_key]
+    if config.input_key is None or not (given := row[config.input_key]):
+        return prompt
+    if not isinstance(given, str) or not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: input_key is for texts, and {config.prompt_key!r} holds {prompt!r:.80}, {config.input_key!r} "
+            f"{given!r:.80}: drop it, or give texts"
+        )
+    return f"{prompt}\n{given}"
 
 
 def _messages(value: Any, key: str, where: str) -> list[Any]:

@@ -30,6 +30,7 @@ from fivefold_import.roll.rules import (
     TRAIN,
     has_teacher,
 )
+from fivefold_import.roll.teachers import convert_teachers
 from fivefold_import.settings import (
     MEAN_LEVEL,
     NO_REWARD,
@@ -117,6 +118,7 @@ def convert(draft: Draft) -> None:
     draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     convert_rewards(draft)
+    convert_teachers(draft)
     draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
     has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") != GAMES_READER

@@ -8,7 +8,7 @@ from fivefold_import.algorithms import choose_loss
 from fivefold_import.critic import of_critic
 from fivefold_import.draft import Draft
 from fivefold_import.roll import agents
-from fivefold_import.settings import COEFF
+from fivefold_import.settings import COEFF, trackers
 from fivefold_import.tables import read_tables
 from fivefold_import.values import flag, number, whole
 
@@ -38,6 +38,19 @@ def _weight_of_teacher(draft: Draft, source: str) -> None:
     if draft.get(MIXED) is True:
         draft.mapped(source, COEFF, number(draft.get(source)))
     draft.implied(source, "without rewards, the teacher's weight is 1")
+
+
+def _tracker(draft: Draft, source: str) -> None:
+    if draft.get(source) == "ml_tracker":
+        draft.implied(source, f"ROLL's public code has no such tracker either: {reasons.METRICS}")
+    trackers(draft, source)
+
+
+def _template_of_tag(draft: Draft, source: str) -> None:
+    """Report the chat template of a tag's rows: there is one for all."""
+    if len({str(draft.get(key)) for key in draft.keys("tag_to_template.*")}) == 1:
+        draft.implied(source, reasons.TEMPLATE)
+    draft.unsupported(source, "all rows have the tokenizer's chat template, or chat_template")
 
 
 def _by_difficulty(draft: Draft, source: str) -> None:

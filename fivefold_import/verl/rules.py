@@ -101,6 +101,14 @@ def _forward_prefetch(draft: Draft, source: str) -> None:
     draft.implied(source, reasons.LAYER_UNITS)
 
 
+def _shard_group(draft: Draft, source: str) -> None:
+    """Report the number of replicas over which FSDP shards, which is all of them."""
+    plan = draft.plans.get("actor")
+    if draft.get(source) == -1 or (plan is not None and draft.get(source) == plan.n_devices):
+        draft.implied(source, reasons.STATES_SHARDED)
+    draft.unsupported(source, reasons.NO_SHARD_GROUPS)
+
+
 def _bridge(draft: Draft, source: str) -> None:
     """Convert the switch between the two bridges: mbridge, or megatron-bridge if it is off."""
     if draft.get(source) is False and draft.get(source.replace("vanilla_mbridge", "use_mbridge")) is True:

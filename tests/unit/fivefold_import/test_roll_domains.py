@@ -98,15 +98,12 @@ def test_what_a_worker_does_besides_stays_unsupported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_programs_run_in_the_sandbox_if_they_ran_locally(
-    tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_run_in_the_sandbox_here(tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = f"worker_cls: {WORKERS}.code_sandbox_reward_worker.CodeSandboxRewardWorker"
     text = f"rewards: {{code: {{{worker}, use_local: {str(is_local).lower()}, tag_included: [kod]}}}}\n"
     conversion = converted(tmp_path, ROLES + text)
     if not is_local:
-        assert {"rewards.code.worker_cls", "rewards.code.use_local"} <= conversion.unsupported()
-        return
+        assert any("ROLL sends programs to a service" in note for note in conversion.report.notes)
     kwargs = {"timeout_s": 20, "preamble": PREAMBLE}
     found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if ".kwargs." in key}
     assert found == kwargs
@@ -298,3 +295,55 @@ def test_files_in_defaults_come_before_the_file_unless_it_says_where_its_own_key
     (tmp_path / "config" / "base.yaml").write_text("defaults: base\n")
     with pytest.raises(ValueError, match="or back to itself"):
         convert_files("roll", [tmp_path / "config" / "base.yaml"], [], ENVIRONMENT)
+
+
+def test_several_teachers_have_the_domains_of_their_tags(tmp_path: Path) -> None:
+    students = ROLES.replace("actor_", "student_").replace("difficulty_mask: true\n", "")
+    teachers = """
+tag_to_template: {gsm8k: qwen3, quiz: qwen3}
+teacher:
+  one: {model_args: {model_name_or_path: big, dtype: bf16}, tag_included: [aime, gsm8k], opd_kl_coef: 0.5}
+  two: {model_args: {model_name_or_path: large}, tag_included: [quiz, ifeval], opd_kl_coef: 0.5}
+"""
+    conversion = converted(tmp_path, students + REWARDS + teachers)
+    assert conversion.unsupported() == set()
+    recipe = conversion.recipe
+    assert (recipe["teachers.one.path"], recipe["teachers.one.data_sources"]) == ("big", ["math"])
+    assert (recipe["teachers.two.path"], recipe["teachers.two.data_sources"]) == ("large", ["choice", "orders"])
+    assert (recipe["actor.distill.coeff"], recipe["actor.advantage"]) == (0.5, "none")
+    for other in (
+        teachers.replace("aime, ", ""),  # a domain of two teachers, or of one and none
+        teachers.replace("coef: 0.5}\n  two", "coef: 1}\n  two"),
+        teachers.replace("[quiz, ifeval]", "[quiz, ifeval, gsm8k]"),
+    ):
+        found = converted(tmp_path, students + REWARDS + other)
+        assert {f"teacher.{name}.model_args.model_name_or_path" for name in ("one", "two")} <= found.unsupported()
+    templates = converted(tmp_path, students + REWARDS + teachers.replace("quiz: qwen3", "quiz: other"))
+    assert templates.unsupported() == {"tag_to_template.gsm8k", "tag_to_template.quiz"}
+
+
+def test_a_judge_that_rewards_share_is_hosted(tmp_path: Path) -> None:
+    judge = f"""
+rewards:
+  liked:
+    worker_cls: {WORKERS}.llm_judge_reward_worker.LLMJudgeRewardWorker
+    judge_model_type: cluster
+    tag_included: [RLVR]
+    generating_args: {{max_new_tokens: 512, temperature: 0.3}}
+reward_model:
+  name: reward_llm
+  worker_cls: roll.pipeline.base_worker.InferWorker
+  model_args: {{model_name_or_path: some/judge, dtype: bf16}}
+  generating_args: {{max_new_tokens: 512, temperature: 0.3}}
+  strategy_args: {{strategy_name: vllm, strategy_config: {{tensor_parallel_size: 2}}}}
+  device_mapping: "[6, 7]"
+"""
+    shares = "domain_interleave_probs: {math: 0.5, choice: 0.25, orders: 0.25}"
+    conversion = converted(tmp_path, ROLES.replace(shares, "template: native") + judge)
+    assert conversion.unsupported() == set()
+    recipe = conversion.recipe
+    assert (recipe["reward.fn"], recipe["reward.judge.path"]) == ("judge", "some/judge")
+    assert recipe["reward.judge.backend"] == "vllm:d1t2"
+    assert (recipe["reward.kwargs.max_tokens"], recipe["reward.kwargs.temperature"]) == (512, 0.3)
+    other = ROLES.replace(shares, "template: native") + judge.replace("512", "256", 1)
+    assert converted(tmp_path, other).unsupported() == {"reward_model.generating_args.max_new_tokens"}

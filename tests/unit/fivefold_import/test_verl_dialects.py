@@ -52,6 +52,23 @@ def test_router_replay_has_the_names_of_other_frameworks() -> None:
     assert convert_words("trinity", "algorithm.enable_router_replay=true").recipe["actor.router_replay"] == "rollout"
 
 
+def test_veomni_is_laid_out_as_fsdp_or_with_spread_experts_as_megatron() -> None:
+    at, cluster = f"{ACTOR}veomni.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    own = (
+        f"{at}param_offload=True", f"{at}enable_full_shard=True", f"{at}fsdp_size=-1", f"{at}ulysses_parallel_size=2",
+        f"{at}attn_implementation=flash_attention_2", f"{at}router_replay.mode=R2", "model_engine=veomni",
+    )  # fmt: skip
+    sharded = convert_words("verl", *cluster, *own, f"{at}expert_parallel_size=1", f"{at}optimizer_offload=False")
+    assert sharded.recipe["actor.backend"] == "fsdp:d8c2"
+    assert (sharded.recipe["actor.offload.params"], sharded.recipe["actor.router_replay"]) == (True, "old_logprobs")
+    spread = convert_words("verl", *cluster, *own, f"{at}expert_parallel_size=4", f"{MODEL}path=Qwen/Qwen3-30B-A3B")
+    assert spread.recipe["actor.backend"] == "megatron:d8c2e4"
+    assert any("in the place of VeOmni" in note for note in spread.report.notes)
+    assert sharded.unsupported() == spread.unsupported() == set()
+    assert convert_words("verl", *cluster, *own, f"{at}fsdp_size=8").unsupported() == {f"{at}fsdp_size"}
+    assert convert_words("verl", *cluster, *own, f"{at}fsdp_size=16").unsupported() == set()
+
+
 def test_a_trainers_yaml_reads_the_environment() -> None:
     conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
     assert conversion.recipe["train_dataset.path"] == "/other.parquet"
