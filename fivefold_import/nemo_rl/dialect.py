@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold_import import reasons
@@ -34,6 +36,7 @@ from fivefold_import.settings import TEACHER_PATH, cut_of_held_out
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold_import.values import number, positive, text, whole
 
+HOLD_OUT = "train_dataset.hold_out"
 SIGNS = (
     *(Sign(f"{key}.*", DISTILLATION) for key in ("loss_fn.xtoken_loss", "token_aligner", "teachers")),
     Sign("loss_fn.kd_loss_mode", DISTILLATION),
@@ -93,6 +96,7 @@ def convert_given(draft: Draft) -> None:
     draft.all_implied(f"{GENERATION}*", reasons.NOTHING_GENERATED)
     if draft.schema is DPORecipe:
         _preferences(draft)
+    _held_out_rows(draft, section)
     convert_steps(draft, section)
     convert_switches(draft, section)
     draft.apply((TABLES["top"] | TABLES["given"].under(section)).rules)
@@ -169,8 +173,30 @@ def _evaluation(draft: Draft, section: str) -> None:
     draft.mapped(repeat, "evaluator.n_samples", times)
     most = f"{section}max_val_samples"
     if draft.get(most) is not None:
-        limit = draft.read(most, positive) // draft.read(repeat, positive, 1)
-        draft.sets(most, "valid_dataset.limit", max(1, limit))
+        limit = max(1, draft.read(most, positive) // draft.read(repeat, positive, 1))
+        _evaluate_at_most(draft, (most,), limit)
+
+
+def _held_out_rows(draft: Draft, section: str) -> None:
+    """Convert the batches of held-out rows that are evaluated; all of them, if their number is not above 0."""
+    batches, size = f"{section}val_batches", f"{section}val_global_batch_size"
+    count, rows = draft.get(batches, -1), draft.get(size)
+    if isinstance(count, int) and isinstance(rows, int) and count > 0:
+        _evaluate_at_most(draft, (batches, size), count * rows)
+
+
+def _evaluate_at_most(draft: Draft, keys: Sequence[str], limit: int) -> None:
+    """Evaluate the first rows alone; of rows that are held out by chance, no more are held out than are evaluated."""
+    if not draft.recipe.get(HOLD_OUT):
+        for key in keys:
+            draft.sets(key, "valid_dataset.limit", limit)
+        return
+    rows = draft.recipe[HOLD_OUT]
+    if rows < 1 or rows > limit:
+        note = f"NeMo-RL holds out {rows:g} and evaluates {limit} of them; here, the others are trained on"
+        draft.revise(HOLD_OUT, limit, note)
+    for key in keys:
+        draft.mapped(key, HOLD_OUT, draft.recipe[HOLD_OUT])
 
 
 OF_VALUE = TABLES["model"].wrapped(of_critic).under(VALUE) | TABLES["value"]

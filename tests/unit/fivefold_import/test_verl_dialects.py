@@ -52,6 +52,17 @@ def test_router_replay_has_the_names_of_other_frameworks() -> None:
     assert convert_words("trinity", "algorithm.enable_router_replay=true").recipe["actor.router_replay"] == "rollout"
 
 
+def test_the_rate_of_siirl_on_megatron_stays_unless_a_schedule_is_written() -> None:
+    """Its workers on Megatron build the schedule and never step it."""
+    engine = f"{ACTOR}strategy=megatron"
+    for words, role in ((["algorithm.adv_estimator=gae"], "critic"), (["algorithm.adv_estimator=grpo"], "actor")):
+        conversion = convert_words("siirl", engine, *words)
+        assert conversion.recipe.get(f"{role}.optimizer.lr_scheduler_type", "constant") == "constant"
+        assert any("never step it" in note for note in conversion.report.notes)
+    written = convert_words("siirl", engine, f"{ACTOR}optim.lr_decay_style=linear")
+    assert written.recipe["actor.optimizer.lr_scheduler_type"] == "linear"
+
+
 def test_veomni_is_laid_out_as_fsdp_or_with_spread_experts_as_megatron() -> None:
     at, cluster = f"{ACTOR}veomni.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     own = (
