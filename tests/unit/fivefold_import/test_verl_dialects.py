@@ -63,6 +63,14 @@ def test_the_rate_of_siirl_on_megatron_stays_unless_a_schedule_is_written() -> N
     assert written.recipe["actor.optimizer.lr_scheduler_type"] == "linear"
 
 
+def test_vllm_takes_the_place_of_engines_that_are_not_here() -> None:
+    for words in (("verl", f"{ROLLOUT}name=trtllm"), ("nemo_rl", "policy.generation.backend=megatron")):
+        conversion = convert_words(*words, "policy.model_name=m") if words[0] == "nemo_rl" else convert_words(*words)
+        assert conversion.unsupported() == set()
+        assert conversion.recipe["rollout.backend"].startswith("vllm:")
+        assert any("vLLM generates in the place of" in note for note in conversion.report.notes)
+
+
 def test_veomni_is_laid_out_as_fsdp_or_with_spread_experts_as_megatron() -> None:
     at, cluster = f"{ACTOR}veomni.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     own = (
@@ -216,7 +224,7 @@ def test_what_cannot_be_converted_says_why() -> None:
             "6 devices",
         ),
         ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
-        (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
+        (f"{ROLLOUT}name=lmdeploy", ROLLOUT + "name", "lmdeploy"),
         (
             f"data.max_response_length=9 {ROLLOUT}response_length=8",
             ROLLOUT + "response_length",
