@@ -74,7 +74,7 @@ class Game:
                 reason = "context"
                 break
             state = str(await call(prompt, game.state)) if hasattr(game, "state") else transcript.state
-            completion = await client.complete(transcript.token_ids, _within(room, task))
+            completion = await client.complete(transcript.token_ids, within(room, task))
             start = len(transcript)
             transcript.sampled(completion)
             [move] = decoded(self._tokenizer, [completion.token_ids])
@@ -127,7 +127,7 @@ def step_of(
     return observation, rewards, any(ends[:2])
 
 
-def _within(room: int, task: Task) -> SamplingParams:
+def within(room: int, task: Task) -> SamplingParams:
     """Return how the next turn is sampled, with at most `room` tokens."""
     sampling = task.sampling
     if sampling.max_new_tokens <= room:

@@ -91,7 +91,7 @@ def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
         return Fraction(task["target"]), sorted(int(number) for number in task["numbers"])
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f'the ground truth is {ground_truth!r:.80}: give {{"target": 98, "numbers": [44, 19, 35]}}, a mapping or JSON'
+            f'the ground truth is {ground_truth!r:.80}: give {{"target": 98, "numbers": [44, 19, 35]}}, or JSON'
         ) from error
 
 
