@@ -205,10 +205,10 @@ custom_envs:
 """
 
 
-def agentic(tmp_path: Path, text: str = AGENTS) -> Conversion:
+def agentic(tmp_path: Path, text: str = AGENTS, base: str = BASE) -> Conversion:
     for folder in ("config", "run"):
         (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / "config" / "base.yaml").write_text(BASE)
+    (tmp_path / "config" / "base.yaml").write_text(base)
     (tmp_path / "run" / "a.yaml").write_text(text)
     return convert_files("roll", [tmp_path / "run" / "a.yaml"], [], ENVIRONMENT)
 
@@ -259,7 +259,8 @@ def test_known_games_are_played_by_fivefold(tmp_path: Path) -> None:
             "${env_manager_cls}\n    agent_system_template: Other.\n",
         ),
         ("tokens: {observation}", "tokens: {observation} {suffix}"),
-        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),
+        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),  # of other fields
+        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.ProxyEnvManager"),
         ("max_tokens_per_step: 32", "max_tokens_per_step: 32\n    agent_runner_cls: my.Runner"),
     ],
 )
@@ -267,6 +268,35 @@ def test_games_of_another_form_are_left_to_the_user(tmp_path: Path, old: str, ne
     conversion = agentic(tmp_path, AGENTS.replace(old, new))
     assert MISSING in (conversion.recipe.get(f"environment.{one}") for one in ("game", "agent"))
     assert "custom_envs.Boxes.env_type" in conversion.unsupported()
+
+
+def test_turns_that_are_chats_of_their_own_have_a_memory(tmp_path: Path) -> None:
+    template = (
+        "{env_instruction} {step_count} done. [{history}] of {history_length}, now {current_step}: "
+        "{current_observation} in {max_response_length}"
+    )
+    chat = "Turn {turn_idx} of {actions_left}, {max_response_length} tokens: {observation}"
+    manager, own = "env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager\n    history_length: 5"
+    text, base = (each.replace(chat, template).replace(manager, own) for each in (AGENTS, BASE))
+    conversion = agentic(tmp_path, text, base)
+    assert conversion.unsupported() == set()
+    assert conversion.recipe["environment.memory"] == 4
+    assert conversion.recipe["environment.turn_template"] == (
+        "{prompt} {turns_done} done. [{history}] of {turns_shown}, now {turn}: {observation} in {max_new_tokens}"
+    )
+    assert any("StepEnvManager shows those of them" in note for note in conversion.report.notes)
+    # One game in turns and another in a chat is no form that all have.
+    mixed = agentic(tmp_path, text.replace("my.StepEnvManager", "my.TrajEnvManager"), base)
+    assert "custom_envs.Boxes.env_type" in mixed.unsupported()
+
+
+def test_rolls_own_runner_plays_a_game_in_a_chat(tmp_path: Path) -> None:
+    own = "env_manager_cls: my.ProxyEnvManager\n    agent_runner_cls: my.GEMRunner"
+    text, base = (each.replace("env_manager_cls: ${env_manager_cls}", own) for each in (AGENTS, BASE))
+    conversion = agentic(tmp_path, text, base)
+    assert conversion.unsupported() == set()
+    assert "environment.memory" not in conversion.recipe
+    assert any("GEMRunner has them in the system's" in note for note in conversion.report.notes)
 
 
 def test_an_option_that_a_game_has_not_is_unsupported(tmp_path: Path) -> None:
