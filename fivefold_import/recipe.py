@@ -73,6 +73,8 @@ SAME_COLUMNS = (
     *("max_length", "apply_chat_template", "system_prompt", "truncation", "reader", "reader_kwargs.domains"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
+OF_OTHER_COLUMNS = ("messages_key", "reader", "reader_kwargs.domains")
+"""Those of them that held-out rows with columns of their own do not share."""
 MAPPINGS = ("scheduler.environment.", "chat_template_kwargs.")
 """What precedes names that are the user's own."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
@@ -203,7 +205,10 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
         draft.notes.append(f"experiment_name={recipe['experiment_name']}, after the file: the source names no run")
     for section in _held_out(recipe):
+        has_columns = any(f"{section}.{name}" in recipe for name in ("prompt_key", "response_key", "chosen_key"))
         for name in SAME_COLUMNS:
+            if has_columns and name in OF_OTHER_COLUMNS:
+                continue
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
                 recipe.setdefault(f"{section}.{name}", value)
     grouped = [key for key in (MEAN_LEVEL, STD_LEVEL) if recipe.get(key, "group") == "group"]

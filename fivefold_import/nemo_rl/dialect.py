@@ -150,10 +150,13 @@ def _preferences(draft: Draft) -> None:
     if draft.get("dpo.preference_loss_weight", 1) == 1:
         draft.implied("dpo.preference_loss_weight", "it is 1")
     draft.unsupported("dpo.preference_loss_weight", "the preference's loss has the weight 1: scale the learning rate")
-    if not draft.get("dpo.sft_loss_weight"):
-        draft.implied("dpo.sft_loss_weight", "it is switched off")
-    draft.unsupported("dpo.sft_loss_weight", "the likelihood of the chosen answers is no term of the loss")
-    draft.implied("dpo.sft_average_log_probs", "only sft_loss_weight reads this")
+    weight, average = "dpo.sft_loss_weight", "dpo.sft_average_log_probs"
+    if draft.get(weight):
+        draft.mapped(weight, "actor.nll_weight", draft.read(weight, number))
+        how = "sequence_mean" if draft.get(average) is True else "sequence_sum"
+        draft.sets(average, "actor.nll_aggregation", how)
+    draft.implied(weight, "it is switched off")
+    draft.implied(average, "only sft_loss_weight reads this")
 
 
 def _evaluation(draft: Draft, section: str) -> None:

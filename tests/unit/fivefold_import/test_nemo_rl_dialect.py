@@ -312,3 +312,22 @@ def test_schedules_count_steps_and_not_the_updates_of_a_step() -> None:
     sharded = [word for word in words if "megatron" not in word]
     fsdp = convert_words("nemo_rl", *sharded, *(f"policy.scheduler.{word}" for word in torch))
     assert fsdp.recipe["actor.optimizer.warmup_steps"] == 200
+
+
+def test_data_sets_with_answers_have_their_readers_and_columns() -> None:
+    model, data = "policy.model_name=m", "data.train.dataset_name="
+    held_out = ("data.validation.dataset_name=HelpSteer3", "data.validation.split=validation")
+    pairs = convert_words("nemo_rl", model, f"{data}HelpSteer3", *held_out, "dpo.max_num_steps=9")
+    assert pairs.unsupported() == set()
+    assert pairs.recipe["train_dataset.reader"] == "fivefold.data.known:helpsteer3"
+    assert (pairs.recipe["valid_dataset.path"], pairs.recipe["valid_dataset.split"]) == (
+        "nvidia/HelpSteer3:preference", "validation",
+    )  # fmt: skip
+    whole = convert_words("nemo_rl", model, f"{data}Tulu3Preference", "dpo.max_num_steps=9")
+    assert whole.recipe["train_dataset.path"] == "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+    for name in ("squad", "tulu3_sft_mixture"):
+        talk = convert_words("nemo_rl", model, f"{data}{name}", "sft.max_num_steps=9")
+        assert (talk.unsupported(), talk.recipe["train_dataset.messages_key"]) == (set(), "messages")
+    # Pairs are no conversations to learn.
+    other = convert_words("nemo_rl", model, f"{data}HelpSteer3", "sft.max_num_steps=9")
+    assert other.unsupported() == {"data.train.dataset_name"}
