@@ -21,6 +21,8 @@ PURE, MIXED, WEIGHT = "is_pure_opd", "use_opd", "opd_kl_coef"
 """Switches of on-policy distillation, without rewards and together with them, and its weight with rewards."""
 
 
+NEVER_TRAINED = frozenset({"vision_model", "model.visual", "visual", "audio_model", "talker", "code2wav"})
+"""Modules of models that read more than text, by their names in Megatron-Core and in Hugging Face's files."""
 _THRESHOLDS = (("low", 0.1), ("high", 0.95))
 """Mean rewards of a prompt's responses between which `difficulty_mask` keeps it, by their defaults."""
 
@@ -44,6 +46,17 @@ def _tracker(draft: Draft, source: str) -> None:
     if draft.get(source) == "ml_tracker":
         draft.implied(source, f"ROLL's public code has no such tracker either: {reasons.METRICS}")
     trackers(draft, source)
+
+
+def _frozen_modules(draft: Draft, source: str) -> None:
+    """Report modules that are not trained: what reads images and speaks never is."""
+    value = draft.get(source)
+    modules = [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
+    if not modules:
+        draft.implied(source, "it is switched off")
+    elif {str(module) for module in modules} <= NEVER_TRAINED:
+        draft.implied(source, "what reads images or sound is never trained")
+    draft.unsupported(source, "name the weights as the Hugging Face files do, in actor.freeze")
 
 
 def _template_of_tag(draft: Draft, source: str) -> None:
