@@ -74,7 +74,7 @@ SAME_COLUMNS = (
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
 OF_OTHER_COLUMNS = ("messages_key", "reader", "reader_kwargs.domains")
-"""Those of them that held-out rows with columns of their own do not share."""
+"""Keys of these that held-out rows with other columns do not share."""
 MAPPINGS = ("scheduler.environment.", "chat_template_kwargs.")
 """What precedes names that are the user's own."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {

@@ -17,7 +17,7 @@ from fivefold.data.rows import read_path
 def helpsteer3(path: str, split: str | None) -> Iterator[Row]:
     """Yield pairs of answers to a conversation: `prompt`, `chosen`, `rejected`.
 
-    Pairs of which none was preferred have the same answer twice, so that they count in a batch and teach nothing.
+    Pairs without a preference have the same answer twice, so that they count in a batch and teach nothing.
 
     Args:
         path: where the rows are, with `context`, `response1`, `response2` and `overall_preference`, which is below 0 if

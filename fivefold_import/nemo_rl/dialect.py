@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold_import import reasons
+from fivefold_import.agents import player
 from fivefold_import.critic import ForCritic, has_critic, of_critic
+from fivefold_import.defaults import own_default
 from fivefold_import.dialect import Conversion, Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.nemo_rl import files
@@ -75,12 +77,28 @@ def convert(draft: Draft) -> None:
     convert_steps(draft, section)
     convert_switches(draft, section)
     _evaluation(draft, section)
+    _length_together(draft)
     table = {"grpo.": "rl", "ppo.": "ppo", "distillation.": "distillation"}[section]
     draft.apply((TABLES[table] | OF_VALUE).rules)
-    draft.notes.append(
-        "policy.max_total_sequence_length bounds prompt and response together there; here train_dataset.max_length and "
-        "gconfig.max_new_tokens bound each: lower train_dataset.max_length to what your prompts need"
-    )
+    _leave_room(draft)
+
+
+def _length_together(draft: Draft) -> None:
+    """Convert the most tokens of a prompt and its response together."""
+    together = f"{POLICY}max_total_sequence_length"
+    if player(draft) is None and isinstance(draft.get(together), int):
+        draft.sets(together, "gconfig.max_tokens", draft.read(together, positive))
+
+
+def _leave_room(draft: Draft) -> None:
+    """Let each prompt leave room for a response."""
+    most = draft.recipe.get("gconfig.max_tokens")
+    if most is None:
+        return
+    for section in ("train_dataset", "valid_dataset"):
+        key = f"{section}.max_length"
+        if draft.recipe.get(key, own_default("train_dataset.max_length", draft.schema)) >= most:
+            draft.revise(key, most - 1, "so that a prompt leaves room for a response")
 
 
 def convert_given(draft: Draft) -> None:

@@ -38,7 +38,7 @@ FIELDS_OF_STEPS: Mapping[str, str] = {
     "history_length": "turns_shown",
     "max_response_length": "max_new_tokens",
 }
-"""What it can show, if each turn is a chat of its own."""
+"""What it can show, if each turn is a separate chat."""
 MANAGERS: Mapping[str, Mapping[str, str]] = {
     "TrajEnvManager": FIELDS,
     "ProxyEnvManager": FIELDS,
@@ -166,7 +166,7 @@ def _chat(draft: Draft, own: str, fields: Mapping[str, str]) -> None:
             draft.implied(f"{own}{name}", f"all games have {to}={draft.recipe.get(to)}")
     why = "an episode is one chat, whose tokens stay as they were sampled"
     if fields is FIELDS_OF_STEPS:
-        why = f"{MEMORY} makes each turn a chat of its own"
+        why = f"{MEMORY} makes each turn a separate chat"
     draft.implied(f"{own}env_manager_cls", why)
     if draft.writes(f"{own}agent_runner_cls"):
         draft.implied(f"{own}agent_runner_cls", why)
@@ -180,8 +180,8 @@ def _memory(draft: Draft, own: str, turn: str) -> None:
     draft.recipe[MEMORY] = max(0, length - 1) if "{history}" in turn else 0
     draft.mapped(f"{own}history_length", MEMORY, draft.recipe[MEMORY], "without the turn itself")
     note = (
-        f"{MEMORY}={draft.recipe[MEMORY]}: a turn shows these turns whole; ROLL's StepEnvManager shows those of them "
-        "alone whose answer had no move, with a warning"
+        f"{MEMORY}={draft.recipe[MEMORY]}: a turn shows these turns whole; ROLL's StepEnvManager shows "
+        "the ones alone whose answer had no move, with a warning"
     )
     if draft.recipe[MEMORY] and note not in draft.notes:
         draft.notes.append(note)

@@ -39,7 +39,7 @@ class EnvironmentConfig(Section):
     """A text with `{observation}`: the game is played in a chat, and each of its answers is a message of the user, as
     this text, which may have `{turn}`, `{turns_left}` and `{max_new_tokens}` too; null: an episode is one text."""
     memory: Annotated[NonNegative | None, reads_if(given("turn_template"), "is for the messages of a game")] = None
-    """Turns before each turn that the model reads, as `{history}` in `turn_template`: a turn is then a chat of its own,
+    """Turns before each turn that the model reads, as `{history}` in `turn_template`: a turn is then a separate chat,
     the row's prompt and this one message, which may have `{prompt}`, the row's last message, in the place that it has
     in the text, `{turns_done}` and `{turns_shown}` too. null: an episode is one chat, with all its turns."""
     tools: OneLine | list[OneLine | McpEntry] | None = None

@@ -1,4 +1,4 @@
-"""Games whose turns are chats of their own: the model reads the last turns as a text, and no others.
+"""Games whose turns are separate chats: the model reads the last turns as a text, and no others.
 
 turn 3:  system, user: rules, turns 1 and 2, the observation ─> assistant: a move
 turn 4:  system, user: rules, turns 2 and 3, the observation ─> assistant: a move
@@ -15,7 +15,7 @@ from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.environments.agents.chat_game import check_template
 from fivefold.environments.agents.tree import Continuation, Tree
 from fivefold.environments.environment import Client, Task
-from fivefold.environments.game import KEY, load_game, opening_of, step_of, within
+from fivefold.environments.game import KEY, load_game, opening_of, step_of
 from fivefold.environments.user_code import UserCalls, row_arguments
 from fivefold.types import Episode, StopReason
 
@@ -78,7 +78,7 @@ class TurnGame:
                 reason = "context"
                 break
             states.append(str(await call(prompt, game.state)) if hasattr(game, "state") else text)
-            completion = await client.complete(token_ids, within(room, task))
+            completion = await client.complete(token_ids, task.sampling.within(room))
             turn = tree.add(Continuation(text, None, tuple(token_ids)), completion)
             past.append(Past(observation, turn.visible_text))
             observation, reward, done = step_of(

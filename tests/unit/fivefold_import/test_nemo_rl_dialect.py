@@ -331,3 +331,14 @@ def test_data_sets_with_answers_have_their_readers_and_columns() -> None:
     # Pairs are no conversations to learn.
     other = convert_words("nemo_rl", model, f"{data}HelpSteer3", "sft.max_num_steps=9")
     assert other.unsupported() == {"data.train.dataset_name"}
+
+
+def test_a_prompt_and_its_response_have_a_bound_together() -> None:
+    key = "policy.max_total_sequence_length"
+    words = ("policy.model_name=Qwen/Qwen3-8B", f"{key}=40960", "policy.generation.max_new_tokens=40960")
+    conversion = convert_words("nemo_rl", *words, "data.max_input_seq_length=40960")
+    assert (conversion.recipe["gconfig.max_tokens"], conversion[key].outcome) == (40960, "mapped")
+    assert conversion.recipe["train_dataset.max_length"] == 40959
+    assert conversion.report.problems == ()
+    short = convert_words("nemo_rl", words[0], f"{key}=512")
+    assert (short.recipe["gconfig.max_tokens"], short.recipe["train_dataset.max_length"]) == (512, 511)

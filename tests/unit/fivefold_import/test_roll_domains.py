@@ -284,7 +284,7 @@ def test_turns_that_are_chats_of_their_own_have_a_memory(tmp_path: Path) -> None
     assert conversion.recipe["environment.turn_template"] == (
         "{prompt} {turns_done} done. [{history}] of {turns_shown}, now {turn}: {observation} in {max_new_tokens}"
     )
-    assert any("StepEnvManager shows those of them" in note for note in conversion.report.notes)
+    assert any("StepEnvManager shows the ones" in note for note in conversion.report.notes)
     # One game in turns and another in a chat is no form that all have.
     mixed = agentic(tmp_path, text.replace("my.StepEnvManager", "my.TrajEnvManager"), base)
     assert "custom_envs.Boxes.env_type" in mixed.unsupported()
