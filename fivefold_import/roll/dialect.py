@@ -168,8 +168,9 @@ def _held_out_length(draft: Draft, of_training: int) -> None:
 
 def _sequence_length(draft: Draft) -> int | None:
     """Return the tokens of the longest prompt and response together; None if the source does not say."""
-    if MAX_LENGTH in draft.recipe:
-        return int(draft.recipe[MAX_LENGTH])
+    for key in (MAX_LENGTH, "gconfig.max_tokens"):
+        if key in draft.recipe:
+            return int(draft.recipe[key])
     lengths = draft.get("prompt_length"), draft.recipe.get("gconfig.max_new_tokens")
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
 

@@ -84,7 +84,7 @@ def _manager(draft: Draft, tag: str) -> str:
 def convert_games(draft: Draft, prompts: int) -> None:
     """Convert the games, with `prompts` tasks in a step, and how they are evaluated."""
     draft.recipe |= {"environment.game": GAME, "train_dataset.path": "games", "train_dataset.reader": READER}
-    _sampling(draft)
+    sampling(draft)
     n = prompts * draft.read("max_steps", whole, 500)
     if n > MOST_ROWS:
         draft.notes.append(f"train_dataset has {MOST_ROWS} tasks, which come again: ROLL makes {n} of them")
@@ -187,7 +187,7 @@ def _memory(draft: Draft, own: str, turn: str) -> None:
         draft.notes.append(note)
 
 
-def _sampling(draft: Draft) -> None:
+def sampling(draft: Draft) -> None:
     """Convert how moves are sampled: in training as in evaluation, unless only the managers say it."""
     of_all = bool(draft.keys(f"{GENERATING}*"))
     names = (("temperature", number), ("top_p", number), ("top_k", top_k))

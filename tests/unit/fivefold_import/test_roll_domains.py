@@ -377,3 +377,66 @@ reward_model:
     assert (recipe["reward.kwargs.max_tokens"], recipe["reward.kwargs.temperature"]) == (512, 0.3)
     other = ROLES.replace(shares, "template: native") + judge.replace("512", "256", 1)
     assert converted(tmp_path, other).unsupported() == {"reward_model.generating_args.max_new_tokens"}
+
+
+QUESTIONS = """
+pretrain: some/model
+sequence_length: 4096
+rollout_batch_size: 16
+max_steps: 10
+adv_estimator: reinforce
+reward_normalization: {grouping: batch, method: identity}
+actor_train:
+  strategy_args: {strategy_name: megatron_train}
+  device_mapping: "list(range(0,8))"
+  training_args: {per_device_train_batch_size: 2, gradient_accumulation_steps: 1}
+actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,8))"}
+train_env_manager: {num_env_groups: 16, group_size: 1, tags: [Sums], num_groups_partition: [16]}
+val_env_manager: {num_env_groups: 5, group_size: 1, tags: [Sums], num_groups_partition: [5]}
+custom_envs:
+  Sums:
+    env_type: roll_math
+    max_steps: 10
+    max_tokens_per_step: 1000
+    env_manager_cls: my.TrajEnvManager
+    agent_system_template: Think.
+    agent_template: "{observation} In {{braces}}."
+    env_config: {dataset_name: a/sums, question_key: q, answer_key: a}
+"""
+
+
+def test_environments_that_ask_once_are_plain_prompts(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, QUESTIONS)
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    expected = {
+        "reward.fn": "math",
+        "train_dataset.path": "a/sums",
+        "train_dataset.prompt_key": "q",
+        "train_dataset.answer_key": "a",
+        "train_dataset.prompt_template": "{prompt} In {braces}.",
+        "valid_dataset.prompt_template": "{prompt} In {braces}.",
+        "train_dataset.system_prompt": "Think.",
+        "train_dataset.batch_size": 16,
+        "valid_dataset.limit": 5,
+        "gconfig.max_new_tokens": 1000,
+        "gconfig.max_tokens": 4096,
+        "actor.mb_spec.max_tokens_per_mb": 2 * 4096,
+    }
+    assert {key: recipe.get(key) for key in expected} == expected
+    assert not [key for key in recipe if key.startswith("environment.")]
+    facts = convert_text("roll", tmp_path, QUESTIONS.replace("roll_math", "roll_qa"))
+    assert (facts.recipe["reward.fn"], facts.recipe["reward.kwargs.plain_words"]) == ("exact_match", True)
+    assert "<answer>" in facts.recipe["train_dataset.prompt_template"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("env_config:", "tool_wrapper: {wrapper_args: {max_tool_uses: 1}}\n    env_config:"),
+        ("{observation} In", "{observation} {turn_idx} In"),
+        ("roll_math", "math:Other"),
+    ],
+)
+def test_environments_that_ask_otherwise_are_left_to_the_user(tmp_path: Path, old: str, new: str) -> None:
+    assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, QUESTIONS.replace(old, new)).unsupported()
