@@ -71,6 +71,14 @@ def test_vllm_takes_the_place_of_engines_that_are_not_here() -> None:
         assert any("vLLM generates in the place of" in note for note in conversion.report.notes)
 
 
+def test_megatron_fsdp_becomes_the_distributed_optimizer_with_a_note() -> None:
+    for value, is_noted in (("True", True), ("False", False)):
+        key = f"{MEGATRON}use_megatron_fsdp"
+        conversion = convert_words("verl", f"{ACTOR}strategy=megatron", f"{key}={value}")
+        assert conversion[key].outcome == "implied"
+        assert any("Megatron-FSDP shards" in note for note in conversion.report.notes) is is_noted
+
+
 def test_veomni_is_laid_out_as_fsdp_or_with_spread_experts_as_megatron() -> None:
     at, cluster = f"{ACTOR}veomni.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
     own = (
