@@ -250,7 +250,8 @@ def check_requests(
         ValueError: completions that could exceed the model's positions, or prompts with tokens that it does not have.
     """
     check_tokens(shape, "a prompt", max(max(prompt.token_ids) for prompt in prompts))
-    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens + n_appended
+    n_prompt = max(len(prompt.token_ids) for prompt in prompts)
+    longest = n_prompt + sampling.after(n_prompt).max_new_tokens + n_appended
     if longest > shape.most_tokens:
         raise ValueError(
             f"the longest prompt and max_new_tokens={sampling.max_new_tokens} make {longest} tokens, but the {model} "

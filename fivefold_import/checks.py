@@ -12,6 +12,7 @@ from fivefold.layout.placement import place
 from fivefold.rules.layouts import replica_problems
 from fivefold.rules.recipe import check_recipe
 from fivefold.rules.rollout import server_problems
+from fivefold_import.models import is_unread
 
 
 def problems_of_recipe(recipe: Recipe) -> list[str]:
@@ -25,11 +26,17 @@ def problems_of_recipe(recipe: Recipe) -> list[str]:
         if shape is not None:
             check_recipe(recipe, shape, others)
             return []
-        return [*replica_problems(place(recipe)), *server_problems(recipe)]
+        return [*_unread(recipe.actor.path), *replica_problems(place(recipe)), *server_problems(recipe)]
     except RecipeError as error:
         return list(error.problems)
     except ValueError as error:
         return [str(error)]
+
+
+def _unread(model: str) -> list[str]:
+    if not is_unread(model):
+        return []
+    return [f"actor.path={model}: Fivefold has no family with this model's layers, so it is not trained: name another"]
 
 
 def _shape(model: str) -> ModelShape | None:

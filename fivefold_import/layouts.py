@@ -162,7 +162,7 @@ def _settle_reference(draft: Draft, actor: RoleAllocation | None) -> None:
     if plan is None:
         return
     try:
-        own = _allocation(draft, plan)
+        own = _fitting(draft, plan)
     except ValueError as error:
         reason = f"{error}; the reference is laid out as the actor instead"
         for key in plan.keys:
@@ -199,7 +199,9 @@ def _fitting(draft: Draft, plan: RolePlan) -> RoleAllocation:
             raise
         whole = _allocation(draft, replace(plan, degrees={**plan.degrees, "etp": 1}))
         split = f"experts are split t{degree} ways"
-        draft.notes.append(f"without an expert tensor degree, {split}, but {error.rule}: set to 1")
+        note = f"without an expert tensor degree, {split}, but {error.rule}: set to 1"
+        if note not in draft.notes:
+            draft.notes.append(note)
         return whole
 
 

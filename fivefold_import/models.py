@@ -21,6 +21,18 @@ IMAGE_NAME = re.compile(
 SEEING_NAME = re.compile(r"qwen3-vl-(?!.*-?a\d+b)", re.I)
 """Names of models whose images are read here too."""
 
+UNREAD_NAME = re.compile(
+    r"nvidia-nemotron-(nano|3)|nemotron-3-(nano|super|ultra)|tencent/hy|hunyuan|deepseek-?v4|(?<![a-z])mimo-|seed-oss|"
+    r"gemma-(1\.1|2|2b|4|7b)-",
+    re.IGNORECASE,
+)
+"""Names of models that no family here has the layers of, such as those with Mamba's."""
+
+
+def is_unread(model: str) -> bool:
+    """Return whether the name is of a model that no family here can build."""
+    return known_shape(model) is None and bool(UNREAD_NAME.search(model))
+
 
 def known_shape(model: str) -> ModelShape | None:
     """Return the model's shape; None if neither its name nor its folder says it."""

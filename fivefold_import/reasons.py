@@ -122,6 +122,10 @@ WEIGHTS_IN_BUCKETS = "rollout.weight_transport decides how weights go from actor
 # FSDP in the place of DeepSpeed, and Megatron-Core in the place of Archon
 
 ON_MEGATRON = "Megatron-Core trains in its place: the notes say what differs"
+EXPERTS_APART = (
+    "Megatron-Core trains in the place of VeOmni, whose FSDP2 shards the weights too: its experts are spread over the "
+    "degree e, and a large model may need t or p as well (`fivefold plan RECIPE --search`)"
+)
 ON_FSDP = "FSDP trains in its place, which shards weights, gradients and optimizer too"
 NOT_FSDP = "this option of FSDP has no counterpart"
 LAYER_UNITS = "each layer is gathered on its own, while the one before it computes"

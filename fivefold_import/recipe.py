@@ -32,6 +32,7 @@ from fivefold_import.critic import complete
 from fivefold_import.draft import Draft, Outcome
 from fivefold_import.drafting import check_framework, draft_of
 from fivefold_import.framework import Framework
+from fivefold_import.models import known_shape
 from fivefold_import.reasons import ALL_HELD_OUT, NO_REFERENCE, NOTHING_GENERATED, SYNCHRONOUS
 from fivefold_import.report import Report
 from fivefold_import.settings import COEFF, MEAN_LEVEL, STD_LEVEL, TEACHER_PATH
@@ -68,10 +69,12 @@ YIELDING = (
 SECTIONS_OF_ROLES = tuple(role.key for role in ROLES.values())
 LEFT_BY_OTHERS = "a server takes the memory that roles on the same devices leave"
 SAME_COLUMNS = (
-    *("prompt_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
+    *("prompt_key", "input_key", "answer_key", "response_key", "messages_key", "chosen_key", "rejected_key"),
     *("max_length", "apply_chat_template", "system_prompt", "truncation", "reader", "reader_kwargs.domains"),
 )
 """Keys that held-out rows share with training rows unless the source says otherwise."""
+OF_OTHER_COLUMNS = ("messages_key", "reader", "reader_kwargs.domains")
+"""Keys of these that held-out rows with other columns do not share."""
 MAPPINGS = ("scheduler.environment.", "chat_template_kwargs.")
 """What precedes names that are the user's own."""
 OF_OTHER_COMMANDS: Mapping[str, tuple[str, Outcome]] = {
@@ -202,7 +205,10 @@ def _complete(draft: Draft, documents: Sequence[Document]) -> list[str]:
         recipe["experiment_name"] = run_name(Path(documents[0].name).stem if documents else "imported")
         draft.notes.append(f"experiment_name={recipe['experiment_name']}, after the file: the source names no run")
     for section in _held_out(recipe):
+        has_columns = any(f"{section}.{name}" in recipe for name in ("prompt_key", "response_key", "chosen_key"))
         for name in SAME_COLUMNS:
+            if has_columns and name in OF_OTHER_COLUMNS:
+                continue
             if (value := recipe.get(f"train_dataset.{name}")) is not None:
                 recipe.setdefault(f"{section}.{name}", value)
     grouped = [key for key in (MEAN_LEVEL, STD_LEVEL) if recipe.get(key, "group") == "group"]
@@ -253,6 +259,10 @@ def _drop_what_has_no_effect(draft: Draft) -> None:
     for role in ("actor", "critic"):
         if recipe.get(f"{role}.optimizer.lr_scheduler_type", "constant") == "constant":
             draft.demote(f"{role}.optimizer.min_lr_ratio", "the learning rate is constant", "implied")
+    overlap = "actor.megatron.transformer.moe_shared_expert_overlap"
+    shape = known_shape(str(recipe.get("actor.path"))) if overlap in recipe else None
+    if shape is not None and not shape.shared_expert_ffn_hidden:
+        draft.demote(overlap, "the model has no shared experts", "implied")
     if not recipe.get("rollout.max_head_offpolicyness"):
         draft.demote("rollout.recompute_kv_cache", SYNCHRONOUS, "implied")
     if not draft.compares_with_reference:

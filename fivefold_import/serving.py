@@ -13,6 +13,7 @@ from typing import Any
 
 from fivefold_import import reasons
 from fivefold_import.draft import Draft
+from fivefold_import.models import is_moe
 from fivefold_import.speculation import drafts_in_sglang, drafts_in_vllm
 
 TO = "rollout.server_args"
@@ -86,10 +87,29 @@ def quantized(draft: Draft, source: str) -> None:
         draft.mapped(source, "rollout.quantization", "fp8_per_block", "by blocks of 128 x 128, as there")
 
 
+def copies_of_attention(draft: Draft, source: str, model: str, per_node: int) -> None:
+    """Convert the copies that a replica has of all but its experts: here, all of it is split over the replica's ranks.
+
+    Copies of a dense `model` share nothing: each is a replica. A replica that is split has the `per_node` GPUs of a
+    node at most.
+    """
+    plan, copies = draft.plans["rollout"], draft.get(source)
+    if plan.backend not in ("vllm", "sglang") or not isinstance(copies, int) or copies < 2:
+        return
+    if not is_moe(model) and draft.get(source.replace("data_parallel", "expert_parallel"), 1) == 1:
+        draft.implied(source, "copies of a dense model share nothing: each is a replica")
+        return
+    if plan.get("tp") * copies > per_node:
+        draft.unsupported(source, "a replica is split by t and p, and t is for the GPUs of one node")
+        return
+    plan.degrees["tp"] = plan.get("tp") * copies
+    plan.keys[source] = "the copies share their experts: t splits the attention too, which they have whole"
+
+
 def spread_experts(draft: Draft, source: str) -> None:
     """Convert the ranks over which an engine spreads experts: all of a replica, or one."""
-    section, plan, ranks = source.rpartition(".")[0], draft.plans.get("rollout"), draft.get(source)
-    has_more = draft.get(f"{section}.data_parallel_size", 1) != 1 or draft.get("sglang_dp_size", 1) != 1
+    plan, ranks = draft.plans.get("rollout"), draft.get(source)
+    has_more = draft.get("sglang_dp_size", 1) != 1
     if ranks in (1, None):
         draft.implied(source, "experts are not spread over ranks")
     elif plan is None or plan.backend not in ("vllm", "sglang") or has_more or ranks != plan.get("tp"):

@@ -214,10 +214,22 @@ def advantages(draft: Draft, key: str, estimator: str, *, divides_by_std: bool, 
             draft.unsupported(key, f"the estimator {estimator!r} is not offered; the recipe trains with GRPO instead")
 
 
+OTHER_ENGINES: Mapping[Any, str] = {"trtllm": "TensorRT-LLM", "megatron": "Megatron-Core's own inference"}
+"""Engines in whose place vLLM generates, by the names that frameworks give them."""
+
+
 def rollout_engine(draft: Draft, key: str, role: Role = "rollout") -> None:
     """Read the engine of a role that generates into its plan; an engine that is not offered is replaced by vLLM."""
     plan = draft.plans.setdefault(role, RolePlan())
     value = draft.get(key)
+    if (title := OTHER_ENGINES.get(value)) is not None:
+        plan.backend = "vllm"
+        plan.keys[key] = f"in the place of {title}"
+        draft.notes.append(
+            f"vLLM generates in the place of {title}: it samples from the same weights, with its own speed and memory, "
+            "so look at the degrees of rollout.backend"
+        )
+        return
     try:
         plan.backend = ROLLOUT_ENGINE(value)
         plan.keys[key] = ""

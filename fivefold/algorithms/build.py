@@ -66,7 +66,14 @@ def build_policy_loss(config: ActorConfig, sampling: GenerationConfig) -> Policy
         rollout_is_truncated=bool(sampling.alterations),
         distillation=None
         if distill.coeff == 0
-        else Distillation(distill.coeff, distill.over, distill.direction, distill.teacher_share),
+        else Distillation(
+            distill.coeff,
+            distill.over,
+            distill.direction,
+            distill.teacher_share,
+            distill.max_divergence,
+            distill.min_logprob,
+        ),
         opsm_delta=config.opsm_delta,
         kl_unbiased=config.kl_unbiased,
         kl_clip=config.kl_clip,

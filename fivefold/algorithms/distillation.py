@@ -53,8 +53,22 @@ class Distillation:
     """The divergence over several tokens."""
     beta: float = 0.5
     """beta of `mixed` and `jsd`, above 0 and below 1."""
+    most: float | None = None
+    """Largest size of a token's divergence from a teacher, in nats: a larger one counts as this, without gradient."""
+    least_logprob: float | None = None
+    """Log-prob as which smaller ones of the k tokens count, the policy's without gradient."""
     n_teachers: int = 1
     """Most teachers of a row. Of several, the fields `teacher_weight`, `teacher_weight/1` and so on have the w_i."""
+
+    def capped(self, divergence_T: torch.Tensor) -> torch.Tensor:
+        """Return divergences, or log q - log p at sampled tokens, of at most the largest size, float [T]."""
+        return divergence_T if self.most is None else divergence_T.clamp(-self.most, self.most)
+
+    def between(self, logprobs_NK: torch.Tensor, teacher_NK: torch.Tensor) -> torch.Tensor:
+        """Return D_t over k tokens and the rest (`coarse_divergence`), within this object's bounds, float [N]."""
+        if self.least_logprob is not None:
+            logprobs_NK, teacher_NK = (each.clamp(min=self.least_logprob) for each in (logprobs_NK, teacher_NK))
+        return self.capped(coarse_divergence(logprobs_NK, teacher_NK, self.direction, self.beta))
 
     def places(self, name: str, fields: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, float | torch.Tensor]]:
         """Yield each place among a row's teachers that has the column `name`, counted from 0, and w_i of its tokens."""

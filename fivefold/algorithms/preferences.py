@@ -92,7 +92,7 @@ class DirectPreference:
         loss = self._losses(chosen_B, rejected_B).mean()
         metrics = _pair_metrics(config.beta * chosen_B, config.beta * rejected_B)
         if weight := config.weight_of_nll:
-            nll = -scores_N[::2].sum() / lengths_N[::2].sum()
+            nll = _nll(scores_N[::2], lengths_N[::2], config.nll_aggregation)
             return loss + weight * nll, metrics | {"nll/chosen": nll.item()}
         return loss, metrics
 
@@ -115,6 +115,17 @@ class DirectPreference:
                 return -config.beta * logsigmoid(difference_B - _log_rest(chosen_B) + _log_rest(rejected_B))
             case "kto":
                 raise ValueError("loss_type=kto does not compare pairs")
+
+
+def _nll(logprobs_B: torch.Tensor, lengths_B: torch.Tensor, aggregation: str) -> torch.Tensor:
+    """Return the negative log-likelihood of answers as one number."""
+    match aggregation:
+        case "sequence_mean":
+            return -(logprobs_B / lengths_B).mean()
+        case "sequence_sum":
+            return -logprobs_B.mean()
+        case _:
+            return -logprobs_B.sum() / lengths_B.sum()
 
 
 @dataclass(frozen=True)

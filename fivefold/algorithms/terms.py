@@ -18,7 +18,7 @@ def closeness(
     """Return the sum over teachers of w_i (log q_i - log p_old) at each sampled token; 0 where nothing is trained."""
     closer_T = torch.zeros_like(old_T)
     for place, weight in distillation.places(LOGPROBS, fields):
-        closer_T = closer_T + weight * zero_unless(trained_T, fields[at(LOGPROBS, place)] - old_T)
+        closer_T = closer_T + weight * distillation.capped(zero_unless(trained_T, fields[at(LOGPROBS, place)] - old_T))
     return closer_T
 
 

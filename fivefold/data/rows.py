@@ -48,7 +48,7 @@ def load_rows(config: RowsConfig) -> list[Row]:
         ValueError: a path that does not exist, a data set without rows, a split that does not exist or that is asked of
             a single file, a file whose content is not what its suffix says, or a user's reader that fails.
     """
-    read = _read if config.reader is None else partial(_read_own, config.reader, config.reader_kwargs)
+    read = read_path if config.reader is None else partial(_read_own, config.reader, config.reader_kwargs)
     paths = [config.path] if isinstance(config.path, str) else config.path
     rows = list(islice((row for path in paths for row in read(path, config.split)), config.limit))
     if not rows:
@@ -150,7 +150,16 @@ def require_column(rows: list[Row], name: str, key: str, path: str | list[str], 
     raise ValueError(f"{which}; the columns found are {columns(rows)}: {remedy}")
 
 
-def _read(path: str, split: str | None) -> Iterator[Row]:
+def read_path(path: str, split: str | None) -> Iterator[Row]:
+    """Yield the rows of one path of a recipe, as they are.
+
+    Args:
+        path: as `train_dataset.path` names a file, a folder or a data set.
+        split: the split; None: the default.
+
+    Raises:
+        ValueError: nothing is there, or it has no such split.
+    """
     local = user_path(path)
     if path.startswith(_PACKAGE):
         with as_file(_packaged(path.removeprefix(_PACKAGE), split)) as file:

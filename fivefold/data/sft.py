@@ -102,8 +102,8 @@ def load_sft(
         )
     end_token(tokenizer)
     rows = load_rows(config)
-    keys = ("prompt_key", "response_key") if config.messages_key is None else ("messages_key",)
-    for key in keys:
+    own = ("prompt_key", "response_key", *(["input_key"] if config.input_key is not None else []))
+    for key in own if config.messages_key is None else ("messages_key",):
         require_column(rows, getattr(config, key), key, config.path)
     reader = image_reader(config, rows, tokenizer, model)
     examples: list[SFTExample] = []
@@ -140,7 +140,7 @@ def _examples(
         made = conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
         return made if images is None else [images.seen(each, is_whole=each is made[-1]) for each in made]
     response = read_answer(row[config.response_key], config)
-    prompt = asked(row[config.prompt_key], config, where)
+    prompt = asked(_with_input(row, config, where), config, where)
     return [answered(prompt, response, config.response_key, config, tokenizer, where, images)]
 
 
@@ -157,6 +157,23 @@ def answered(
     marked = prompt if images is None else images.asked(prompt)
     example = Answers(marked, config, tokenizer, where, as_chat=is_chat(answer)).tokenized(answer, key)
     return example if images is None else images.seen(example)
+
+
+def _with_input(row: Row, config: SFTRowsConfig, where: str) -> Any:
+    """Return a row's prompt, with the text of the column `input_key` on a new line, if there is one.
+
+    Raises:
+        ValueError: there is one, and it or the prompt is no text.
+    """
+    prompt = row[config.prompt_key]
+    if config.input_key is None or not (given := row[config.input_key]):
+        return prompt
+    if not isinstance(given, str) or not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: input_key is for texts, and {config.prompt_key!r} holds {prompt!r:.80}, {config.input_key!r} "
+            f"{given!r:.80}: drop it, or give texts"
+        )
+    return f"{prompt}\n{given}"
 
 
 def _messages(value: Any, key: str, where: str) -> list[Any]:

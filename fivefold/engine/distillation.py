@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.distillation import Distillation, at, coarse_divergence
+from fivefold.algorithms.distillation import Distillation, at
 from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions, Score
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs, logits_of
 from fivefold.engine.sequences import MicroBatch
@@ -81,7 +81,7 @@ class Divergence(Asked):
         own = logprobs_NK.split([each.shape[1] for each in tokens], 1)
         for (place, weight), own_NK in zip(teachers, own, strict=True):
             told_NK = fields[at(LOGPROBS, place)][places_N]
-            from_teacher = coarse_divergence(own_NK, told_NK, how.direction, how.beta)
+            from_teacher = how.between(own_NK, told_NK)
             divergence = divergence + (weight if isinstance(weight, float) else weight[places_N]) * from_teacher
         return {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
 

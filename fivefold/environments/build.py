@@ -33,6 +33,10 @@ def _build(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Env
         from fivefold.environments.agents.tools import Tools
 
         return Tools(config, tokenizer)
+    if config.memory is not None:
+        from fivefold.environments.agents.turn_game import TurnGame
+
+        return TurnGame(config, tokenizer)
     if config.turn_template is not None:
         from fivefold.environments.agents.chat_game import ChatGame
 

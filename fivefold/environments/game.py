@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
@@ -19,7 +18,6 @@ from fivefold.environments.environment import Client, Task
 from fivefold.environments.given_rewards import named_rewards
 from fivefold.environments.transcript import Transcript
 from fivefold.environments.user_code import UserCalls, load_class, row_arguments
-from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.tokenizer import decoded
 from fivefold.types import Episode, Move, Prompt, StopReason
 
@@ -74,7 +72,7 @@ class Game:
                 reason = "context"
                 break
             state = str(await call(prompt, game.state)) if hasattr(game, "state") else transcript.state
-            completion = await client.complete(transcript.token_ids, _within(room, task))
+            completion = await client.complete(transcript.token_ids, task.sampling.within(room))
             start = len(transcript)
             transcript.sampled(completion)
             [move] = decoded(self._tokenizer, [completion.token_ids])
@@ -125,11 +123,3 @@ def step_of(
     if rewards is None:
         raise calls.other_form(prompt, step, value, "finite rewards: a number, or numbers by name")
     return observation, rewards, any(ends[:2])
-
-
-def _within(room: int, task: Task) -> SamplingParams:
-    """Return how the next turn is sampled, with at most `room` tokens."""
-    sampling = task.sampling
-    if sampling.max_new_tokens <= room:
-        return sampling
-    return replace(sampling, max_new_tokens=room, min_new_tokens=min(room, sampling.min_new_tokens))

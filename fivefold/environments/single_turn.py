@@ -11,5 +11,7 @@ class SingleTurn:
 
     async def run(self, task: Task, client: Client) -> Episode:
         """Return the prompt with its completion as an episode of one sequence."""
-        completion = await client.complete(task.request.token_ids)
+        token_ids = task.request.token_ids
+        sampling = None if task.sampling.max_tokens is None else task.sampling.after(len(token_ids))
+        completion = await client.complete(token_ids, sampling)
         return Episode.single_turn(task.prompt, completion, task.images)

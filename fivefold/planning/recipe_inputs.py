@@ -311,7 +311,13 @@ def _generation_notes(recipe: Recipe) -> Iterator[str]:
             f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "
             "planned here while prompts have no signal"
         )
-    if (environment := recipe.environment) is not None:
+    environment = recipe.environment
+    if environment is not None and environment.memory is not None:
+        yield (
+            f"an episode is planned as one sequence of environment.max_length={environment.max_length:,} tokens: with "
+            f"environment.memory, it has one for each of its turns, up to {environment.max_turns}"
+        )
+    elif environment is not None:
         sampled = environment.max_turns * recipe.gconfig.max_new_tokens
         left = environment.max_length - sampled
         yield (

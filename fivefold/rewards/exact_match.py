@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from fivefold.rewards.reward import accepted_answers, as_text
+
+ARTICLES = ("a", "an", "the")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class ExactMatch:
     """Whether upper and lower case are the same."""
     numbers: bool = False
     """Whether two numbers are compared as decimal numbers; thousands separators do not count."""
+    plain_words: bool = False
+    """Whether case, punctuation, the articles a, an and the, and white space do not count, as in SQuAD's evaluation."""
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -87,6 +92,9 @@ class ExactMatch:
             else:
                 if number.is_finite():
                     return number
+        if self.plain_words:
+            words = "".join(character for character in text.lower() if character not in string.punctuation).split()
+            return " ".join(word for word in words if word not in ARTICLES)
         return text.casefold() if self.ignore_case else text
 
 

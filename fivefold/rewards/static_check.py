@@ -23,6 +23,7 @@ from fivefold.config.problems import did_you_mean, show
 from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig, is_hosted
 from fivefold.rewards.choice import Choice
 from fivefold.rewards.code_reward import CodeReward
+from fivefold.rewards.countdown import Countdown
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.http_reward import HTTPReward
 from fivefold.rewards.instructions import Instructions
@@ -32,12 +33,22 @@ from fivefold.rewards.repetition import Repetition
 from fivefold.rewards.user_function import check_call
 
 BuiltInReward = (
-    ExactMatch | MathReward | Choice | Instructions | Repetition | Judge | HostedJudge | HTTPReward | CodeReward
+    ExactMatch
+    | MathReward
+    | Choice
+    | Countdown
+    | Instructions
+    | Repetition
+    | Judge
+    | HostedJudge
+    | HTTPReward
+    | CodeReward
 )
 BUILT_IN: Mapping[str, type[BuiltInReward]] = {
     "exact_match": ExactMatch,
     "math": MathReward,
     "choice": Choice,
+    "countdown": Countdown,
     "instructions": Instructions,
     "repetition": Repetition,
     "judge": Judge,

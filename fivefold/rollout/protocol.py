@@ -125,6 +125,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
     seeded: bool = True
     """Whether servers are given each request's seed."""
     logprob_share: float = 1.0
@@ -155,7 +156,19 @@ class SamplingParams:
             repetition_penalty=config.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in config.logit_bias.items()),
             bad_token_ids=tuple(config.bad_token_ids),
+            max_tokens=config.max_tokens,
         )
+
+    def after(self, n_prompt: int) -> SamplingParams:
+        """Return how a completion is sampled after a prompt of `n_prompt` tokens, fewer than `max_tokens`."""
+        room = self.max_new_tokens if self.max_tokens is None else self.max_tokens - n_prompt
+        return self.within(room)
+
+    def within(self, room: int) -> SamplingParams:
+        """Return this sampling with completions of at most `room` tokens, at least 1."""
+        if self.max_new_tokens <= room:
+            return self
+        return replace(self, max_new_tokens=room, min_new_tokens=min(room, self.min_new_tokens))
 
     def never(self, token_ids: Iterable[int]) -> SamplingParams:
         """Return this sampling without some tokens; itself if there are none."""

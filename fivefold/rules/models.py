@@ -72,7 +72,10 @@ def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not isinstance(recipe, TrainRecipe):
         return
     longest = recipe.gconfig.max_new_tokens
-    if longest >= shape.most_tokens:
+    together = recipe.gconfig.max_tokens
+    if together is not None and together > shape.most_tokens:
+        yield f"gconfig.max_tokens={together} is too much: the model {shape.limit}; lower it"
+    if together is None and longest >= shape.most_tokens:
         yield f"gconfig.max_new_tokens={longest} leaves no room for a prompt: the model {shape.limit}; lower it"
     if recipe.environment is not None and recipe.environment.max_length > shape.most_tokens:
         yield f"environment.max_length={recipe.environment.max_length} is too much: the model {shape.limit}; lower it"

@@ -49,6 +49,14 @@ HUB: Mapping[str, Rows] = {
     "gsm8k": Rows("openai/gsm8k:main", "train", "question", "answer"),
     "GSM8K": Rows("openai/gsm8k:main", "train", "question", "answer"),
 }
+GIVEN: Mapping[str, Mapping[str, str]] = {
+    "HelpSteer3": {"path": "nvidia/HelpSteer3:preference", "reader": "fivefold.data.known:helpsteer3"},
+    "Tulu3Preference": {"path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
+    "tulu3_sft_mixture": {"path": "allenai/tulu-3-sft-mixture", "messages_key": "messages"},
+    "squad": {"path": "rajpurkar/squad", "reader": "fivefold.data.known:squad", "messages_key": "messages"},
+}
+"""Data sets with answers that NeMo-RL knows by a name, with Fivefold's keys of them."""
+OF_PAIRS = ("HelpSteer3", "Tulu3Preference")
 DIVIDED: Mapping[str, float] = {
     **dict.fromkeys(("OpenMathInstruct-2", "open_assistant", "tulu3_sft_mixture"), 0.05),
     **dict.fromkeys(("ResponseDataset", "NuminaMath-1.5", "OpenR1-Math-220k", "Nemotron-Cascade-2-SFT-Math"), 0.0),
@@ -115,6 +123,12 @@ def _convert_set(draft: Draft, section: str, to: str) -> None:
         answers = draft.get(f"{section}output_key", rows.answer)
         draft.recipe[f"{to}prompt_key"] = rows.prompt
         draft.sets(f"{section}output_key", f"{to}response_key", answers)
+    elif name in GIVEN and draft.schema in ((DPORecipe, RMRecipe) if name in OF_PAIRS else (SFTRecipe,)):
+        draft.recipe |= {f"{to}{key}": value for key, value in GIVEN[str(name)].items() if key != "path"}
+        draft.sets(name_key, f"{to}path", GIVEN[str(name)]["path"])
+        draft.sets(f"{section}split", f"{to}split", draft.get(f"{section}split", "train"))
+        if name == "HelpSteer3":
+            draft.recipe[f"{to}apply_chat_template"] = True
     elif name is not None:
         draft.unsupported(name_key, PREPARE)
         draft.all_implied(f"{section}*", "the data set is yours to name")

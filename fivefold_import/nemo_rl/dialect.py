@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fivefold.config.schema.preferences import DPORecipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold_import import reasons
+from fivefold_import.agents import player
 from fivefold_import.critic import ForCritic, has_critic, of_critic
+from fivefold_import.defaults import own_default
 from fivefold_import.dialect import Conversion, Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.nemo_rl import files
@@ -34,6 +38,7 @@ from fivefold_import.settings import TEACHER_PATH, cut_of_held_out
 from fivefold_import.tasks import DISTILLATION, EVALUATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
 from fivefold_import.values import number, positive, text, whole
 
+HOLD_OUT = "train_dataset.hold_out"
 SIGNS = (
     *(Sign(f"{key}.*", DISTILLATION) for key in ("loss_fn.xtoken_loss", "token_aligner", "teachers")),
     Sign("loss_fn.kd_loss_mode", DISTILLATION),
@@ -72,12 +77,28 @@ def convert(draft: Draft) -> None:
     convert_steps(draft, section)
     convert_switches(draft, section)
     _evaluation(draft, section)
+    _length_together(draft)
     table = {"grpo.": "rl", "ppo.": "ppo", "distillation.": "distillation"}[section]
     draft.apply((TABLES[table] | OF_VALUE).rules)
-    draft.notes.append(
-        "policy.max_total_sequence_length bounds prompt and response together there; here train_dataset.max_length and "
-        "gconfig.max_new_tokens bound each: lower train_dataset.max_length to what your prompts need"
-    )
+    _leave_room(draft)
+
+
+def _length_together(draft: Draft) -> None:
+    """Convert the most tokens of a prompt and its response together."""
+    together = f"{POLICY}max_total_sequence_length"
+    if player(draft) is None and isinstance(draft.get(together), int):
+        draft.sets(together, "gconfig.max_tokens", draft.read(together, positive))
+
+
+def _leave_room(draft: Draft) -> None:
+    """Let each prompt leave room for a response."""
+    most = draft.recipe.get("gconfig.max_tokens")
+    if most is None:
+        return
+    for section in ("train_dataset", "valid_dataset"):
+        key = f"{section}.max_length"
+        if draft.recipe.get(key, own_default("train_dataset.max_length", draft.schema)) >= most:
+            draft.revise(key, most - 1, "so that a prompt leaves room for a response")
 
 
 def convert_given(draft: Draft) -> None:
@@ -93,6 +114,7 @@ def convert_given(draft: Draft) -> None:
     draft.all_implied(f"{GENERATION}*", reasons.NOTHING_GENERATED)
     if draft.schema is DPORecipe:
         _preferences(draft)
+    _held_out_rows(draft, section)
     convert_steps(draft, section)
     convert_switches(draft, section)
     draft.apply((TABLES["top"] | TABLES["given"].under(section)).rules)
@@ -146,10 +168,13 @@ def _preferences(draft: Draft) -> None:
     if draft.get("dpo.preference_loss_weight", 1) == 1:
         draft.implied("dpo.preference_loss_weight", "it is 1")
     draft.unsupported("dpo.preference_loss_weight", "the preference's loss has the weight 1: scale the learning rate")
-    if not draft.get("dpo.sft_loss_weight"):
-        draft.implied("dpo.sft_loss_weight", "it is switched off")
-    draft.unsupported("dpo.sft_loss_weight", "the likelihood of the chosen answers is no term of the loss")
-    draft.implied("dpo.sft_average_log_probs", "only sft_loss_weight reads this")
+    weight, average = "dpo.sft_loss_weight", "dpo.sft_average_log_probs"
+    if draft.get(weight):
+        draft.mapped(weight, "actor.nll_weight", draft.read(weight, number))
+        how = "sequence_mean" if draft.get(average) is True else "sequence_sum"
+        draft.sets(average, "actor.nll_aggregation", how)
+    draft.implied(weight, "it is switched off")
+    draft.implied(average, "only sft_loss_weight reads this")
 
 
 def _evaluation(draft: Draft, section: str) -> None:
@@ -169,8 +194,30 @@ def _evaluation(draft: Draft, section: str) -> None:
     draft.mapped(repeat, "evaluator.n_samples", times)
     most = f"{section}max_val_samples"
     if draft.get(most) is not None:
-        limit = draft.read(most, positive) // draft.read(repeat, positive, 1)
-        draft.sets(most, "valid_dataset.limit", max(1, limit))
+        limit = max(1, draft.read(most, positive) // draft.read(repeat, positive, 1))
+        _evaluate_at_most(draft, (most,), limit)
+
+
+def _held_out_rows(draft: Draft, section: str) -> None:
+    """Convert the batches of held-out rows that are evaluated; all of them, if their number is not above 0."""
+    batches, size = f"{section}val_batches", f"{section}val_global_batch_size"
+    count, rows = draft.get(batches, -1), draft.get(size)
+    if isinstance(count, int) and isinstance(rows, int) and count > 0:
+        _evaluate_at_most(draft, (batches, size), count * rows)
+
+
+def _evaluate_at_most(draft: Draft, keys: Sequence[str], limit: int) -> None:
+    """Evaluate the first rows alone; of rows that are held out by chance, no more are held out than are evaluated."""
+    if not draft.recipe.get(HOLD_OUT):
+        for key in keys:
+            draft.sets(key, "valid_dataset.limit", limit)
+        return
+    rows = draft.recipe[HOLD_OUT]
+    if rows < 1 or rows > limit:
+        note = f"NeMo-RL holds out {rows:g} and evaluates {limit} of them; here, the others are trained on"
+        draft.revise(HOLD_OUT, limit, note)
+    for key in keys:
+        draft.mapped(key, HOLD_OUT, draft.recipe[HOLD_OUT])
 
 
 OF_VALUE = TABLES["model"].wrapped(of_critic).under(VALUE) | TABLES["value"]

@@ -41,10 +41,17 @@ def section_of_task(draft: Draft) -> str:
 # Steps and schedules
 
 
-def updates_of_run(draft: Draft) -> int | None:
-    """Return the optimizer's updates of the whole run; None if the source does not limit its steps."""
+def _passes_of_run(draft: Draft) -> int | None:
+    """Return the passes over samples in the whole run, by which NeMo-RL counts its schedules, however many updates each
+    has; None if the source does not limit its steps.
+    """
     steps = draft.recipe.get("total_train_steps")
-    return steps * draft.recipe.get("actor.ppo_n_minibatches", 1) if steps else None
+    return steps * draft.read("ppo.ppo_epochs", whole, 1) if steps else None
+
+
+def _warmup(draft: Draft, source: str) -> None:
+    updates = draft.recipe.get(draft.target("actor.ppo_n_minibatches"), 1)
+    warmup(draft, source, _passes_of_run(draft), updates=updates)
 
 
 def convert_steps(draft: Draft, section: str) -> None:
@@ -79,7 +86,7 @@ def _section(key: str) -> str:
 
 
 def _warmup_iters(draft: Draft, source: str) -> None:
-    warmup(draft, source, updates_of_run(draft))
+    _warmup(draft, source)
 
 
 def _warmup_init(draft: Draft, source: str) -> None:
@@ -102,7 +109,7 @@ def _decay_iters(draft: Draft, source: str) -> None:
     at = source.removesuffix("lr_decay_iters")
     if draft.get(f"{at}lr_decay_style", "constant") == "constant":
         draft.implied(source, "the learning rate is constant")
-    elif draft.get(source) == updates_of_run(draft):
+    elif draft.get(source) == _passes_of_run(draft):
         draft.implied(source, "the rate decays over all steps")
     else:
         draft.unsupported(source, "the rate decays over all steps")
@@ -144,7 +151,7 @@ def _schedules(draft: Draft, section: str) -> dict[int, str]:
 
 def _warmup_of_torch(draft: Draft, source: str, name: str, steps: int, section: str) -> None:
     if name == "kwargs.total_iters":
-        warmup(draft, source, updates_of_run(draft))
+        _warmup(draft, source)
     elif name == "kwargs.start_factor":
         _first_rate(draft, source, steps, number(draft.get(source)))
     elif name == "kwargs.end_factor" and number(draft.get(source)) != 1:
@@ -154,7 +161,7 @@ def _warmup_of_torch(draft: Draft, source: str, name: str, steps: int, section: 
 
 def _decay_of_torch(draft: Draft, source: str, name: str, kind: str, warmed: int, section: str) -> None:
     at = source.removesuffix(name)
-    total = updates_of_run(draft)
+    total = _passes_of_run(draft)
     ends = (total - warmed) if total is not None else None
     if kind not in SCHEDULES:
         draft.unsupported(source, f"the schedule {kind} is not offered: constant, linear or cosine")

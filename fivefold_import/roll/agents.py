@@ -6,6 +6,7 @@ from fivefold_import import reasons
 from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, leave_open, limit, player
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.roll.games import GAME, are_known, convert_games
+from fivefold_import.roll.single_turns import asks_once, convert_questions
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold_import.values import positive
 
@@ -39,6 +40,11 @@ def step_of(draft: Draft) -> tuple[int, int]:
 
 def convert_agents(draft: Draft) -> None:
     """Convert the episodes of a step, and their limits."""
+    if asks_once(draft):
+        _groups(draft)
+        _held_out_group(draft)
+        convert_questions(draft)
+        return
     has_games = are_known(draft)
     if has_games:
         draft.recipe["environment.game"] = GAME
@@ -47,9 +53,7 @@ def convert_agents(draft: Draft) -> None:
     _groups(draft)
     _lengths(draft)
     _turns(draft)
-    held_out = f"{HELD_OUT_ENVS}group_size"
-    if draft.writes(held_out):
-        draft.mapped(held_out, "evaluator.n_samples", draft.read(held_out, positive))
+    _held_out_group(draft)
     if has_games:
         convert_games(draft, step_of(draft)[0])
         return
@@ -58,6 +62,12 @@ def convert_agents(draft: Draft) -> None:
         "evaluation from the rows of valid_dataset: write files of prompts, whose values your code may take "
         "(docs/agents.md)"
     )
+
+
+def _held_out_group(draft: Draft) -> None:
+    held_out = f"{HELD_OUT_ENVS}group_size"
+    if draft.writes(held_out):
+        draft.mapped(held_out, "evaluator.n_samples", draft.read(held_out, positive))
 
 
 def _player(draft: Draft) -> Player:

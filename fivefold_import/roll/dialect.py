@@ -30,6 +30,7 @@ from fivefold_import.roll.rules import (
     TRAIN,
     has_teacher,
 )
+from fivefold_import.roll.teachers import convert_teachers
 from fivefold_import.settings import (
     MEAN_LEVEL,
     NO_REWARD,
@@ -117,6 +118,7 @@ def convert(draft: Draft) -> None:
     draft.awaiting |= {ACCUMULATION, WARMUP}
     _evaluation(draft)
     convert_rewards(draft)
+    convert_teachers(draft)
     draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
     has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") != GAMES_READER
@@ -166,8 +168,9 @@ def _held_out_length(draft: Draft, of_training: int) -> None:
 
 def _sequence_length(draft: Draft) -> int | None:
     """Return the tokens of the longest prompt and response together; None if the source does not say."""
-    if MAX_LENGTH in draft.recipe:
-        return int(draft.recipe[MAX_LENGTH])
+    for key in (MAX_LENGTH, "gconfig.max_tokens"):
+        if key in draft.recipe:
+            return int(draft.recipe[key])
     lengths = draft.get("prompt_length"), draft.recipe.get("gconfig.max_new_tokens")
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else None
 

@@ -28,35 +28,63 @@ FIELDS: Mapping[str, str] = {
     "actions_left": "turns_left",
     "max_response_length": "max_new_tokens",
 }
-"""What a template can show."""
-MANAGER = "TrajEnvManager"
-"""The manager with which an episode is one chat."""
+"""What the template of a turn can show, if an episode is one chat."""
+FIELDS_OF_STEPS: Mapping[str, str] = {
+    "env_instruction": "prompt",
+    "history": "history",
+    "current_observation": "observation",
+    "current_step": "turn",
+    "step_count": "turns_done",
+    "history_length": "turns_shown",
+    "max_response_length": "max_new_tokens",
+}
+"""What it can show, if each turn is a separate chat."""
+MANAGERS: Mapping[str, Mapping[str, str]] = {
+    "TrajEnvManager": FIELDS,
+    "ProxyEnvManager": FIELDS,
+    "StepEnvManager": FIELDS_OF_STEPS,
+}
+"""The managers of episodes that Fivefold plays too, with their fields."""
+RUNNER = "GEMRunner"
+"""The runner with which `ProxyEnvManager` plays a game in one chat."""
 MOST_ROWS = 100_000
 """Most tasks of training; each is played again after so many."""
 HELD_OUT_SEED = 1_000_000_000
 """Added to the seed of the tasks that are evaluated."""
+MEMORY = "environment.memory"
 GAME, READER = "fivefold.environments.games.grid:GridGame", "fivefold.environments.games.rows:rows"
 
 
 def are_known(draft: Draft) -> bool:
     """Return whether all games of the source are known, and are played in chats of one form."""
     tags = _tags(draft) if isinstance(draft.get(f"{TRAIN_ENVS}tags"), list) else []
-    forms = {tuple(draft.get(f"{ENVS}{tag}.agent_{name}") for name in ("system_template", "template")) for tag in tags}
-    fields = {field for _, form in forms for field in re.findall(r"\{(\w*)\}", str(form))}
+    names = ("agent_system_template", "agent_template", "env_manager_cls", "history_length")
+    forms = {tuple(draft.get(f"{ENVS}{tag}.{name}") for name in names) for tag in tags}
+    if len(forms) != 1:
+        return False
+    known = MANAGERS.get(_manager(draft, tags[0]), {})
+    shown = set(re.findall(r"\{(\w*)\}", str(draft.get(f"{ENVS}{tags[0]}.agent_template"))))
     return (
-        bool(tags)
-        and len(forms) == 1
-        and "observation" in fields <= FIELDS.keys()
+        shown <= known.keys()
+        and "observation" in {known[field] for field in shown}
         and all(draft.get(f"{ENVS}{tag}.env_type") in OPTIONS for tag in tags)
-        and all(str(draft.get(f"{ENVS}{tag}.env_manager_cls", "")).endswith(f".{MANAGER}") for tag in tags)
-        and not any(draft.get(f"{ENVS}{tag}.agent_runner_cls") for tag in tags)
+        and all(_is_played_in_a_chat(draft, tag) for tag in tags)
     )
+
+
+def _is_played_in_a_chat(draft: Draft, tag: str) -> bool:
+    runner = str(draft.get(f"{ENVS}{tag}.agent_runner_cls", "")).rpartition(".")[2]
+    return runner == (RUNNER if _manager(draft, tag) == "ProxyEnvManager" else "")
+
+
+def _manager(draft: Draft, tag: str) -> str:
+    return str(draft.get(f"{ENVS}{tag}.env_manager_cls", "")).rpartition(".")[2]
 
 
 def convert_games(draft: Draft, prompts: int) -> None:
     """Convert the games, with `prompts` tasks in a step, and how they are evaluated."""
     draft.recipe |= {"environment.game": GAME, "train_dataset.path": "games", "train_dataset.reader": READER}
-    _sampling(draft)
+    sampling(draft)
     n = prompts * draft.read("max_steps", whole, 500)
     if n > MOST_ROWS:
         draft.notes.append(f"train_dataset has {MOST_ROWS} tasks, which come again: ROLL makes {n} of them")
@@ -66,7 +94,7 @@ def convert_games(draft: Draft, prompts: int) -> None:
         draft.recipe |= {"valid_dataset.path": "games", "valid_dataset.reader": READER}
         _rows(draft, HELD_OUT_ENVS, "valid_dataset.", groups, draft.read("seed", whole, 42) + HELD_OUT_SEED)
     for tag in _tags(draft):
-        _chat(draft, f"{ENVS}{tag}.")
+        _chat(draft, f"{ENVS}{tag}.", MANAGERS[_manager(draft, tag)])
     draft.notes.append(
         "FrozenLake and Sokoban are Fivefold's own games: symbols and rewards are ROLL's, the rules have other "
         "words unless env_instruction has them, and boards of the same kind are drawn otherwise"
@@ -125,19 +153,41 @@ def _game(draft: Draft, tag: str) -> dict[str, Any]:
     return {"game": kind, **texts, **({"options": options} if options else {})}
 
 
-def _chat(draft: Draft, own: str) -> None:
-    """Convert the form of a game's chat."""
+def _chat(draft: Draft, own: str, fields: Mapping[str, str]) -> None:
+    """Convert the form of a game's chat, or of the chats of its turns."""
     template = str(draft.get(f"{own}agent_template"))
-    turn = re.sub(r"\{(\w+)\}", lambda match: f"{{{FIELDS[match[1]]}}}", template)
+    turn = re.sub(r"\{(\w+)\}", lambda match: f"{{{fields[match[1]]}}}", template)
+    if fields is FIELDS_OF_STEPS:
+        _memory(draft, own, turn)
     draft.mapped(f"{own}agent_template", "environment.turn_template", turn)
     draft.mapped(f"{own}agent_system_template", "train_dataset.system_prompt", draft.get(f"{own}agent_system_template"))
     for name, to in (("max_steps", MAX_TURNS), ("max_tokens_per_step", "gconfig.max_new_tokens")):
         if draft.get(f"{own}{name}") == draft.recipe.get(to):
             draft.implied(f"{own}{name}", f"all games have {to}={draft.recipe.get(to)}")
-    draft.implied(f"{own}env_manager_cls", "an episode is one chat, whose tokens stay as they were sampled")
+    why = "an episode is one chat, whose tokens stay as they were sampled"
+    if fields is FIELDS_OF_STEPS:
+        why = f"{MEMORY} makes each turn a separate chat"
+    draft.implied(f"{own}env_manager_cls", why)
+    if draft.writes(f"{own}agent_runner_cls"):
+        draft.implied(f"{own}agent_runner_cls", why)
+        note = f"the rules of a game begin the user's first message: ROLL's {RUNNER} has them in the system's"
+        draft.notes.extend([note] if note not in draft.notes else [])
 
 
-def _sampling(draft: Draft) -> None:
+def _memory(draft: Draft, own: str, turn: str) -> None:
+    """Convert the turns that a turn shows: ROLL counts the one that is played among them."""
+    length = draft.read(f"{own}history_length", whole, 1)
+    draft.recipe[MEMORY] = max(0, length - 1) if "{history}" in turn else 0
+    draft.mapped(f"{own}history_length", MEMORY, draft.recipe[MEMORY], "without the turn itself")
+    note = (
+        f"{MEMORY}={draft.recipe[MEMORY]}: a turn shows these turns whole; ROLL's StepEnvManager shows "
+        "the ones alone whose answer had no move, with a warning"
+    )
+    if draft.recipe[MEMORY] and note not in draft.notes:
+        draft.notes.append(note)
+
+
+def sampling(draft: Draft) -> None:
     """Convert how moves are sampled: in training as in evaluation, unless only the managers say it."""
     of_all = bool(draft.keys(f"{GENERATING}*"))
     names = (("temperature", number), ("top_p", number), ("top_k", top_k))

@@ -43,10 +43,13 @@ PREAMBLE = "\n".join(
         "sys.setrecursionlimit(600_000)",
     ]
 )
+IN_SANDBOX = "the sandbox of the driver's machine runs the programs"
 SCORING = ("format_pattern", "response_length_penalty_coef", "reward_type")
 """Keys of a reward that change it."""
 HOSTING = ("world_size", "infer_batch_size", "device_mapping", "model_args", "strategy_args", "data_args")
 """The keys of a reward that say where it runs."""
+SHARED_JUDGE = "reward_model."
+"""The section of a judge that several rewards ask."""
 SCORED = ("auto_sequence_classification", "auto_token_classification", "trl")
 """Values of `model_type` for models that score a text."""
 
@@ -116,15 +119,16 @@ def _rule(draft: Draft, own: str, to: str) -> bool:
     """Convert a reward that no model gives; return whether it has a counterpart."""
     worker, kind = f"{own}worker_cls", str(draft.get(f"{own}worker_cls", ""))
     fn = next((fn for name, fn in RULES.items() if name in kind), None)
-    if fn == "code" and draft.get(f"{own}use_local") is not True:
-        fn = None
     if fn is not None:
         draft.mapped(worker, f"{to}fn", fn)
     if fn == "choice":
         _graded(draft, own, to)
     elif fn == "code":
         draft.recipe |= {f"{to}kwargs.timeout_s": SECONDS, f"{to}kwargs.preamble": PREAMBLE}
-        draft.implied(f"{own}use_local", "the sandbox of the driver's machine runs the programs")
+        for key in ("use_local", "code_url"):
+            draft.implied(f"{own}{key}", IN_SANDBOX)
+        if draft.get(f"{own}use_local") is not True:
+            draft.notes.append(f"{to}fn=code: ROLL sends programs to a service; here, {IN_SANDBOX}")
     elif fn == "instructions":
         draft.implied(f"{own}reward_type", "an instruction is followed or not")
     for key in draft.keys(f"{own}query_filter_config.*"):
@@ -211,13 +215,19 @@ def _judges_question(draft: Draft, own: str, to: str) -> None:
 
 def _is_hosted(draft: Draft, own: str) -> bool:
     """Return whether a reward is a judge in ROLL's own processes, the first of its kind: a run hosts one."""
-    path = draft.get(f"{own}model_args.model_name_or_path")
+    path = draft.get(f"{_host(draft, own)}model_args.model_name_or_path")
     is_first = draft.recipe.get("reward.judge.path", path) == path
-    return draft.get(f"{own}judge_model_type") == "inference" and path is not None and is_first
+    return draft.get(f"{own}judge_model_type") in ("inference", "cluster") and path is not None and is_first
+
+
+def _host(draft: Draft, own: str) -> str:
+    """Return the section that has the model and the devices of a reward's judge: its own, or what rewards share."""
+    return SHARED_JUDGE if draft.get(f"{own}judge_model_type") == "cluster" else own
 
 
 def _hosted_judge(draft: Draft, own: str, to: str) -> None:
-    path, dtype = f"{own}model_args.model_name_or_path", f"{own}model_args.dtype"
+    host = _host(draft, own)
+    path, dtype = f"{host}model_args.model_name_or_path", f"{host}model_args.dtype"
     draft.sets(f"{own}worker_cls", f"{to}fn", "judge", "the score that reward.judge writes")
     draft.implied(f"{own}judge_model_type", "without kwargs.base_url, the run hosts the judge")
     draft.sets(path, "reward.judge.path", draft.get(path))
@@ -233,8 +243,11 @@ def _hosted_judge(draft: Draft, own: str, to: str) -> None:
         draft.unsupported(key, f"a judge samples with temperature, top_p and top_k of {to}kwargs")
     _judges_question(draft, own, to)
     draft.implied(f"{own}data_args.template", "the judge's own chat template renders the question")
-    plan = lay_out_engine(draft, "judge", own) if "judge" not in draft.plans else draft.plans["judge"]
-    for key in draft.keys(f"{own}*"):
+    plan = lay_out_engine(draft, "judge", host) if "judge" not in draft.plans else draft.plans["judge"]
+    for key in draft.keys(f"{host}generating_args.*"):
+        if draft.get(key) != draft.get(key.replace(host, own)):
+            draft.unsupported(key, f"a judge samples with {to}kwargs, which {own}generating_args say")
+    for key in (*draft.keys(f"{own}*"), *draft.keys(f"{host}*")):
         if key != f"{own}tag_included" and key not in plan.keys:
             draft.implied(key, reasons.JUDGE_HOSTED)
 

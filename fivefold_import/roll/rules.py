@@ -8,7 +8,7 @@ from fivefold_import.algorithms import choose_loss
 from fivefold_import.critic import of_critic
 from fivefold_import.draft import Draft
 from fivefold_import.roll import agents
-from fivefold_import.settings import COEFF
+from fivefold_import.settings import COEFF, trackers
 from fivefold_import.tables import read_tables
 from fivefold_import.values import flag, number, whole
 
@@ -21,6 +21,8 @@ PURE, MIXED, WEIGHT = "is_pure_opd", "use_opd", "opd_kl_coef"
 """Switches of on-policy distillation, without rewards and together with them, and its weight with rewards."""
 
 
+NEVER_TRAINED = frozenset({"vision_model", "model.visual", "visual", "audio_model", "talker", "code2wav"})
+"""Modules of models that read more than text, by their names in Megatron-Core and in Hugging Face's files."""
 _THRESHOLDS = (("low", 0.1), ("high", 0.95))
 """Mean rewards of a prompt's responses between which `difficulty_mask` keeps it, by their defaults."""
 
@@ -38,6 +40,30 @@ def _weight_of_teacher(draft: Draft, source: str) -> None:
     if draft.get(MIXED) is True:
         draft.mapped(source, COEFF, number(draft.get(source)))
     draft.implied(source, "without rewards, the teacher's weight is 1")
+
+
+def _tracker(draft: Draft, source: str) -> None:
+    if draft.get(source) == "ml_tracker":
+        draft.implied(source, f"ROLL's public code has no such tracker either: {reasons.METRICS}")
+    trackers(draft, source)
+
+
+def _frozen_modules(draft: Draft, source: str) -> None:
+    """Report modules that are not trained: what reads images and speaks never is."""
+    value = draft.get(source)
+    modules = [part.strip() for part in value.split(",")] if isinstance(value, str) else value or []
+    if not modules:
+        draft.implied(source, "it is switched off")
+    elif {str(module) for module in modules} <= NEVER_TRAINED:
+        draft.implied(source, "what reads images or sound is never trained")
+    draft.unsupported(source, "name the weights as the Hugging Face files do, in actor.freeze")
+
+
+def _template_of_tag(draft: Draft, source: str) -> None:
+    """Report the chat template of a tag's rows: there is one for all."""
+    if len({str(draft.get(key)) for key in draft.keys("tag_to_template.*")}) == 1:
+        draft.implied(source, reasons.TEMPLATE)
+    draft.unsupported(source, "all rows have the tokenizer's chat template, or chat_template")
 
 
 def _by_difficulty(draft: Draft, source: str) -> None:

@@ -18,6 +18,10 @@ TABLES = read_tables("siirl", {})
 RULES = verl.RULES | TABLES["top"]
 DECAY, WARMUP_STYLE = verl.ACTOR + "optim.lr_decay_style", verl.ACTOR + "optim.warmup_style"
 """The keys of the learning rate's schedule: with Megatron and with FSDP."""
+KEPT_RATE = (
+    "siiRL's workers on Megatron-Core build a schedule of the learning rate, linear by default, and never step it: "
+    "their rate stays as it begins. The recipe has a schedule if the source writes one"
+)
 
 SWITCH = verl.MODEL + "enable_gradient_checkpointing"
 CHECKPOINTED = verl.MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_"
@@ -46,6 +50,7 @@ def convert(draft: Draft) -> None:
         draft.implied(DECAY, f"with FSDP, siiRL reads {WARMUP_STYLE} in its place")
     else:
         draft.implied(WARMUP_STYLE, f"with Megatron, siiRL reads {DECAY} in its place")
+        draft.notes.append(KEPT_RATE)
     draft.apply(RULES.rules)
     note_kept(draft, "siiRL", "100")
 

@@ -62,6 +62,12 @@ def _top_k(draft: Draft, source: str) -> None:
     draft.implied(source, "only a divergence over the teacher's top tokens reads this")
 
 
+def _least_logprob(draft: Draft, source: str) -> None:
+    if str(draft.get(LOSS + "loss_mode")) in OF_TOP_K:
+        draft.mapped(source, "actor.distill.min_logprob", number(draft.get(source)))
+    draft.implied(source, "only a divergence over the teacher's top tokens reads this")
+
+
 def _path(draft: Draft, source: str) -> None:
     if not _teach_by_source(draft):
         if source == draft.keys(PATHS)[0]:

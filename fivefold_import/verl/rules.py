@@ -29,6 +29,10 @@ OVER_SEQUENCES = ("gspo", "geo_mean", "sapo")
 CHECKPOINTING, CHECKPOINT = "megatron.use_dist_checkpointing", "megatron.dist_checkpointing_path"
 """The switch for a Megatron-Core checkpoint in place of the model's folder, and its path."""
 MODEL_FOLDER = "it is switched off: the weights are those of the model's folder"  # english: ok
+SHARDS_MORE = (
+    "use_megatron_fsdp: Megatron-FSDP shards weights and gradients too; here the distributed optimizer shards the "
+    "optimizer's states only. A large model may need t, p or e (`fivefold plan RECIPE --search`), or backend fsdp"
+)
 SCORE_MODEL = "reward_model.model.path"
 PROFILED = "global_profiler.steps"
 FILTRATION = one_of(pow="power", max_min="max_min", max_random="max_random")
@@ -99,6 +103,21 @@ def _forward_prefetch(draft: Draft, source: str) -> None:
     if flag(draft.get(source)):
         draft.mapped(source, "actor.fsdp.forward_prefetch", 1)
     draft.implied(source, reasons.LAYER_UNITS)
+
+
+def _shard_group(draft: Draft, source: str) -> None:
+    """Report the number of replicas over which FSDP shards, which is all of them."""
+    plan = draft.plans.get("actor")
+    if draft.get(source) == -1 or (plan is not None and draft.get(source) == plan.n_devices):
+        draft.implied(source, reasons.STATES_SHARDED)
+    draft.unsupported(source, reasons.NO_SHARD_GROUPS)
+
+
+def _sharded_weights(draft: Draft, source: str) -> None:
+    """Report the switch of Megatron-FSDP, in whose place the distributed optimizer shards the optimizer's states."""
+    if draft.get(source) is True and SHARDS_MORE not in draft.notes:
+        draft.notes.append(SHARDS_MORE)
+    draft.implied(source, "the notes say what is sharded" if draft.get(source) is True else "it is switched off")
 
 
 def _bridge(draft: Draft, source: str) -> None:

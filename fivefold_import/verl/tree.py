@@ -6,12 +6,14 @@ these functions too. `at` is the section that holds the tree: empty, or Trinity-
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold_import import megatron, reasons
 from fivefold_import.critic import ForCritic, gae, has_critic, infer_budgets
-from fivefold_import.draft import Draft, Role, RolePlan
+from fivefold_import.draft import Degree, Draft, Role, RolePlan
+from fivefold_import.serving import copies_of_attention
 from fivefold_import.settings import (
     STD_LEVEL,
     advantages,
@@ -27,6 +29,9 @@ from fivefold_import.verl.agents import convert_agents
 from fivefold_import.verl.asynchronous import lay_out_apart, prompts_of_step, steps_of_step
 from fivefold_import.verl.judge import lay_out_judge
 from fivefold_import.verl.rules import ACTOR, AGGREGATION, CRITIC, MODEL, OF_CRITICS, OVERRIDE, REF, ROLLOUT
+
+VEOMNI: Mapping[str, Degree] = {"veomni.ulysses_parallel_size": "cp", "veomni.expert_parallel_size": "ep"}
+"""The degrees of VeOmni, which shards with FSDP2."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,8 @@ def lay_out_trainers(draft: Draft, tree: Tree) -> None:
     actor = draft.plans["actor"] = RolePlan(etp_follows_tp=tree.etp_follows_tp)
     if not _trains_on_megatron(draft, at):
         actor.backend = "fsdp"
+    elif _engine(draft, at) == "veomni":
+        draft.notes.append(f"{at}{ACTOR}veomni: {reasons.EXPERTS_APART}")
     actor.n_devices = _n_devices(draft, at)
     _degrees(draft, "actor", at + ACTOR)
     # The reference takes the actor's degree where its own is not written.
@@ -203,11 +210,14 @@ def recompute(draft: Draft, at: str) -> None:
 
 def router(draft: Draft, at: str, model_key: str) -> None:
     """Take the defaults of a router that is trained with Megatron-Core."""
-    if not draft.plans["actor"].shards_weights:
+    if _engine(draft, at) != "veomni" and not draft.plans["actor"].shards_weights:
         megatron.router_defaults(draft, at + ACTOR + OVERRIDE, str(draft.get(model_key, "")), {})
 
 
 def _degrees(draft: Draft, role: Role, section: str) -> None:
+    for name, degree in VEOMNI.items():
+        if draft.writes(section + name):
+            draft.lay_out(section + name, role, degree)
     if not draft.plans["actor"].shards_weights:
         megatron.degrees(draft, role, section + "megatron.")
         return
@@ -222,18 +232,25 @@ def _trains_on_megatron(draft: Draft, at: str) -> bool:
     The strategy says so; if it is not written, the name of the trainer's configuration or the keys in use do.
     """
     key = at + ACTOR + "strategy"
-    strategy = draft.get(key, draft.get(at + "model_engine"))
+    strategy = _engine(draft, at)
     hints = [str(draft.get(flag_, "")) for flag_ in ("--config-name", "--config-path")]
     if strategy is None:
         return any("megatron" in hint for hint in hints) or bool(draft.keys(at + ACTOR + "megatron.*"))
     for written in (key, at + "model_engine"):
         if not draft.writes(written):
             continue
-        if strategy in ("megatron", "fsdp", "fsdp2"):
+        if strategy in ("megatron", "fsdp", "fsdp2", "veomni"):
             draft.plans["actor"].keys[written] = ""
         else:
             draft.unsupported(written, f"{strategy!r} is not offered; megatron is laid out in its place")
+    if strategy == "veomni":
+        return draft.get(at + ACTOR + "veomni.expert_parallel_size", 1) != 1
     return strategy not in ("fsdp", "fsdp2")
+
+
+def _engine(draft: Draft, at: str) -> object:
+    """Return the engine that trains; None if the source does not name it."""
+    return draft.get(at + ACTOR + "strategy", draft.get(at + "model_engine"))
 
 
 def _n_devices(draft: Draft, at: str) -> int | None:
@@ -255,6 +272,8 @@ def _lay_out_rollout(draft: Draft, at: str) -> None:
         return
     draft.lay_out(tensor, "rollout", "tp")
     draft.lay_out(pipeline, "rollout", "pp")
+    per_node = draft.read(at + "trainer.n_gpus_per_node", positive, 8)
+    copies_of_attention(draft, at + ROLLOUT + "data_parallel_size", str(draft.get(at + MODEL + "path", "")), per_node)
 
 
 # Algorithm

@@ -130,6 +130,9 @@ class DatasetConfig(PromptRowsConfig, DividedConfig):
 class SFTRowsConfig(AskedRowsConfig):
     """Prompts, each with the response to learn."""
 
+    input_key: Annotated[str | None, reads_if(absent("messages_key"))] = None
+    """Column of a text that follows the prompt on a new line, as Alpaca's `input`; rows in which it is empty have the
+    prompt alone. null: there is none. It is for prompts that are texts."""
     response_key: Annotated[str, reads_if(absent("messages_key"))] = "response"
     """Column of the response, a text or a list of chat messages, also as a text of JSON; the end-of-sequence token is
     appended to it."""

@@ -41,6 +41,11 @@ class DistillConfig(Section):
     """Share of the teacher in `mixed` and `jsd`, which GKD calls beta."""
     top_k: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, _DISTILLS, reads_if(equals("over", "top_k"))] = None
     """Number of tokens for `over: top_k`; null: 64."""
+    max_divergence: Annotated[PositiveFloat | None, _DISTILLS] = None
+    """Largest size of a token's divergence from a teacher, in nats: a larger one counts as this much, and has no
+    gradient; null: any."""
+    min_logprob: Annotated[Annotated[float, Field(lt=0)] | None, _DISTILLS, reads_if(_OVER_SEVERAL)] = None
+    """Log-prob, of actor and teacher, as which a smaller one counts in a divergence over several tokens; null: any."""
 
 
 class TeacherConfig(FrozenModelConfig):

@@ -17,6 +17,8 @@ McpEntry = dict[str, OneLine]
 """An MCP server: `mcp` is its command or its URL, `cwd` the folder in which the command starts."""
 OBSERVATION = "{observation}"
 """What stands for a game's answer in `turn_template`."""
+HISTORY = "{history}"
+"""What stands for earlier turns in `turn_template`."""
 _OF_CHATS = reads_if(absent("game"), "has no effect on a game, whose moves are no chat")
 
 
@@ -36,6 +38,10 @@ class EnvironmentConfig(Section):
     ] = None
     """A text with `{observation}`: the game is played in a chat, and each of its answers is a message of the user, as
     this text, which may have `{turn}`, `{turns_left}` and `{max_new_tokens}` too; null: an episode is one text."""
+    memory: Annotated[NonNegative | None, reads_if(given("turn_template"), "is for the messages of a game")] = None
+    """Turns before each turn that the model reads, as `{history}` in `turn_template`: a turn is then a separate chat,
+    the row's prompt and this one message, which may have `{prompt}`, the row's last message, in the place that it has
+    in the text, `{turns_done}` and `{turns_shown}` too. null: an episode is one chat, with all its turns."""
     tools: OneLine | list[OneLine | McpEntry] | None = None
     """What the model may call in a chat: a class, as `module:Class` or `file.py:Class`, whose public methods are tools,
     with `reset` and `reward`; or a list of functions, whose episodes `reward` judges. In the list, `python` runs
@@ -46,8 +52,8 @@ class EnvironmentConfig(Section):
     max_turns: Positive = 8
     """Most completions of an episode; one that has not ended by then stops with `turns`."""
     max_length: Positive = 4096
-    """Most tokens of an episode, the prompt included; one that has no room for another turn stops with `context`.
-    `gconfig.max_new_tokens` limits each turn."""
+    """Most tokens of an episode, the prompt included; one that has no room for another turn stops with `context`. With
+    `memory`, most tokens of a turn and its prompt. `gconfig.max_new_tokens` limits each turn."""
     timeout_s: Duration = 60.0
     """Most seconds of one call of the game, whose episode a longer one fails; or of what an agent does in an episode
     besides waiting for the model, which then stops with `time` and reward 0."""
@@ -73,6 +79,7 @@ class EnvironmentConfig(Section):
             yield f"set one of game, tools and agent, and not {' and '.join(self._given) or 'none of them'}"
         if self.turn_template is not None and OBSERVATION not in self.turn_template:
             yield f"turn_template has no {OBSERVATION}, so the model would not see the game: write it into the text"
+        yield from self._remembered()
         if self.tools == []:
             yield "tools=[] has no tool: name functions, or leave the section out"
         names = self.tools if isinstance(self.tools, list) else [*self._given.values()]
@@ -83,6 +90,14 @@ class EnvironmentConfig(Section):
                 yield f"{name!r} must have the form module:name or file.py:name"
         if self.tools == "python":
             yield "tools=python is one of a list of functions: write tools=[python]"
+
+    def _remembered(self) -> Iterator[str]:
+        text = self.turn_template or ""
+        if self.memory and HISTORY not in text:
+            yield f"memory={self.memory}, and turn_template has no {HISTORY}: write it into the text"
+        for field in (HISTORY, "{prompt}", "{turns_shown}"):
+            if self.memory is None and field in text:
+                yield f"turn_template has {field}, which the messages of one chat lack: set memory"
 
     @property
     def _given(self) -> dict[str, Any]:

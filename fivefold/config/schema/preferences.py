@@ -31,8 +31,13 @@ class DPOModelConfig(TrainedModelConfig):
     simpo_gamma: Annotated[NonNegativeFloat, reads_if(equals("loss_type", "simpo"))] = 0.5
     """Margin that `simpo` asks of beta times the difference of the average log-probs."""
     nll_weight: Annotated[NonNegativeFloat | None, reads_if(equals("loss_type", *_OF_PAIRS))] = None
-    """Weight of the negative log-likelihood of the chosen answers, the mean over their tokens, which is added to the
-    loss (RPO, arXiv 2404.19733); null: 1 in `cpo` and `orpo`, else 0."""
+    """Weight of the negative log-likelihood of the chosen answers, which is added to the loss (RPO, arXiv 2404.19733);
+    null: 1 in `cpo` and `orpo`, else 0."""
+    nll_aggregation: Annotated[
+        Literal["token_mean", "sequence_mean", "sequence_sum"], reads_if(equals("loss_type", *_OF_PAIRS))
+    ] = "token_mean"
+    """What that likelihood is: the mean over the tokens of all chosen answers, the mean over answers of the mean over
+    each one's tokens, or the mean over answers of their sums."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), reads_if(equals("loss_type", "sigmoid"))] = 0.0
     """Share of the pairs whose answers are assumed to be swapped (conservative DPO), with `loss_type: sigmoid`."""
     average_log_prob: Annotated[bool, reads_if(equals("loss_type", "sigmoid", "hinge", "ipo"))] = False

@@ -37,6 +37,9 @@ class GenerationConfig(Section):
     """Completions of each prompt; together they are the prompt's group."""
     max_new_tokens: Positive = 1024
     """Most tokens of a completion."""
+    max_tokens: Positive | None = None
+    """Most tokens of a prompt and its completion together: a long prompt leaves a completion less than
+    `max_new_tokens`. null: no bound. Episodes with an `environment` have `environment.max_length`."""
     min_new_tokens: NonNegative = 0
     """Fewest tokens of a completion: before them, no end token and no stop token is sampled."""
     greedy: bool = False

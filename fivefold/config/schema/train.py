@@ -105,7 +105,8 @@ class TrainRecipe(RunConfig):
         if self.environment is not None:
             return self.environment.max_length
         sampling = self.gconfig if rows is self.train_dataset else self.evaluator.sampling(self.gconfig)
-        return rows.max_length + sampling.max_new_tokens
+        longest = rows.max_length + sampling.max_new_tokens
+        return longest if sampling.max_tokens is None else min(longest, sampling.max_tokens)
 
     @property
     def loss_reads_rollout_logprobs(self) -> bool:
@@ -205,6 +206,20 @@ class TrainRecipe(RunConfig):
                 f"recover.keep_best={best} is measured on held-out prompts: set valid_dataset.path, or name a metric "
                 "of the training steps, such as reward/mean"
             )
+
+    @rule
+    def _room(self) -> Iterator[str]:
+        if (most := self.gconfig.max_tokens) is None:
+            return
+        if self.environment is not None:
+            yield f"gconfig.max_tokens={most} is for single completions: environment.max_length bounds episodes"
+        sets = {"train_dataset": self.train_dataset, **self.held_out}
+        for name, rows in sets.items():
+            if rows.max_length >= most:
+                yield (
+                    f"{name}.max_length={rows.max_length} leaves no room for a completion in "
+                    f"gconfig.max_tokens={most}: lower it"
+                )
 
     @rule
     def _whole_groups(self) -> Iterator[str]:

@@ -60,8 +60,11 @@ class ChatGame:
             messages = [*before, last, {"role": "user", "content": first}]
         session = Session(task, client, self._tokenizer, self._config, self._parser)
         chat, rewards = Chat(session), list[Mapping[str, float]]()
+        states: list[str] = []
         try:
             while True:
+                if hasattr(game, "state"):
+                    states.append(str(await call(prompt, game.state)))
                 reply = await chat.answer({"messages": messages})
                 answer = reply["choices"][0]["message"]
                 observation, reward, done = step_of(
@@ -77,7 +80,7 @@ class ChatGame:
                 raise ValueError(f"{KEY}, in an episode of prompt {prompt.index + 1}: {refusal}") from refusal
         finally:
             session.close()
-        return session.tree.episode(session.ended_by or "done", rewards)
+        return session.tree.episode(session.ended_by or "done", rewards, states[: len(rewards)] or None)
 
     def _message(self, observation: str, turn: int, task: Task) -> str:
         """Return what the model reads before a turn, counted from 1."""

@@ -107,9 +107,7 @@ class Session:
             )
         if not token_ids:
             raise Refused("the prompt has no tokens")
-        most = min(room, sampling.max_new_tokens)
-        sampling = replace(sampling, max_new_tokens=most, min_new_tokens=min(most, sampling.min_new_tokens))
-        return self.tree.add(asked, await self._client.complete(token_ids, sampling))
+        return self.tree.add(asked, await self._client.complete(token_ids, sampling.within(room)))
 
     def _sampling(self, body: Mapping[str, Any]) -> SamplingParams:
         """Return how a request is sampled: as the recipe says, with at most as many tokens as it asks for."""

@@ -120,12 +120,15 @@ class Tree:
         self.turns.append(turn)
         return turn
 
-    def episode(self, reason: StopReason, rewards: Sequence[Mapping[str, float]]) -> Episode:
+    def episode(
+        self, reason: StopReason, rewards: Sequence[Mapping[str, float]], states: Sequence[str] | None = None
+    ) -> Episode:
         """Return the episode: a sequence for each leaf. A turn that several continue is trained in the first of them.
 
         Args:
             reason: why it ended.
             rewards: the rewards of each turn by name, in the order of `turns`.
+            states: what each turn depended on, in the same order; None: the tokens before it.
         """
         inner = {id(turn.before) for turn in self.turns}
         places: dict[int, tuple[int, str]] = {}
@@ -144,9 +147,9 @@ class Tree:
                     transcript.sampled(turn.completion)
             made.append(transcript.trajectory())
         moves = []
-        for turn, own in zip(self.turns, rewards, strict=True):
+        for number, (turn, own) in enumerate(zip(self.turns, rewards, strict=True)):
             start, state = places[id(turn)]
-            moves.append(Move(start, len(turn.completion.token_ids), own, state))
+            moves.append(Move(start, len(turn.completion.token_ids), own, states[number] if states else state))
         total: Counter[str] = Counter()
         for own in rewards:
             total.update(own)

@@ -9,10 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fivefold.algorithms.build import build_policy_loss
 from fivefold.algorithms.distillation import Direction, Distillation, coarse_divergence
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.losses.policy_gradient import Reinforce
 from fivefold.algorithms.policy_loss import PolicyLoss
+from fivefold.algorithms.terms import closeness
+from fivefold.config.schema.roles import ActorConfig
+from fivefold.config.schema.rollout import GenerationConfig
 
 VOCAB = 23
 
@@ -119,6 +123,28 @@ def test_the_sampled_form_is_the_log_ratio_as_an_advantage_of_each_token() -> No
         (gradient_T,) = torch.autograd.grad(total, logprobs_T)
         torch.testing.assert_close(gradient_T, wanted_T)
         torch.testing.assert_close(metrics["teacher_kl"].sum, ((old_T - fields["teacher_logprobs"]) * mask_T).sum())
+
+
+def test_bounds_of_a_recipe_cap_what_a_token_adds() -> None:
+    keys = {"coeff": 1.0, "over": "top_k", "direction": "forward", "max_divergence": 0.5, "min_logprob": -2.0}
+    config = ActorConfig.model_validate({"path": "m", "distill": keys})
+    how = build_policy_loss(config, GenerationConfig()).distillation
+    assert how is not None
+    log_p = torch.tensor([[0.2, 0.05], [0.6, 0.3], [0.01, 0.01]], dtype=torch.float64).log().requires_grad_()
+    log_q = torch.tensor([[0.3, 0.02], [0.5, 0.4], [0.9, 0.05]], dtype=torch.float64).log()
+    floored = [each.clamp(min=-2.0) for each in (log_p, log_q)]
+    wanted = coarse_divergence(*floored, "forward").clamp(max=0.5)
+    mine = how.between(log_p, log_q)
+    assert mine.tolist() == wanted.tolist()
+    assert float(mine[2]) == 0.5
+    (gradient,) = torch.autograd.grad(mine.sum(), log_p)
+    assert (gradient[2] == 0).all()
+    assert float(gradient[0, 1]) == 0  # below the least log-prob
+    assert (gradient[1] != 0).all()
+    sampled = Distillation(2.0, most=0.5)
+    fields = {"teacher_logprobs": torch.tensor([-0.1, -3.0, -0.6])}
+    closer_T = closeness(sampled, fields, torch.tensor([-2.0, -0.5, -0.5]), torch.tensor([True, True, True]))
+    torch.testing.assert_close(closer_T, torch.tensor([0.5, -0.5, -0.1]))
 
 
 def test_a_divergence_of_the_head_is_a_cost_of_each_token() -> None:

@@ -165,6 +165,21 @@ def test_likelihood_is_the_models_alone_and_ratios_are_to_the_reference() -> Non
     assert metrics["loss"] == pytest.approx(dpo_loss(ratio[0], ratio[1]).item() + 2.0 * 1.5)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "nll"),
+    [("token_mean", (3 + 8) / (2 + 8)), ("sequence_mean", (3 / 2 + 8 / 8) / 2), ("sequence_sum", (3 + 8) / 2)],
+)
+def test_the_likelihood_of_chosen_answers_is_a_mean_over_tokens_or_answers(aggregation: str, nll: float) -> None:
+    scores, lengths = np.array([-3.0, -5.0, -8.0, -1.0]), np.array([2, 4, 8, 3])
+    weighed = dpo(loss_type="cpo", nll_weight=0.5, nll_aggregation=aggregation)
+    found_N, metrics = derivatives(weighed, scores, lengths)
+    plain_N, plain = derivatives(dpo(loss_type="cpo", nll_weight=0.0), scores, lengths)
+    assert metrics["nll/chosen"] == pytest.approx(nll)
+    assert metrics["loss"] - plain["loss"] == pytest.approx(0.5 * nll)
+    of_first = {"token_mean": 1 / 10, "sequence_mean": 1 / 4, "sequence_sum": 1 / 2}[aggregation]
+    assert found_N[0] - plain_N[0] == pytest.approx(-0.5 * of_first)
+
+
 def test_kto_compares_answers_with_mismatched_ones_that_are_not_trained() -> None:
     config = DPOModelConfig(path="m", beta=BETA, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
     desirable, scores = (True, False, False), [0.7, -0.4, 2.0, 1.0, 3.0, -1.0]

@@ -46,6 +46,17 @@ def test_prompts_come_into_a_template(tokenizer: PreTrainedTokenizerFast, write_
         load_sft(config(write_jsonl(ROWS), **keys), tokenizer)
 
 
+def test_an_input_follows_the_prompt_on_a_new_line(tokenizer: PreTrainedTokenizerFast, write_jsonl: Write) -> None:
+    rows = [{"prompt": "Q", "input": given, "response": "2"} for given in ("1+1", "", None)]
+    examples = load_sft(config(write_jsonl(rows), input_key="input"), tokenizer).examples
+    whole, plain = ([VOCAB[token] for token in ("<s>", *text)] for text in ("Q\n1+1", "Q"))
+    assert [list(example.prompt_ids) for example in examples] == [whole, plain, plain]
+    with pytest.raises(ValueError, match="input_key is for texts, and 'prompt' holds"):
+        load_sft(config(write_jsonl([{**ROWS[1], "input": "1+1"}]), input_key="input"), tokenizer)
+    with pytest.raises(ValueError, match="input_key"):
+        load_sft(config(write_jsonl(ROWS), input_key="input"), tokenizer)
+
+
 ENDING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

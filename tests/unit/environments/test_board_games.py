@@ -218,3 +218,59 @@ def test_a_chat_needs_a_template_and_a_text_with_the_observation() -> None:
     check_environment(config, CHATML)
     with pytest.raises(ValueError, match=r"turn_template has no \{observation\}"):
         EnvironmentConfig(game=KEY, turn_template="Go on.")
+
+
+class Stateful(Counter):
+    """The same, with a state that comes again."""
+
+    def state(self) -> str:
+        return f"parity {len(self.moves) % 2}"
+
+
+MEMORY = "{prompt} {turns_done} done, last {turns_shown}: {history} now {observation}; turn {turn}, {turns_left} left"
+
+
+def test_with_a_memory_each_turn_is_a_chat_that_shows_the_last_turns(run: Callable[..., Episode]) -> None:
+    episode = run("ab", "c", "d", turn_template=MEMORY, memory=1)
+    first = f"begin {task('Count.').prompt.ground_truth}"
+
+    def chat(text: str, answer: str) -> str:
+        return f"<|im_start|>user\nCount. {text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+
+    assert texts(episode) == [
+        chat(f"0 done, last 0:  now {first}; turn 1, 8 left", "ab"),
+        chat(f"1 done, last 1: (turn 1, observation: {first}, answer: ab) now seen ab; turn 2, 7 left", "c"),
+        chat("2 done, last 1: (turn 2, observation: seen ab, answer: c) now seen ab|c; turn 3, 6 left", "d"),
+    ]
+    assert trained(episode) == [[*apart(answer), END] for answer in ("ab", "c", "d")]
+    assert (episode.finish_reason, episode.n_turns) == ("done", 3)
+    assert [sum(move.rewards.values()) for move in episode.moves] == [1.0, 2.0, 3.0]
+    assert len({move.state for move in episode.moves}) == 3
+    # Without history, turns may read the same, and each is sampled.
+    alike = run("a", "b", "c", turn_template="{observation}", memory=0, max_turns=2)
+    assert (alike.finish_reason, len(texts(alike))) == ("turns", 2)
+    assert all(text.startswith("<|im_start|>user\nCount.\n") for text in texts(alike))
+    short = run("a" * 50, "b", turn_template=MEMORY, memory=1, max_length=130)
+    assert short.finish_reason == "context"
+
+
+def test_turns_are_in_the_state_that_the_game_names(
+    run: Callable[..., Episode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Counter", Stateful)
+    for fields in ({"turn_template": MEMORY, "memory": 2}, {}):
+        episode = run("a", "b", "c", **fields)
+        assert [move.state for move in episode.moves] == ["parity 0", "parity 1", "parity 0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory": 1, "turn_template": "{observation}"}, r"memory=1, and turn_template has no \{history\}"),
+        ({"turn_template": "{observation} {prompt}"}, r"turn_template has \{prompt\}, which the messages of one chat"),
+        ({"memory": 1}, "memory"),
+    ],
+)
+def test_a_memory_needs_its_place_in_the_text(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvironmentConfig(game=KEY, **fields)

@@ -324,3 +324,16 @@ def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:
         for model in seeing + reading:
             problems = convert_words(framework, f"{key}={model}").report.problems
             assert any("reads images" in problem for problem in problems) == (model in seeing), (framework, model)
+
+
+def test_models_that_no_family_has_the_layers_of_are_a_problem() -> None:
+    for model, is_problem in (
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
+        ("/models/NVIDIA-Nemotron-Nano-12B-v2", True),
+        ("google/gemma-2b-it", True),
+        ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", False),
+        ("google/gemma-3-1b-it", False),
+        ("Qwen/Qwen3-8B", False),
+    ):
+        problems = convert_words("verl", f"actor_rollout_ref.model.path={model}").report.problems
+        assert any("no family with this model's layers" in problem for problem in problems) is is_problem, model

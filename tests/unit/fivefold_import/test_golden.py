@@ -21,7 +21,7 @@ DERIVED: dict[str, dict[str, Any]] = {
         "actor.mb_spec.max_tokens_per_mb": 4096 * 2,  # ${mul:...}
         "actor.mb_spec.max_tokens_per_infer_mb": 4096 * 4,
         "actor.ppo_n_minibatches": 32 * 8 // 128,
-        "actor.optimizer.warmup_steps_proportion": 10 / (400 * 2),
+        "actor.optimizer.warmup_steps_proportion": 10 / 400,
         "valid_dataset.limit": 480 // 16,  # the set is read 16 times
         "evaluator.n_samples": 16,
         "recover.save_before": 3 * 3600 + 40 * 60,

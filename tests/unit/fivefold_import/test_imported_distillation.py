@@ -86,18 +86,26 @@ def test_mixed_divergences_keep_the_teachers_share() -> None:
     assert (nemo["actor.distill.direction"], nemo["actor.distill.teacher_share"]) == ("mixed", 0.3)
 
 
+def test_bounds_of_verls_divergence_are_kept() -> None:
+    bounds = (f"{LOSS}loss_max_clamp=10.0", f"{LOSS}log_prob_min_clamp=-5.0")
+    top_k = convert_words("verl", *VERL, *bounds, f"{LOSS}loss_mode=forward_kl_topk")
+    assert top_k.unsupported() == set()
+    assert (top_k.recipe["actor.distill.max_divergence"], top_k.recipe["actor.distill.min_logprob"]) == (10.0, -5.0)
+    sampled = convert_words("verl", *VERL, *bounds, f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=True")
+    assert sampled.recipe["actor.distill.max_divergence"] == 10.0
+    assert sampled[bounds[1].partition("=")[0]].outcome == "implied"
+
+
 def test_what_a_teacher_cannot_do_is_told() -> None:
     words = (
         *VERL,
         f"{LOSS}loss_mode=k3",
-        f"{LOSS}loss_max_clamp=10.0",
         "distillation.teacher_models.b.model_path=other",
     )
     conversion = convert_words("verl", *words)
     assert conversion.recipe["teacher.path"] == "big"
     assert conversion.unsupported() == {
         f"{LOSS}loss_mode",
-        f"{LOSS}loss_max_clamp",
         "distillation.teacher_models.b.model_path",
     }
     without = convert_words("verl", "distillation.enabled=False", f"{LOSS}topk=3")

@@ -93,3 +93,18 @@ def test_the_rows_of_a_step_that_cannot_be_counted_are_unsupported() -> None:
 def test_folders_of_a_users_own_do_not_tell_the_task(tmp_path: Path) -> None:
     text = "python3 /home/prime/eval/main_ppo.py trainer.nnodes=1"
     assert convert_text("verl", tmp_path, text).report.schema is TrainRecipe
+
+
+def test_rows_of_instruction_and_input_and_states_on_the_host_are_converted(tmp_path: Path) -> None:
+    keys = "prompt_key: instruction\nquery_key: input\nresponse_key: output\ntrack_with: ml_tracker\n"
+    tuned = convert_text("roll", tmp_path, f"pretrain: m\n{keys}sft_train: {{data_args: {{file_name: a.json}}}}\n")
+    assert tuned.unsupported() == set()
+    names = ("prompt_key", "input_key", "response_key")
+    assert [tuned.recipe[f"train_dataset.{name}"] for name in names] == ["instruction", "input", "output"]
+    config = "strategy_args: {strategy_name: megatron_train, strategy_config: {moe_shared_expert_overlap: true}}"
+    own = "is_offload_optimizer_states_in_train_step: true\nchosen_key: chosen\n"
+    pairs = convert_text("roll", tmp_path, f"pretrain: Qwen/Qwen3-30B-A3B\n{own}actor_train: {{{config}}}\n")
+    assert pairs.unsupported() == set()
+    assert pairs.recipe["actor.megatron.optimizer.state_on"] == "host"
+    overlap = "actor_train.strategy_args.strategy_config.moe_shared_expert_overlap"
+    assert (pairs[overlap].outcome, pairs[overlap].note) == ("implied", "the model has no shared experts")

@@ -278,7 +278,67 @@ def test_rows_are_held_out_by_chance_where_no_file_has_them(tmp_path: Path) -> N
     assert "divides no rows of DAPOMath17K" in whole["data.train.split_validation_size"].note
     counted = convert_files("nemo_rl", [files["counted"]], [], {})
     assert (counted.recipe["train_dataset.hold_out"], counted.recipe["evaluator.freq_steps"]) == (256, 5)
+    # Of what NeMo-RL holds out, it evaluates the first rows.
+    few = convert_files("nemo_rl", [files["alone"]], ["grpo.max_val_samples=64"], {})
+    assert (few.recipe["train_dataset.hold_out"], "valid_dataset.limit" in few.recipe) == (64, False)
+    assert "evaluates 64 of them" in few["data.train.split_validation_size"].note
     # The share that this data set has without the key.
     sft = convert_files("nemo_rl", [files["sft"]], [], {})
     keys = ("train_dataset.hold_out", "evaluator.freq_steps", "evaluator.before_training", "recover.keep_best")
     assert [sft.recipe.get(key) for key in keys] == [0.05, 10, False, "eval/nll"]
+    batches = ["sft.val_batches=8", "sft.val_global_batch_size=32"]
+    assert convert_files("nemo_rl", [files["sft"]], batches, {}).recipe["train_dataset.hold_out"] == 8 * 32
+    file = [*batches, "data.validation.dataset_name=ResponseDataset", "data.validation.data_path=b.jsonl"]
+    named = convert_files("nemo_rl", [files["sft"]], ["data.train.dataset_name=squad", *file], {})
+    assert named.recipe["valid_dataset.limit"] == 8 * 32
+    assert "valid_dataset.limit" not in convert_files("nemo_rl", [files["sft"]], ["sft.val_batches=-1"], {}).recipe
+
+
+def test_schedules_count_steps_and_not_the_updates_of_a_step() -> None:
+    """NeMo-RL steps its schedules once after all updates on a step's samples."""
+    words = (
+        "policy.model_name=Qwen/Qwen3-8B", "policy.megatron_cfg.enabled=true", "policy.train_global_batch_size=128",
+        "grpo.num_prompts_per_step=64", "grpo.num_generations_per_prompt=8", "policy.megatron_cfg.optimizer.lr=1e-6",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=50", "policy.megatron_cfg.scheduler.lr_decay_style=linear",
+    )  # fmt: skip
+    unlimited = convert_words("nemo_rl", *words)
+    assert (unlimited.recipe["actor.ppo_n_minibatches"], unlimited.recipe["actor.optimizer.warmup_steps"]) == (4, 200)
+    iters = "policy.megatron_cfg.scheduler.lr_decay_iters"
+    limited = convert_words("nemo_rl", *words, "grpo.max_num_steps=500", f"{iters}=500")
+    assert limited.recipe["actor.optimizer.warmup_steps_proportion"] == 0.1
+    assert limited[iters].outcome == "implied"
+    assert iters in convert_words("nemo_rl", *words, "grpo.max_num_steps=500", f"{iters}=2000").unsupported()
+    torch = ("0.name=torch.optim.lr_scheduler.LinearLR", "0.kwargs.total_iters=50", "1.name=ConstantLR")
+    sharded = [word for word in words if "megatron" not in word]
+    fsdp = convert_words("nemo_rl", *sharded, *(f"policy.scheduler.{word}" for word in torch))
+    assert fsdp.recipe["actor.optimizer.warmup_steps"] == 200
+
+
+def test_data_sets_with_answers_have_their_readers_and_columns() -> None:
+    model, data = "policy.model_name=m", "data.train.dataset_name="
+    held_out = ("data.validation.dataset_name=HelpSteer3", "data.validation.split=validation")
+    pairs = convert_words("nemo_rl", model, f"{data}HelpSteer3", *held_out, "dpo.max_num_steps=9")
+    assert pairs.unsupported() == set()
+    assert pairs.recipe["train_dataset.reader"] == "fivefold.data.known:helpsteer3"
+    assert (pairs.recipe["valid_dataset.path"], pairs.recipe["valid_dataset.split"]) == (
+        "nvidia/HelpSteer3:preference", "validation",
+    )  # fmt: skip
+    whole = convert_words("nemo_rl", model, f"{data}Tulu3Preference", "dpo.max_num_steps=9")
+    assert whole.recipe["train_dataset.path"] == "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+    for name in ("squad", "tulu3_sft_mixture"):
+        talk = convert_words("nemo_rl", model, f"{data}{name}", "sft.max_num_steps=9")
+        assert (talk.unsupported(), talk.recipe["train_dataset.messages_key"]) == (set(), "messages")
+    # Pairs are no conversations to learn.
+    other = convert_words("nemo_rl", model, f"{data}HelpSteer3", "sft.max_num_steps=9")
+    assert other.unsupported() == {"data.train.dataset_name"}
+
+
+def test_a_prompt_and_its_response_have_a_bound_together() -> None:
+    key = "policy.max_total_sequence_length"
+    words = ("policy.model_name=Qwen/Qwen3-8B", f"{key}=40960", "policy.generation.max_new_tokens=40960")
+    conversion = convert_words("nemo_rl", *words, "data.max_input_seq_length=40960")
+    assert (conversion.recipe["gconfig.max_tokens"], conversion[key].outcome) == (40960, "mapped")
+    assert conversion.recipe["train_dataset.max_length"] == 40959
+    assert conversion.report.problems == ()
+    short = convert_words("nemo_rl", words[0], f"{key}=512")
+    assert (short.recipe["gconfig.max_tokens"], short.recipe["train_dataset.max_length"]) == (512, 511)

@@ -229,3 +229,14 @@ def test_keys_are_reported_by_the_names_that_the_source_has() -> None:
     assert conversion["student_train.training_args.learning_rate"].to == "actor.optimizer.lr"
     written = [entry.key for entry in conversion.report.entries if not entry.is_default]
     assert sorted(written) == ["student_*", *(word.partition("=")[0] for word in words)]
+
+
+def test_modules_that_are_never_trained_may_be_frozen() -> None:
+    key = "actor_train.model_args.freeze_module_prefix"
+    for value, outcome in (
+        ("vision_model", "implied"),
+        ("vision_model,audio_model,talker,code2wav", "implied"),
+        ("vision_model.blocks,vision_model.patch_embed", "unsupported"),  # all but what joins tower and text
+        ("embedding", "unsupported"),
+    ):
+        assert convert_words("roll", f"{key}={value}")[key].outcome == outcome, value

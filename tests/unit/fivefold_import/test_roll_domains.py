@@ -98,15 +98,12 @@ def test_what_a_worker_does_besides_stays_unsupported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_programs_run_in_the_sandbox_if_they_ran_locally(
-    tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_run_in_the_sandbox_here(tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = f"worker_cls: {WORKERS}.code_sandbox_reward_worker.CodeSandboxRewardWorker"
     text = f"rewards: {{code: {{{worker}, use_local: {str(is_local).lower()}, tag_included: [kod]}}}}\n"
     conversion = converted(tmp_path, ROLES + text)
     if not is_local:
-        assert {"rewards.code.worker_cls", "rewards.code.use_local"} <= conversion.unsupported()
-        return
+        assert any("ROLL sends programs to a service" in note for note in conversion.report.notes)
     kwargs = {"timeout_s": 20, "preamble": PREAMBLE}
     found = {key.rpartition(".")[2]: value for key, value in conversion.recipe.items() if ".kwargs." in key}
     assert found == kwargs
@@ -208,10 +205,10 @@ custom_envs:
 """
 
 
-def agentic(tmp_path: Path, text: str = AGENTS) -> Conversion:
+def agentic(tmp_path: Path, text: str = AGENTS, base: str = BASE) -> Conversion:
     for folder in ("config", "run"):
         (tmp_path / folder).mkdir(exist_ok=True)
-    (tmp_path / "config" / "base.yaml").write_text(BASE)
+    (tmp_path / "config" / "base.yaml").write_text(base)
     (tmp_path / "run" / "a.yaml").write_text(text)
     return convert_files("roll", [tmp_path / "run" / "a.yaml"], [], ENVIRONMENT)
 
@@ -262,7 +259,8 @@ def test_known_games_are_played_by_fivefold(tmp_path: Path) -> None:
             "${env_manager_cls}\n    agent_system_template: Other.\n",
         ),
         ("tokens: {observation}", "tokens: {observation} {suffix}"),
-        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),
+        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager"),  # of other fields
+        ("env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.ProxyEnvManager"),
         ("max_tokens_per_step: 32", "max_tokens_per_step: 32\n    agent_runner_cls: my.Runner"),
     ],
 )
@@ -270,6 +268,35 @@ def test_games_of_another_form_are_left_to_the_user(tmp_path: Path, old: str, ne
     conversion = agentic(tmp_path, AGENTS.replace(old, new))
     assert MISSING in (conversion.recipe.get(f"environment.{one}") for one in ("game", "agent"))
     assert "custom_envs.Boxes.env_type" in conversion.unsupported()
+
+
+def test_turns_that_are_chats_of_their_own_have_a_memory(tmp_path: Path) -> None:
+    template = (
+        "{env_instruction} {step_count} done. [{history}] of {history_length}, now {current_step}: "
+        "{current_observation} in {max_response_length}"
+    )
+    chat = "Turn {turn_idx} of {actions_left}, {max_response_length} tokens: {observation}"
+    manager, own = "env_manager_cls: ${env_manager_cls}", "env_manager_cls: my.StepEnvManager\n    history_length: 5"
+    text, base = (each.replace(chat, template).replace(manager, own) for each in (AGENTS, BASE))
+    conversion = agentic(tmp_path, text, base)
+    assert conversion.unsupported() == set()
+    assert conversion.recipe["environment.memory"] == 4
+    assert conversion.recipe["environment.turn_template"] == (
+        "{prompt} {turns_done} done. [{history}] of {turns_shown}, now {turn}: {observation} in {max_new_tokens}"
+    )
+    assert any("StepEnvManager shows the ones" in note for note in conversion.report.notes)
+    # One game in turns and another in a chat is no form that all have.
+    mixed = agentic(tmp_path, text.replace("my.StepEnvManager", "my.TrajEnvManager"), base)
+    assert "custom_envs.Boxes.env_type" in mixed.unsupported()
+
+
+def test_rolls_own_runner_plays_a_game_in_a_chat(tmp_path: Path) -> None:
+    own = "env_manager_cls: my.ProxyEnvManager\n    agent_runner_cls: my.GEMRunner"
+    text, base = (each.replace("env_manager_cls: ${env_manager_cls}", own) for each in (AGENTS, BASE))
+    conversion = agentic(tmp_path, text, base)
+    assert conversion.unsupported() == set()
+    assert "environment.memory" not in conversion.recipe
+    assert any("GEMRunner has them in the system's" in note for note in conversion.report.notes)
 
 
 def test_an_option_that_a_game_has_not_is_unsupported(tmp_path: Path) -> None:
@@ -298,3 +325,118 @@ def test_files_in_defaults_come_before_the_file_unless_it_says_where_its_own_key
     (tmp_path / "config" / "base.yaml").write_text("defaults: base\n")
     with pytest.raises(ValueError, match="or back to itself"):
         convert_files("roll", [tmp_path / "config" / "base.yaml"], [], ENVIRONMENT)
+
+
+def test_several_teachers_have_the_domains_of_their_tags(tmp_path: Path) -> None:
+    students = ROLES.replace("actor_", "student_").replace("difficulty_mask: true\n", "")
+    teachers = """
+tag_to_template: {gsm8k: qwen3, quiz: qwen3}
+teacher:
+  one: {model_args: {model_name_or_path: big, dtype: bf16}, tag_included: [aime, gsm8k], opd_kl_coef: 0.5}
+  two: {model_args: {model_name_or_path: large}, tag_included: [quiz, ifeval], opd_kl_coef: 0.5}
+"""
+    conversion = converted(tmp_path, students + REWARDS + teachers)
+    assert conversion.unsupported() == set()
+    recipe = conversion.recipe
+    assert (recipe["teachers.one.path"], recipe["teachers.one.data_sources"]) == ("big", ["math"])
+    assert (recipe["teachers.two.path"], recipe["teachers.two.data_sources"]) == ("large", ["choice", "orders"])
+    assert (recipe["actor.distill.coeff"], recipe["actor.advantage"]) == (0.5, "none")
+    for other in (
+        teachers.replace("aime, ", ""),  # a domain of two teachers, or of one and none
+        teachers.replace("coef: 0.5}\n  two", "coef: 1}\n  two"),
+        teachers.replace("[quiz, ifeval]", "[quiz, ifeval, gsm8k]"),
+    ):
+        found = converted(tmp_path, students + REWARDS + other)
+        assert {f"teacher.{name}.model_args.model_name_or_path" for name in ("one", "two")} <= found.unsupported()
+    templates = converted(tmp_path, students + REWARDS + teachers.replace("quiz: qwen3", "quiz: other"))
+    assert templates.unsupported() == {"tag_to_template.gsm8k", "tag_to_template.quiz"}
+
+
+def test_a_judge_that_rewards_share_is_hosted(tmp_path: Path) -> None:
+    judge = f"""
+rewards:
+  liked:
+    worker_cls: {WORKERS}.llm_judge_reward_worker.LLMJudgeRewardWorker
+    judge_model_type: cluster
+    tag_included: [RLVR]
+    generating_args: {{max_new_tokens: 512, temperature: 0.3}}
+reward_model:
+  name: reward_llm
+  worker_cls: roll.pipeline.base_worker.InferWorker
+  model_args: {{model_name_or_path: some/judge, dtype: bf16}}
+  generating_args: {{max_new_tokens: 512, temperature: 0.3}}
+  strategy_args: {{strategy_name: vllm, strategy_config: {{tensor_parallel_size: 2}}}}
+  device_mapping: "[6, 7]"
+"""
+    shares = "domain_interleave_probs: {math: 0.5, choice: 0.25, orders: 0.25}"
+    conversion = converted(tmp_path, ROLES.replace(shares, "template: native") + judge)
+    assert conversion.unsupported() == set()
+    recipe = conversion.recipe
+    assert (recipe["reward.fn"], recipe["reward.judge.path"]) == ("judge", "some/judge")
+    assert recipe["reward.judge.backend"] == "vllm:d1t2"
+    assert (recipe["reward.kwargs.max_tokens"], recipe["reward.kwargs.temperature"]) == (512, 0.3)
+    other = ROLES.replace(shares, "template: native") + judge.replace("512", "256", 1)
+    assert converted(tmp_path, other).unsupported() == {"reward_model.generating_args.max_new_tokens"}
+
+
+QUESTIONS = """
+pretrain: some/model
+sequence_length: 4096
+rollout_batch_size: 16
+max_steps: 10
+adv_estimator: reinforce
+reward_normalization: {grouping: batch, method: identity}
+actor_train:
+  strategy_args: {strategy_name: megatron_train}
+  device_mapping: "list(range(0,8))"
+  training_args: {per_device_train_batch_size: 2, gradient_accumulation_steps: 1}
+actor_infer: {strategy_args: {strategy_name: vllm}, device_mapping: "list(range(0,8))"}
+train_env_manager: {num_env_groups: 16, group_size: 1, tags: [Sums], num_groups_partition: [16]}
+val_env_manager: {num_env_groups: 5, group_size: 1, tags: [Sums], num_groups_partition: [5]}
+custom_envs:
+  Sums:
+    env_type: roll_math
+    max_steps: 10
+    max_tokens_per_step: 1000
+    env_manager_cls: my.TrajEnvManager
+    agent_system_template: Think.
+    agent_template: "{observation} In {{braces}}."
+    env_config: {dataset_name: a/sums, question_key: q, answer_key: a}
+"""
+
+
+def test_environments_that_ask_once_are_plain_prompts(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, QUESTIONS)
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    expected = {
+        "reward.fn": "math",
+        "train_dataset.path": "a/sums",
+        "train_dataset.prompt_key": "q",
+        "train_dataset.answer_key": "a",
+        "train_dataset.prompt_template": "{prompt} In {braces}.",
+        "valid_dataset.prompt_template": "{prompt} In {braces}.",
+        "train_dataset.system_prompt": "Think.",
+        "train_dataset.batch_size": 16,
+        "valid_dataset.limit": 5,
+        "gconfig.max_new_tokens": 1000,
+        "gconfig.max_tokens": 4096,
+        "actor.mb_spec.max_tokens_per_mb": 2 * 4096,
+    }
+    assert {key: recipe.get(key) for key in expected} == expected
+    assert not [key for key in recipe if key.startswith("environment.")]
+    facts = convert_text("roll", tmp_path, QUESTIONS.replace("roll_math", "roll_qa"))
+    assert (facts.recipe["reward.fn"], facts.recipe["reward.kwargs.plain_words"]) == ("exact_match", True)
+    assert "<answer>" in facts.recipe["train_dataset.prompt_template"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("env_config:", "tool_wrapper: {wrapper_args: {max_tool_uses: 1}}\n    env_config:"),
+        ("{observation} In", "{observation} {turn_idx} In"),
+        ("roll_math", "math:Other"),
+    ],
+)
+def test_environments_that_ask_otherwise_are_left_to_the_user(tmp_path: Path, old: str, new: str) -> None:
+    assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, QUESTIONS.replace(old, new)).unsupported()

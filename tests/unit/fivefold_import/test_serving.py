@@ -187,3 +187,23 @@ def test_kernels_for_weights_in_fp8_are_environment_variables_as_in_nemo_rl() ->
     other = convert_words("nemo_rl", *given, f"{section}precision=bfloat16")
     assert variable not in other.recipe
     assert f"{section}use_deep_gemm" not in other.unsupported()
+
+
+def test_copies_of_the_attention_become_ranks_of_a_replica_with_spread_experts() -> None:
+    at, cluster = "actor_rollout_ref.rollout.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    copies = (f"{at}name=vllm", f"{at}tensor_model_parallel_size=2", f"{at}data_parallel_size=4")
+    model = "actor_rollout_ref.model.path="
+    moe = convert_words("verl", *cluster, *copies, f"{model}Qwen/Qwen3-30B-A3B", f"{at}expert_parallel_size=8")
+    assert moe.unsupported() == set()
+    assert moe.recipe["rollout.backend"] == "vllm:d2t8"
+    assert "--enable-expert-parallel" in moe.recipe["rollout.server_args"]
+    assert "whole" in moe[f"{at}data_parallel_size"].note
+    dense = convert_words("verl", *cluster, *copies, f"{model}Qwen/Qwen3-8B")
+    assert (dense.recipe["rollout.backend"], dense[f"{at}data_parallel_size"].outcome) == ("vllm:d8t2", "implied")
+    wide = convert_words("verl", *cluster, *copies[:2], f"{model}Qwen/Qwen3-30B-A3B", f"{at}data_parallel_size=8")
+    assert wide.unsupported() == {f"{at}data_parallel_size"}
+
+
+def test_options_of_mindspeed_have_no_effect() -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.use_fused_rmsnorm"
+    assert convert_words("verl", f"{key}=True")[key].outcome == "implied"

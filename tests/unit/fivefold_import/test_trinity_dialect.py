@@ -175,3 +175,9 @@ def test_a_task_set_has_its_own_workflow_and_reward() -> None:
     assert "'x' is not offered" in conversion[f"{own}default_reward_fn_type"].note
     known = convert_words("trinity", f"{own}default_reward_fn_type=math_reward")
     assert known.recipe["reward.fn"] == "math"
+
+
+def test_the_reward_of_countdown_has_a_counterpart() -> None:
+    key = "buffer.explorer_input.taskset.default_reward_fn_type"
+    conversion = convert_words("trinity", "model.model_path=m", f"{key}=countdown_reward")
+    assert (conversion.recipe["reward.fn"], conversion[key].outcome) == ("countdown", "mapped")

@@ -52,6 +52,50 @@ def test_router_replay_has_the_names_of_other_frameworks() -> None:
     assert convert_words("trinity", "algorithm.enable_router_replay=true").recipe["actor.router_replay"] == "rollout"
 
 
+def test_the_rate_of_siirl_on_megatron_stays_unless_a_schedule_is_written() -> None:
+    """Its workers on Megatron build the schedule and never step it."""
+    engine = f"{ACTOR}strategy=megatron"
+    for words, role in ((["algorithm.adv_estimator=gae"], "critic"), (["algorithm.adv_estimator=grpo"], "actor")):
+        conversion = convert_words("siirl", engine, *words)
+        assert conversion.recipe.get(f"{role}.optimizer.lr_scheduler_type", "constant") == "constant"
+        assert any("never step it" in note for note in conversion.report.notes)
+    written = convert_words("siirl", engine, f"{ACTOR}optim.lr_decay_style=linear")
+    assert written.recipe["actor.optimizer.lr_scheduler_type"] == "linear"
+
+
+def test_vllm_takes_the_place_of_engines_that_are_not_here() -> None:
+    for words in (("verl", f"{ROLLOUT}name=trtllm"), ("nemo_rl", "policy.generation.backend=megatron")):
+        conversion = convert_words(*words, "policy.model_name=m") if words[0] == "nemo_rl" else convert_words(*words)
+        assert conversion.unsupported() == set()
+        assert conversion.recipe["rollout.backend"].startswith("vllm:")
+        assert any("vLLM generates in the place of" in note for note in conversion.report.notes)
+
+
+def test_megatron_fsdp_becomes_the_distributed_optimizer_with_a_note() -> None:
+    for value, is_noted in (("True", True), ("False", False)):
+        key = f"{MEGATRON}use_megatron_fsdp"
+        conversion = convert_words("verl", f"{ACTOR}strategy=megatron", f"{key}={value}")
+        assert conversion[key].outcome == "implied"
+        assert any("Megatron-FSDP shards" in note for note in conversion.report.notes) is is_noted
+
+
+def test_veomni_is_laid_out_as_fsdp_or_with_spread_experts_as_megatron() -> None:
+    at, cluster = f"{ACTOR}veomni.", ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    own = (
+        f"{at}param_offload=True", f"{at}enable_full_shard=True", f"{at}fsdp_size=-1", f"{at}ulysses_parallel_size=2",
+        f"{at}attn_implementation=flash_attention_2", f"{at}router_replay.mode=R2", "model_engine=veomni",
+    )  # fmt: skip
+    sharded = convert_words("verl", *cluster, *own, f"{at}expert_parallel_size=1", f"{at}optimizer_offload=False")
+    assert sharded.recipe["actor.backend"] == "fsdp:d8c2"
+    assert (sharded.recipe["actor.offload.params"], sharded.recipe["actor.router_replay"]) == (True, "old_logprobs")
+    spread = convert_words("verl", *cluster, *own, f"{at}expert_parallel_size=4", f"{MODEL}path=Qwen/Qwen3-30B-A3B")
+    assert spread.recipe["actor.backend"] == "megatron:d8c2e4"
+    assert any("in the place of VeOmni" in note for note in spread.report.notes)
+    assert sharded.unsupported() == spread.unsupported() == set()
+    assert convert_words("verl", *cluster, *own, f"{at}fsdp_size=8").unsupported() == {f"{at}fsdp_size"}
+    assert convert_words("verl", *cluster, *own, f"{at}fsdp_size=16").unsupported() == set()
+
+
 def test_a_trainers_yaml_reads_the_environment() -> None:
     conversion = convert_fixture("verl", "verl_trainer.yaml", environment={"TRAIN_FILE": "/other.parquet"})
     assert conversion.recipe["train_dataset.path"] == "/other.parquet"
@@ -188,7 +232,7 @@ def test_what_cannot_be_converted_says_why() -> None:
             "6 devices",
         ),
         ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator", "gdpo"),
-        (f"{ROLLOUT}name=trtllm", ROLLOUT + "name", "trtllm"),
+        (f"{ROLLOUT}name=lmdeploy", ROLLOUT + "name", "lmdeploy"),
         (
             f"data.max_response_length=9 {ROLLOUT}response_length=8",
             ROLLOUT + "response_length",

@@ -1,4 +1,4 @@
-"""The rewards `choice`, `instructions` and `repetition`."""
+"""The rewards `choice`, `countdown`, `instructions` and `repetition`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ GRADES = {"right": 1, "right_unboxed": 0.5, "wrong": -0.5, "wrong_unboxed": -1}
 )
 def test_a_choice_is_the_first_capital_letter_of_the_answer(response: str, reward: float) -> None:
     assert judge(resolve_reward(RewardConfig(fn="choice", kwargs=GRADES)), response, "B) seven") == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<answer>(44 + 19) + 35</answer>", 1.0),
+        ("<answer>1</answer> or <answer> 35 + 19\n+ 44 </answer>", 1.0),
+        ("<answer>44 + 19 + 35 + 0</answer>", 0.1),
+        ("<answer>44 + 19 * 35 / 0</answer>", 0.1),
+        ("<answer>44 + 19 + 35 = 98</answer>", 0.1),
+        ("<answer>__import__('os')</answer>", 0.1),
+        ("<answer>9 ** 9 ** 9 ** 9</answer>", 0.1),
+        ("<answer>" + "(" * 400 + "</answer>", 0.1),
+        ("<answer>98</answer>", 0.1),
+        ("44 + 19 + 35", 0.0),
+        ("<think><answer>44 + 19 + 35</answer></think>no", 0.0),
+    ],
+)
+def test_a_countdown_uses_each_number_once_and_reaches_the_target(response: str, reward: float) -> None:
+    truth = {"target": 98, "numbers": [44, 19, 35]}
+    for given in (truth, json.dumps(truth)):
+        assert judge(resolve_reward(RewardConfig(fn="countdown")), response, given) == reward
+    assert judge(resolve_reward(RewardConfig(fn="countdown")), "<answer>-(3 - 8 / 3) * 6</answer>",
+                 {"target": -2, "numbers": [3, 3, 6, 8]}) == 1.0  # fmt: skip
 
 
 INSTRUCTIONS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -105,6 +129,7 @@ def test_languages_are_found_out() -> None:
     ("fn", "truth", "message"),
     [
         ("choice", "b", "give the letter of the right choice"),
+        ("countdown", {"target": 98}, 'give {"target": 98, "numbers"'),
         ("instructions", "not JSON", "the ground truth is no JSON"),
         ("instructions", ["a"], "the ground truth is a list"),
         ("instructions", {"func_name": "fly"}, "func_name='fly', which is none of verify_keywords"),
