@@ -100,6 +100,7 @@ def by_trainer(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tenso
     from actor_update import engine_section
 
     from fivefold.batch import Batch
+    from fivefold.engine.contract import EngineOptions
     from fivefold.engine.heads import Logprobs
     from fivefold.layout.parser import parse_backend
     from fivefold.roles.engines import build_engine
@@ -111,7 +112,7 @@ def by_trainer(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tenso
         torch.cuda.set_device(0)
     meeting = f"file://{args.folder}/meeting"
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=meeting, rank=0, world_size=1)
-    engine = build_engine(config, parse_backend(config.backend), seed=1, optimizer=None, total_steps=1)
+    engine = build_engine(config, parse_backend(config.backend), EngineOptions(seed=1))
     mask_SL = torch.ones(count, length)
     mask_SL[:, 0] = 0
     batch = Batch((length,) * count, tokens_SL.flatten(), mask_SL.flatten())
