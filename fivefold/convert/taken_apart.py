@@ -20,8 +20,9 @@ from fivefold.bridge.bridge import checked_source
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.peft_folder import lora_config
+from fivefold.bridge.weight_files import of_joint
 from fivefold.convert.target import Progress, free_target, written_beside
-from fivefold.families.adapters import CONFIG, PREFIX, WEIGHTS, adapter_name, layer_of
+from fivefold.families.adapters import CONFIG, MATRICES, PREFIX, WEIGHTS, adapter_name, layer_of
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
 
@@ -95,7 +96,7 @@ def take_apart(
         tensors = {
             PREFIX + adapter_name(name, matrix): content.contiguous()
             for name, pair in matrices.items()
-            for matrix, content in zip(("A", "B"), pair, strict=True)
+            for matrix, content in zip(MATRICES, pair, strict=True)
         }
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": str(base)}, indent=2) + "\n")
@@ -111,7 +112,8 @@ def _differences(
     after: HFWeights, before: HFWeights, names: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name in names:
-        yield name, after.read(name).float() - before.read(name).float()
+        difference = after.read(name).float() - before.read(name).float()
+        yield name, difference if of_joint(name) is None or difference.ndim != 2 else difference.T
 
 
 class _Found:
@@ -126,7 +128,7 @@ class _Found:
 
     @property
     def kinds(self) -> set[str | None]:
-        """Layers, such as `q_proj`, of which one differs."""
+        """Kinds of layers, such as `q_proj`, one of whose weights differs."""
         return {layer_of(name) for name in self.residuals}
 
     def add(self, name: str, difference: Tensor, rank: int) -> None:
