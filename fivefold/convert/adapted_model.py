@@ -118,7 +118,7 @@ class AdapterFiles:
 
 
 def parts_of(name: str, full: tuple[int, ...], stored: HFWeights) -> list[str]:
-    """Return the tensors that make up one of a file: itself, or those of each expert."""
+    """Return the tensors that make up one of a file: itself, or each expert's part."""
     return [name] if name in stored.names else [part_of_joint(name, expert) for expert in range(full[0])]
 
 
