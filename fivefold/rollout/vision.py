@@ -39,7 +39,7 @@ class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
 
     def forward(self, *, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
         """Return the logits of the last `logits_to_keep` tokens; 0: of all."""
-        hidden = self.model(**{cache_argument(type(self.model)): cache}, **inputs).last_hidden_state
+        hidden = self.model(**{cache_argument(Qwen3VLTextModel): cache}, **inputs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 
