@@ -20,6 +20,7 @@ from fivefold.bridge.bridge import checked_source
 from fivefold.bridge.decoder import expected_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.peft_folder import lora_config
+from fivefold.bridge.weight_files import of_joint
 from fivefold.convert.target import Progress, free_target, written_beside
 from fivefold.families.adapters import CONFIG, MATRICES, PREFIX, WEIGHTS, adapter_name, layer_of
 from fivefold.families.read import load_shape
@@ -111,7 +112,8 @@ def _differences(
     after: HFWeights, before: HFWeights, names: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name in names:
-        yield name, after.read(name).float() - before.read(name).float()
+        difference = after.read(name).float() - before.read(name).float()
+        yield name, difference if of_joint(name) is None or difference.ndim != 2 else difference.T
 
 
 class _Found:

@@ -189,10 +189,10 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Ite
             threshold=actor.rollout_correction.auto_threshold,
             tells=not loss.old_is_rollout,
         )
-    if actor.entropy_target is not None:
-        yield EntropyTarget()
-    elif actor.entropy_decay_steps is not None:
+    if actor.entropy_decay_steps is not None:
         yield EntropyDecay(actor.entropy_coeff, actor.entropy_decay_steps)
+    elif actor.entropy_target is not None:
+        yield EntropyTarget()
     if actor.router_replay != "none":
         yield AlignedRoutes(actor.router_replay_min_overlap, shape.route_bytes)
 

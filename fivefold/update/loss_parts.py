@@ -71,7 +71,7 @@ class EntropyTarget(Part):
 
 @dataclass(frozen=True)
 class EntropyDecay(Part):
-    """Lets the weight of the entropy bonus fall linearly to 0."""
+    """Lets the weight of the entropy bonus fall linearly to 0, without a bonus above a target."""
 
     first: float
     """Weight in step 1."""
@@ -87,7 +87,8 @@ class EntropyDecay(Part):
         return outcome.measured({"entropy_coeff": self._weight(step)})
 
     def _weight(self, step: Prepared) -> float:
-        return self.first * max(0.0, 1.0 - (step.step - 1) / self.n_steps)
+        is_low = step.state.algorithm.entropy_is_low
+        return self.first * max(0.0, 1.0 - (step.step - 1) / self.n_steps) if is_low else 0.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen2Config
 from typer.testing import CliRunner, Result
 
 from fivefold.cli.main import app
@@ -135,3 +135,39 @@ def test_what_a_smaller_rank_lacks_is_told(adapted: tuple[Path, Path, torch.Tens
         refused = fivefold("convert", tmp_path / "trained", *arguments, "-o", tmp_path / "out")
         assert refused.exit_code == 2, refused.output
         assert says in " ".join(refused.output.split())
+
+
+def test_adapters_of_joint_experts_are_merged_and_taken_apart(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    matrices: dict[str, torch.Tensor] = {}
+    wanted = dict(before)
+    for kind, inputs, outputs in (("gate_up_proj", 16, 48), ("down_proj", 24, 16)):
+        name = f"model.layers.1.mlp.experts.{kind}"
+        a, b = torch.randn(3, 2, inputs), torch.randn(3, outputs, 2)
+        for e in range(3):
+            path = f"base_model.model.model.layers.1.mlp.experts.{e}.{kind}"
+            matrices |= {f"{path}.lora_A.weight": a[e].clone(), f"{path}.lora_B.weight": b[e].clone()}
+        wanted[name] = before[name] + 3.0 * torch.einsum("eri,eor->eio", a, b)
+    (tmp_path / "adapters").mkdir()
+    save_file(matrices, tmp_path / "adapters" / "adapter_model.safetensors")
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 6}))
+    result = fivefold("convert", tmp_path / "model", "--adapters", tmp_path / "adapters", "-o", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-5)
+    result = fivefold(
+        "convert", tmp_path / "merged", "--base", tmp_path / "model", "--rank", "2", "-o", tmp_path / "out"
+    )
+    assert "12 adapters of rank 2. They lack 0.00%" in result.output, result.output
+    fivefold("convert", tmp_path / "model", "--adapters", tmp_path / "out", "-o", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(again[name], tensor, atol=1e-4, rtol=1e-4)
