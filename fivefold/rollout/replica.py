@@ -124,6 +124,11 @@ class ReplicaSpec:
         return self.load_weights or self.adapters is not None
 
     @property
+    def counts(self) -> bool:
+        """Whether it tells what its server has counted, for which the server has to count."""
+        return self.environment is not None or self.speculative is not None
+
+    @property
     def drafts_by_layers(self) -> bool:
         """Whether layers for multi-token prediction draft tokens."""
         return self.speculative is not None and self.speculative.method == "mtp"

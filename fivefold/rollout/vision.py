@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
+from fivefold.rollout.forward import cache_argument
 from fivefold.types import PlacedImage
 from fivefold.vision.positions import positions_with, saved_by
 from fivefold.vision.tower import VisionTower, rows_of
 
 Images = tuple[PlacedImage, ...]
-_AUTO_MODEL: Any = AutoModelForCausalLM
+
+_RENAMED: Any = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
+register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, _RENAMED, overwrite=True)
 
 
 class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
@@ -36,17 +39,16 @@ class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def from_config(cls, config: Qwen3VLTextConfig, **options: Any) -> Qwen3VLForCausalLM:
+        """Build a model, as transformers' factories do."""
+        model: Qwen3VLForCausalLM = cls._from_config(config, **options)
+        return model
+
     def forward(self, *, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
         """Return the logits of the last `logits_to_keep` tokens; 0: of all."""
-        hidden = self.model(cache=cache, **inputs).last_hidden_state
+        hidden = self.model(**{cache_argument(Qwen3VLTextModel): cache}, **inputs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
-
-
-def register_text_models() -> None:
-    """Let transformers build and load, by its text_config, the language model of families for which it has no class."""
-    _AUTO_MODEL.register(Qwen3VLTextConfig, Qwen3VLForCausalLM, exist_ok=True)
-    renamed: list[Any] = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
-    register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, renamed, overwrite=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.families.shape import ModelShape
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
 from fivefold.rollout.servers.place import Place
@@ -170,8 +170,8 @@ class Dialect(Protocol):
             RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.
         """
 
-    def drafts(self, http: HttpClient) -> tuple[int, int]:
-        """Return how many tokens the server has drafted, and how many it has accepted; zeros if it does not tell."""
+    def counts(self, http: HttpClient) -> ServerCounts:
+        """Return what the server has counted since it began; zeros if it does not tell."""
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         """Make the server answer all requests with what it has, and hold back new ones; return once it has.

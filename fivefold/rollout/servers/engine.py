@@ -27,7 +27,7 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.families.read import load_shape
 from fivefold.observe.progress import counting
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts, check_request
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
@@ -91,8 +91,8 @@ class ServerEngine:
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""
         self._restarts = Restarts(spec.max_restarts)
-        self._drafts = (0, 0)
-        """Tokens that the server had drafted and accepted at the last call of `take_drafts`."""
+        self._counts = ServerCounts()
+        """What the server had counted at the last call of `take_counts`."""
         self._quiet_since = 0.0
         """When the server last showed that it works, on the clock of `time.monotonic`."""
         self._start()
@@ -151,15 +151,15 @@ class ServerEngine:
         """Return why the server was started again since the last call, each with its last messages."""
         return self._restarts.take()
 
-    def take_drafts(self) -> tuple[int, int]:
-        """Return how many tokens were drafted since the last call, and how many were accepted (`RolloutEngine`)."""
-        if self._spec.speculative is None:
-            return 0, 0
+    def take_counts(self) -> ServerCounts:
+        """Return what the server has counted since the last call (`RolloutEngine`)."""
+        if not self._spec.counts:
+            return ServerCounts()
         with self._alive():
-            now, before = self._dialect.drafts(self._life.http), self._drafts
-            self._drafts = now
-            return now[0] - before[0], now[1] - before[1]
-        return 0, 0  # the server has died, and with it its count
+            now, before = self._dialect.counts(self._life.http), self._counts
+            self._counts = now
+            return now - before
+        return ServerCounts()  # the server has died, and with it its count
 
     def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
         """Ask the server, and return its reply; any thread may."""
@@ -178,7 +178,7 @@ class ServerEngine:
     def _start(self) -> None:
         """Start the server, without a wait until it is ready. One that nobody sends weights loads its own."""
         self._life = ServerLife(self._dialect, self._spec)
-        self._drafts = (0, 0)
+        self._counts = ServerCounts()
         self._state = EngineState(0 if self._spec.load_weights else None)
         self._is_held = False
         self._death: ServerDied | None = None

@@ -21,7 +21,7 @@ from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.kept import draft_files, tower_files
 from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.layout.backends import BACKENDS
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient, json_of
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
@@ -46,8 +46,12 @@ WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
 """What makes vLLM's scheduler there, which sends log-probs several at a time."""
-_DRAFTS = re.compile(rb"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-"""vLLM's counts of drafted and accepted tokens, among its metrics."""
+_COUNTS = {
+    b"spec_decode_num_draft_tokens": "drafted", b"spec_decode_num_accepted_tokens": "accepted",
+    b"prefix_cache_queries": "prompt", b"prefix_cache_hits": "cached",
+}  # fmt: skip
+"""vLLM's counts of tokens, among its metrics."""
+_COUNT = re.compile(rb"^vllm:(" + b"|".join(_COUNTS) + rb")_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -157,7 +161,7 @@ class VLLMDialect:
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
             # Among its statistics is how many of the drafted tokens are accepted.
-            *(["--disable-log-stats"] if spec.speculative is None else []),
+            *([] if spec.counts else ["--disable-log-stats"]),
             *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
@@ -241,11 +245,11 @@ class VLLMDialect:
         routes = None if form is None else np.frombuffer(packed[n_numbers:], form[0]).reshape(form[1])
         return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens), routes)
 
-    def drafts(self, http: HttpClient) -> tuple[int, int]:
-        counts = {b"draft": 0, b"accepted": 0}
-        for kind, count in _DRAFTS.findall(http.send("GET", "/metrics")):
-            counts[kind] += int(float(count))
-        return counts[b"draft"], counts[b"accepted"]
+    def counts(self, http: HttpClient) -> ServerCounts:
+        counts = ServerCounts()
+        for name, count in _COUNT.findall(http.send("GET", "/metrics")):
+            counts += ServerCounts(**{_COUNTS[name]: int(float(count))})
+        return counts
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

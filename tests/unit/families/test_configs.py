@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fivefold.families.read import read_shape
 from fivefold.families.registry import FAMILIES
 from fivefold.families.rope_scaling import RopeScaling
-from fivefold.rollout.vision import register_text_models
-
-register_text_models()
+from fivefold.rollout.hf_model import model_class
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -115,7 +113,7 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     config = raw(family, tie_word_embeddings=tied)
     hf_config = text_config_of(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = model_class(hf_config).from_config(hf_config)
     shape = read_shape(config)
     assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + n_offsets(model)
     assert shape.tied_embeddings == tied

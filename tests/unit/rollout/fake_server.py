@@ -63,14 +63,19 @@ UNUSED = "unused"
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
-DRAFTS = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
+COUNTS = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="a b"}} 99.0
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a b"}} {drafted}
 vllm:spec_decode_num_draft_tokens_created{{engine="0",model_name="a b"}} 1.79e+09
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="a b"}} {accepted}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a b",position="0"}} 88.0
+vllm:prefix_cache_queries_total{{engine="0",model_name="a b"}} {queries}
+vllm:prefix_cache_queries_created{{engine="0",model_name="a b"}} 1.79e+09
+vllm:prefix_cache_hits_total{{engine="0",model_name="a b"}} {hits}
+vllm:external_prefix_cache_hits_total{{engine="0",model_name="a b"}} 77.0
 """
-"""What vLLM tells of drafts among its metrics; here each request has three, two of which are accepted."""
+"""What vLLM tells of tokens among its metrics. Here each request has three drafts, two of which are accepted, and 20
+tokens of a prompt, 16 of which are in the cache."""
 
 STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
@@ -604,9 +609,14 @@ class FakeServer:
         return {
             "/health": None,
             "/version": {"version": ".".join(map(str, _release()))},
-            "/metrics": DRAFTS.format(drafted=3.0 * self.n_answered_ever, accepted=2.0 * self.n_answered_ever).encode(),
+            "/metrics": self.counts().encode(),
             **newer,
         }
+
+    def counts(self) -> str:
+        """Return what it has counted."""
+        n = float(self.n_answered_ever)
+        return COUNTS.format(drafted=3 * n, accepted=2 * n, queries=20 * n, hits=16 * n)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         status, problem = self.refusal(), "no such weights"

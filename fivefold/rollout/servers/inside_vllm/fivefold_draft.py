@@ -118,5 +118,6 @@ def _places(model: Any) -> set[tuple[int, int]]:
 def tensors_of(model: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a model and its modules."""
     for module in model.modules():
-        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        yield from (value for value in own if isinstance(value, torch.Tensor) and value.numel())
+        own = {**vars(module), **module._buffers, **module._parameters}
+        own.pop("kv_cache", None)  # vLLM frees it asleep and maps it again later than the weights
+        yield from (value for value in own.values() if isinstance(value, torch.Tensor) and value.numel())
