@@ -75,11 +75,11 @@ def build_model(
 
 def model_class(config: PreTrainedConfig) -> Any:
     """Return what builds and loads a language model, for some families by its text_config."""
-    if config.model_type != "qwen3_vl_text":
+    if not config.model_type.endswith("_vl_text"):
         return AutoModelForCausalLM
-    from fivefold.rollout.vision import Qwen3VLForCausalLM  # by models that see images
+    from fivefold.rollout.vision import TEXT_MODELS  # by models that see images
 
-    return Qwen3VLForCausalLM
+    return TEXT_MODELS[config.model_type]
 
 
 def end_tokens(

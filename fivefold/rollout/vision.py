@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel, Qwen2_5_VLTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
@@ -26,29 +28,49 @@ _RENAMED: Any = [PrefixChange(prefix_to_remove="language_model", model_prefix="m
 register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, _RENAMED, overwrite=True)
 
 
-class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
-    """Qwen3-VL's language model with its output layer, which transformers has inside the whole model alone."""
+class _WithOutputLayer:
+    """A language model with its output layer, which transformers has inside the whole model alone."""
 
-    config_class = Qwen3VLTextConfig
+    decoder: Any
+    """The class of the model without that layer."""
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, config: Qwen3VLTextConfig) -> None:
+    def __init__(self, config: Any) -> None:
         """Build the model of a text_config."""
-        super().__init__(config)
-        self.model = Qwen3VLTextModel(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[attr-defined]
 
     @classmethod
-    def from_config(cls, config: Qwen3VLTextConfig, **options: Any) -> Qwen3VLForCausalLM:
+    def from_config(cls, config: Any, **options: Any) -> Any:
         """Build a model, as transformers' factories do."""
-        model: Qwen3VLForCausalLM = cls._from_config(config, **options)
-        return model
+        return cls._from_config(config, **options)  # type: ignore[attr-defined]
 
     def forward(self, *, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
         """Return the logits of the last `logits_to_keep` tokens; 0: of all."""
-        hidden = self.model(**{cache_argument(Qwen3VLTextModel): cache}, **inputs).last_hidden_state
+        hidden = self.model(**{cache_argument(self.decoder): cache}, **inputs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
+
+
+class Qwen3VLForCausalLM(_WithOutputLayer, Qwen3VLPreTrainedModel):
+    """Qwen3-VL's language model."""
+
+    config_class = Qwen3VLTextConfig
+    decoder = Qwen3VLTextModel
+
+
+class Qwen2_5VLForCausalLM(_WithOutputLayer, Qwen2_5_VLPreTrainedModel):
+    """Qwen2.5-VL's language model."""
+
+    config_class = Qwen2_5_VLTextConfig
+    decoder = Qwen2_5_VLTextModel
+
+
+TEXT_MODELS: dict[str, Any] = {
+    each.config_class.model_type: each for each in (Qwen3VLForCausalLM, Qwen2_5VLForCausalLM)
+}
+"""The classes by the `model_type` of their text_config."""
 
 
 @dataclass(frozen=True)

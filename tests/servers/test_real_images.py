@@ -32,11 +32,17 @@ MERGE, PATCH_VALUES, VOCABULARY = 2, 96, 20
 IMAGE, VIDEO = 4, 5
 FAMILIES = {
     "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}},
+    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}},
     "qwen3_5": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
 }  # fmt: skip
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_5": {"num_position_embeddings": 64},
+}
 KINDS = [
     f"{family}-{transport}" for family in FAMILIES for transport in (("ipc", "folder") if ON_CUDA else ("folder",))
 ]
@@ -44,24 +50,22 @@ KINDS = [
 
 def save_models(family: str, make: Callable[[str], Path]) -> tuple[Path, Path]:
     """Save two random models with the same vision tower, and what processes texts and images; return their folders."""
-    config = AutoConfig.from_pretrained(PACKAGED)
-    if family != config.model_type:
-        config = AutoConfig.for_model(
-            family,
-            vision_config={**config.vision_config.to_dict(), "model_type": family},
-            **{key: getattr(config, key) for key in ("image_token_id", "video_token_id")},
-            **{key: getattr(config, key) for key in ("vision_start_token_id", "vision_end_token_id")},
-        )
-    text = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    packaged = AutoConfig.from_pretrained(PACKAGED).to_dict()
+    text = {"hidden_size": 256, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 256}
-    for key, value in {**text, "initializer_range": 0.15, "eos_token_id": 2, **FAMILIES[family]}.items():
-        setattr(config.text_config, key, value)
-    vision = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 128, "initializer_range": 0.3}
-    for key, value in vision.items():
-        setattr(config.vision_config, key, value)
+    text |= {"initializer_range": 0.15, "eos_token_id": 2, "bos_token_id": None, **FAMILIES[family]}
+    vision = {
+        key: packaged["vision_config"][key] for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    }
+    vision |= {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 256}
+    vision |= {"initializer_range": 0.3, **TOWERS[family]}
+    tokens = {key: value for key, value in packaged.items() if key.endswith("_token_id")}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **tokens)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.model.visual.merger.linear_fc2.weight.data *= 8  # so that much depends on what it sees
+    merger = model.model.visual.merger
+    # So that much depends on what it sees.
+    (merger.mlp[2] if family == "qwen2_5_vl" else merger.linear_fc2).weight.data *= 8
     first, second = (make(f"{family}-{seed}") for seed in range(2))
     for folder in (first, second):
         shutil.copytree(PACKAGED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -69,7 +73,7 @@ def save_models(family: str, make: Callable[[str], Path]) -> tuple[Path, Path]:
     model.save_pretrained(second)
     weights = load_file(second / "model.safetensors")
     for name, weight in weights.items():
-        if ".visual." not in name:
+        if "visual." not in name:
             weight.add_(0.15 * torch.randn_like(weight))
     save_file(weights, second / "model.safetensors", {"format": "pt"})
     return first, second
@@ -87,7 +91,7 @@ class Seeing:
         """Send a language model's weights to the server; return transformers' whole model."""
         device = "cuda" if self.transport == "ipc" else "cpu"
         file = self.folders[which] / "model.safetensors"
-        weights = {name: tensor for name, tensor in load_file(file, device=device).items() if ".visual." not in name}
+        weights = {name: tensor for name, tensor in load_file(file, device=device).items() if "visual." not in name}
         if self.transport == "ipc":
             sender = IPCSender(route_of("vllm", self.transport), 0, n_buffers=2, max_bytes=100_000)
             self.engine.load_buckets(sender.items(stacked(weights.items())), version)
