@@ -19,7 +19,7 @@ from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.checkpoints.writer import StateOwner
+from fivefold.checkpoints.writer import CheckpointWriter, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunFailed, RunStopped
@@ -272,16 +272,9 @@ def _loop(
     recipe, folder = setup.recipe, run.folder
     config = recipe.recover
     tensorboard = folder.tensorboard if "tensorboard" in recipe.stats.trackers else None
-    checkpoints = Checkpointer(
-        recipe,
-        CheckpointStore(folder.checkpoints),
-        owners,
-        run.timers,
-        schedule=setup.schedule(config),
-        history=state.kept_metric,
-        note=run.screen.note,
-        is_ours=folder.is_ours,
-    )
+    store = CheckpointStore(folder.checkpoints)
+    writer = CheckpointWriter(recipe, store, owners, run.timers, run.screen.note, folder.is_ours)
+    checkpoints = Checkpointer(writer, schedule=setup.schedule(config), history=state.kept_metric)
     with (
         MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
         SampleLog(folder.samples, folder.sample_parts, run.trackers) as samples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from tests.forked_workers import ROOT
 from tests.forks import run_forked
 
+COMMAND = [sys.executable, "-m", "fivefold"]
+"""The command line as a user starts it."""
 TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "bubble")
 """Parts of the names of metrics that measure time, and so differ between runs of the same bits."""
 
