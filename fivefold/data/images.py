@@ -20,8 +20,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fivefold.config.paths import user_path
 from fivefold.config.schema.data import RowsConfig
+from fivefold.data.chats import read_messages
 from fivefold.data.files import Row
-from fivefold.data.prompts import RenderedPrompt, read_messages, render
+from fivefold.data.prompts import RenderedPrompt, render
 from fivefold.families.shape import ModelShape
 from fivefold.families.vision import VisionShape
 from fivefold.types import ImagePart, PlacedImage

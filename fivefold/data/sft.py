@@ -21,9 +21,10 @@ import numpy.typing as npt
 from fivefold.batch import Columns, RowImages
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.beginnings import beginnings
+from fivefold.data.chats import read_messages, render_chat, with_system
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import asked, image_reader, read_messages, render, render_chat, with_system
+from fivefold.data.prompts import asked, image_reader, render
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
 from fivefold.types import ImagePart

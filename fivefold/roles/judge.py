@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.rewards import JudgeConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.prompts import render_chat
+from fivefold.data.chats import render_chat
 from fivefold.data.tokens import tokenize
 from fivefold.engine.contract import Offloadable
 from fivefold.observe.errors import RunFailed
