@@ -65,7 +65,8 @@ def model(words: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
     ids = dict(zip(SPECIAL, words.convert_tokens_to_ids(list(SPECIAL)), strict=True))
     text = {"vocab_size": len(words), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text |= {"rope_parameters": rope}
     text |= {"eos_token_id": ids["<|im_end|>"]}
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
     vision |= {

@@ -15,7 +15,7 @@ from fivefold.families.vision import read_windowed_vision
 
 
 def _read(config: HFConfig) -> ModelShape:
-    # Published files have the language model's keys next to the whole model's.
+    # Published files have the language model's keys at the top.
     text = config.inside("text_config") if config.fields("text_config") else config
     text.expect({"head_dim": text.integer("hidden_size") // text.integer("num_attention_heads")})
     dense = read_dense(text, has_window=has_window_above(text), knows_attention_bias=False, qkv_bias=True)

@@ -30,10 +30,12 @@ from tests.servers.test_real_servers import DTYPE, ON_CUDA, assert_close, route_
 PACKAGED = Path(__file__).resolve().parents[2] / "fivefold" / "models" / "tiny-vl"
 MERGE, PATCH_VALUES, VOCABULARY = 2, 96, 20
 IMAGE, VIDEO = 4, 5
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
 FAMILIES = {
-    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}},
-    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}},
+    "qwen3_vl": {"rope_parameters": {**ROPE, "mrope_interleaved": True}},
+    "qwen2_5_vl": {"rope_parameters": ROPE},
     "qwen3_5": {
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     },
@@ -64,8 +66,12 @@ def save_models(family: str, make: Callable[[str], Path]) -> tuple[Path, Path]:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     merger = model.model.visual.merger
-    # So that much depends on what it sees.
-    (merger.mlp[2] if family == "qwen2_5_vl" else merger.linear_fc2).weight.data *= 8
+    if family == "qwen2_5_vl":
+        # Its language model alone is so sharp that bfloat16 is 0.2 nats away from float32.
+        for name, parameter in model.model.language_model.named_parameters():
+            parameter.data *= 0.5 if parameter.dim() > 1 and "embed" not in name else 1.0
+    else:
+        merger.linear_fc2.weight.data *= 8  # so that much depends on what it sees
     first, second = (make(f"{family}-{seed}") for seed in range(2))
     for folder in (first, second):
         shutil.copytree(PACKAGED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -168,19 +174,22 @@ def logprobs(
 
 
 def check(seeing: Seeing, model: PreTrainedModel) -> None:
+    """Compare log-probs. In transformers, bfloat16 changes them by 0.02 to 0.04 in the mean, and other images by 0.12
+    (Qwen3.5), 1.1 and 1.3."""
     asked = requests()
     completions = complete(seeing.engine, asked, replace(sampling(), bad_token_ids=(IMAGE, VIDEO)))
     pairs = list(zip(asked, completions, strict=True))
     actual = [torch.tensor(completion.logprobs) for completion in completions]
-    assert_close(actual, [logprobs(model, each, completion, each.images) for each, completion in pairs])
+    expected = [logprobs(model, each, completion, each.images) for each, completion in pairs]
+    assert_close(actual, expected)
     # Other pixels give other log-probs, so that a tower without weights or a mix-up would show.
     others = [
         logprobs(model, each, completion, [replace(own, patches_PC=-own.patches_PC) for own in each.images])
         for each, completion in pairs
     ]
     seen = [i for i, each in enumerate(asked) if each.images]
-    with pytest.raises(AssertionError):
-        assert_close([actual[i] for i in seen], [others[i] for i in seen])
+    gaps = [torch.cat([(actual[i] - wanted[i]).abs() for i in seen]).mean() for wanted in (expected, others)]
+    assert gaps[1] > 2 * gaps[0], gaps
 
 
 def test_log_probs_are_those_of_the_whole_model_with_the_latest_weights(seeing: Seeing) -> None:

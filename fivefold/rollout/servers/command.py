@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.rollout import SpeculativeConfig
+from fivefold.families.read import load_shape
+from fivefold.json_text import parsed
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
@@ -24,7 +29,7 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
     """Refuse a server that is not installed, or whose further arguments repeat what other keys say.
 
     Raises:
-        ValueError: naming the package and how to install it, or the argument.
+        ValueError: naming the package and how to install it, or the argument, or a key of a model that sees images.
     """
     if spec.python is None and find_spec(dialect.package) is None:
         raise ValueError(
@@ -36,12 +41,33 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
             f"{spec.section}.server_python={spec.python} is no program: name the Python of the environment that has "
             f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
         )
+    if spec.sees:
+        _check_positions(spec)
     written = {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}
     if taken := _own_flags(dialect, spec) & written:
         raise ValueError(
             f"{spec.section}.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: "
             "drop it"
         )
+
+
+def _check_positions(spec: ReplicaSpec) -> None:
+    """Refuse a model's folder if vLLM reads other positions of images from it than transformers and the trainer have.
+
+    Raises:
+        ValueError: naming the key of its config.json.
+    """
+    folder = resolve_model_folder(resolve_model_path(spec.path))
+    config, vision = parsed((folder / "config.json").read_text()), load_shape(folder).vision
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if vision is None or ("mrope_section" in rope and rope.get("mrope_interleaved", False) is vision.is_interleaved):
+        return
+    wanted = {"mrope_section": list(vision.rope_sections), "mrope_interleaved": vision.is_interleaved}
+    raise ValueError(
+        f"{folder}/config.json does not tell vLLM how tokens of images turn: write {json.dumps(wanted)} among the keys "
+        f"of the language model's rope_parameters, or set {spec.section}.backend=transformers:d1"
+    )
 
 
 def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:

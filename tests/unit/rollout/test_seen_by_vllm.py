@@ -7,9 +7,10 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from fivefold.bridge.kept import tower_files
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import GenerationRequest, complete
 from fivefold.rollout.servers import vllm_dialect
-from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.rollout.servers.images import SharedImages
 from fivefold.types import PlacedImage
 from tests.unit.rollout.conftest import spec_of
@@ -127,6 +128,32 @@ def test_vllm_makes_room_for_the_largest_image_and_for_no_video(monkeypatch: pyt
         for sees in (False, True)
     ]
     assert runners == ["1", None]
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "is_told"),
+    [
+        ("qwen3_vl", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, True),
+        ("qwen3_vl", {"mrope_section": [4, 2, 2]}, False),
+        ("qwen3_vl", {"mrope_interleaved": True}, False),
+        ("qwen2_5_vl", {"mrope_section": [2, 1, 1]}, True),
+    ],
+)
+def test_a_folder_must_tell_vllm_how_tokens_of_images_turn(
+    model_folder: Folder, tmp_path: Path, family: str, rope: dict[str, Any], is_told: bool
+) -> None:
+    """Without the keys, vLLM turns other channels than transformers does."""
+    folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, **rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = spec_of("vllm", folder, python=write_python(tmp_path / "server"), sees=True)
+    check_command(DIALECTS["vllm"], replace(spec, sees=False))
+    if is_told:
+        check_command(DIALECTS["vllm"], spec)
+        return
+    with pytest.raises(ValueError, match=r'write {"mrope_section": \[\d+, \d+, \d+\], "mrope_interleaved": true}'):
+        check_command(DIALECTS["vllm"], spec)
 
 
 def test_requests_with_the_same_image_share_its_memory_until_the_last_has_ended() -> None:
