@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1-10", help="first and last seed")
     parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--entropy", type=float, default=0.2, help="weight of the bonus in the first step")
+    parser.add_argument("--entropy", type=float, default=0.15, help="weight of the bonus in the first step")
     parser.add_argument("--target", type=float, default=2.2, help="entropy above which there is no bonus, in nats")
     parser.add_argument("--constant", action="store_true", help="keep the weight")
     args = parser.parse_args()
