@@ -82,8 +82,16 @@ def test_the_game_may_be_a_chat(snippet: Callable[[int, str], None]) -> None:
     assert sum(episode.rewards.values()) == 1.0
 
 
+def test_a_game_may_show_the_last_turns_alone(snippet: Callable[[int, str], None]) -> None:
+    snippet(0, "my_game.py")
+    section = yaml.safe_load(blocks(PAGE, "yaml")[2])["environment"]
+    recipe = load_recipe(RECIPE, [f"environment={section}"], TrainRecipe)
+    assert recipe.environment is not None
+    assert recipe.environment.memory == 3
+
+
 def test_board_games_need_no_file() -> None:
-    section = yaml.safe_load(blocks(PAGE, "yaml")[2])
+    section = yaml.safe_load(blocks(PAGE, "yaml")[3])
     data = DatasetConfig.model_validate(section["train_dataset"])
     prompts = load_prompts(data, tokenizer_of()).prompts
     assert {prompt.data_source for prompt in prompts} == {"Lake", "Boxes"}
@@ -121,7 +129,7 @@ def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable
 
 
 def test_mcp_servers_stand_in_the_list() -> None:
-    section = yaml.safe_load(blocks(PAGE, "yaml")[3])
+    section = yaml.safe_load(blocks(PAGE, "yaml")[4])
     calc, time, remote = environment(**section["environment"]).tools
     assert calc == f"{Path.cwd()}/calc.py:calculate"
     assert time == {"mcp": "uvx mcp-server-time", "cwd": str(Path.cwd())}
@@ -133,7 +141,7 @@ def test_the_lake_of_the_row_is_crossed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     [line] = blocks(PAGE, "json")
     (tmp_path / "lake.jsonl").write_text(line)
-    section = yaml.safe_load(blocks(PAGE, "yaml")[4])
+    section = yaml.safe_load(blocks(PAGE, "yaml")[5])
     overrides = [f"{key}.{name}={value}" for key, values in section.items() for name, value in values.items()]
     recipe = load_recipe(RECIPE, [*overrides, "train_dataset.answer_key=null"], TrainRecipe)
     [prompt] = load_prompts(recipe.train_dataset, tokenizer_of()).prompts
