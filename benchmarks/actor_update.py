@@ -20,6 +20,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.lora import LoraConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.config.source import apply_overrides
-from fivefold.engine.contract import TrainingEngine
+from fivefold.engine.contract import EngineOptions, TrainingEngine
 from fivefold.engine.packing import Share
 from fivefold.families.backward import training_flops
 from fivefold.families.read import load_shape
@@ -56,11 +57,11 @@ def main() -> None:
         config, optimizer = described(args, folder)
         shape = load_shape(Path(config.path))
         layout = parse_backend(config.backend)
-        options: dict[str, Any] = {"seed": 1, "optimizer": optimizer, "total_steps": args.steps}
+        options = EngineOptions(seed=1, optimizer=optimizer, total_steps=args.steps)
         if args.lora:
             shape = shape.with_lora(LoraConfig(rank=args.lora))
-            options["adapters"] = shape.adapters
-        engine = build_engine(config, layout, **options)
+            options = replace(options, adapters=shape.adapters)
+        engine = build_engine(config, layout, options)
     batch = make_batch(args, shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, rank_grid(layout)[dist.get_rank()].dp)
     losses, seconds = [], []

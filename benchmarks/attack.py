@@ -272,6 +272,8 @@ class Checkpoints:
 def forge(checkpoint: Path) -> str:
     """Let the manifest agree with the files, as somebody who changed them could; where it can be done."""
     file = checkpoint / manifest.FILE
+    if not file.is_file():  # a FIFO would be waited for
+        return ""
     try:
         values = json.loads(file.read_bytes())
         values["files"] = {

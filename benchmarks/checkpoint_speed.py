@@ -35,6 +35,7 @@ from random_model import write_config
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+from fivefold.engine.contract import EngineOptions
 from fivefold.engine.packing import Share
 from fivefold.engine.state.dcp_files import WrittenPart, finish
 from fivefold.engine.state.state_store import HostSnapshot
@@ -78,7 +79,9 @@ def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
         init_from_scratch=True,
         mb_spec=MicroBatchConfig(max_tokens_per_mb=args.sequence),
     )
-    return MegatronEngine(config, parse_backend(args.backend), seed=1, optimizer=OptimizerConfig(), total_steps=100)
+    return MegatronEngine(
+        config, parse_backend(args.backend), EngineOptions(seed=1, optimizer=OptimizerConfig(), total_steps=100)
+    )
 
 
 def measure(args: argparse.Namespace, engine: MegatronEngine, folder: Path) -> dict[str, float]:

@@ -207,7 +207,7 @@ def measure_steps(args: argparse.Namespace, folder: Path, age: int) -> dict[str,
     seconds = {key.partition("/")[2]: round(value, 2) for key, value in best.items() if key.startswith("seconds/")}
     more = ["peak_memory_gb/max", "train/tflops_per_device", "tokens_per_second"]
     more += ["rollout_mismatch", "rollout_mismatch_kl", "replay/share", "replay/differs"]
-    more += ["episode/turns/mean", "response_length/mean"]
+    more += ["episode/turns/mean", "response_length/mean", "prefix_cache_hits"]
     return {
         "steps_s": [round(row["seconds/step"], 2) for row in rows],
         "step_s": round(fmean(row["seconds/step"] for row in settled or [best]), 2),

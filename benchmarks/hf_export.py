@@ -26,6 +26,7 @@ import torch.distributed as dist
 from random_model import write_config
 
 from fivefold.config.schema.engine import EngineConfig
+from fivefold.engine.contract import EngineOptions
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 
@@ -82,7 +83,7 @@ def build(args: argparse.Namespace, folder: Path) -> MegatronEngine:
         write_config(folder, args.model, num_hidden_layers=args.layers)
     dist.barrier()
     config = EngineConfig(path=str(folder), backend=args.backend, init_from_scratch=True)
-    return MegatronEngine(config, parse_backend(args.backend), seed=1)
+    return MegatronEngine(config, parse_backend(args.backend), EngineOptions(seed=1))
 
 
 def timed(action: Callable[[], None]) -> float:

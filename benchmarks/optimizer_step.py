@@ -27,7 +27,7 @@ from random_model import write_config
 
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.contract import OFFLOADABLE
+from fivefold.engine.contract import OFFLOADABLE, EngineOptions
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
 
@@ -151,7 +151,9 @@ def build(args: argparse.Namespace, name: str) -> MegatronEngine:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), args.model, num_hidden_layers=args.layers)
         engine = EngineConfig(path=folder, backend=args.backend, init_from_scratch=True, megatron=megatron)
-        return MegatronEngine(engine, parse_backend(args.backend), seed=1, optimizer=OptimizerConfig(lr=1e-5))
+        return MegatronEngine(
+            engine, parse_backend(args.backend), EngineOptions(seed=1, optimizer=OptimizerConfig(lr=1e-5))
+        )
 
 
 if __name__ == "__main__":

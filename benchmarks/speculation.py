@@ -213,17 +213,17 @@ def rollout(args: argparse.Namespace, engine: ServerEngine, batch: int, n_tokens
     generator = torch.Generator().manual_seed(step)
     prompts = torch.randint(2, vocabulary, (batch, PROMPT_TOKENS), generator=generator).tolist()
     sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=args.new_tokens, temperature=1.0))
-    engine.take_drafts()
+    engine.take_counts()
     began = time.perf_counter()
     completions = complete(engine, group_requests(prompts, 1, ("speculation",)), sampling)
     seconds = time.perf_counter() - began
-    drafted, accepted = engine.take_drafts()
+    counts = engine.take_counts()
     n_sampled = sum(len(completion.token_ids) for completion in completions)
     row: dict[str, Any] = {"draft": n_tokens, "sequences": batch, "tokens": n_sampled, "seconds": round(seconds, 2)}
     row |= {"tokens/s": round(n_sampled / seconds), "on the chain": on_chain(completions, prompts, step, vocabulary)}
     row["log-prob"] = round(sum(float(c.logprobs.mean()) for c in completions) / batch, 4)
-    if drafted:
-        row["accepted"] = round(accepted / drafted, 4)
+    if counts.drafted:
+        row["accepted"] = round(counts.accepted / counts.drafted, 4)
     return row
 
 

@@ -24,6 +24,8 @@ from fivefold.update.preferences import Comparison, Scoring
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fivefold.families.shape import ModelShape
+
 SCORING = Scoring("logprobs")
 
 
@@ -39,9 +41,11 @@ class LabelledAnswers:
     n_appended = 0
     n_compared = 2
 
-    def load(self, rows: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Labelled]:
+    def load(
+        self, rows: DPORowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape]
+    ) -> Examples[Labelled]:
         """Read answers with labels."""
-        return load_labelled(rows, tokenizer)
+        return load_labelled(rows, tokenizer, model)
 
     def update(self, models: Models, examples: Sequence[Labelled], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on answers."""
@@ -72,7 +76,8 @@ class LabelledAnswers:
 
 def _answered(prompt: SFTExample, answer: SFTExample, longest: int) -> SFTExample:
     """Return one example's prompt with the answer to another, cut to `longest` tokens in all."""
-    return SFTExample(prompt.prompt_ids, answer.response_ids[: longest - len(prompt.prompt_ids)])
+    response_ids = answer.response_ids[: longest - len(prompt.prompt_ids)]
+    return SFTExample(prompt.prompt_ids, response_ids, images=prompt.images)
 
 
 def dpo(recipe: DPORecipe, *, overwrite: bool = False, screen: ScreenKind = "table") -> Steps[dict[str, Any]]:

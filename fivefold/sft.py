@@ -23,6 +23,8 @@ from fivefold.supervised import Learnt, run_supervised
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fivefold.families.shape import ModelShape
+
 
 @dataclass(frozen=True)
 class FineTuning:
@@ -36,9 +38,11 @@ class FineTuning:
     n_appended = 0
     n_compared = 1
 
-    def load(self, rows: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[SFTExample]:
+    def load(
+        self, rows: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape]
+    ) -> Examples[SFTExample]:
         """Read prompts and responses."""
-        return load_sft(rows, tokenizer)
+        return load_sft(rows, tokenizer, model)
 
     def update(self, models: Models, examples: Sequence[SFTExample], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on the responses."""

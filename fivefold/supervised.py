@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from fivefold.algorithms.metrics import metric_values
 from fivefold.algorithms.preferences import Objective
 from fivefold.batch import Columns
+from fivefold.bridge.hf_reader import resolve_model_folder
+from fivefold.bridge.kept import check_tower
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.config.schema.data import PreferenceRowsConfig
@@ -35,8 +37,9 @@ from fivefold.roles.launch import launch_models
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rules.models import check_examples
+from fivefold.rules.vision import image_keys
 from fivefold.run.profiling import recorder
-from fivefold.run.setup import OpenRun, lay_groundwork
+from fivefold.run.setup import Groundwork, OpenRun, lay_groundwork
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
 from fivefold.run.steps import StepDone, begin, run_steps
@@ -47,6 +50,8 @@ from fivefold.update.step import Skips
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fivefold.families.shape import ModelShape
 
 Item = TypeVar("Item", bound=Example)
 SupervisedRecipe = SFTRecipe | DPORecipe | RMRecipe
@@ -86,8 +91,13 @@ class Method(Protocol[Item]):
     def n_compared(self) -> int:
         """Examples that one evaluation needs at least."""
 
-    def load(self, rows: Any, tokenizer: PreTrainedTokenizerBase) -> Examples[Item]:
+    def load(self, rows: Any, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape]) -> Examples[Item]:
         """Read the examples of a section of the recipe, to train on or held-out ones.
+
+        Args:
+            rows: the section.
+            tokenizer: the model's tokenizer.
+            model: folder or hub name of the model, and its shape, for which images are read.
 
         Raises:
             ValueError: a data set that cannot be used.
@@ -119,9 +129,11 @@ class PairMethod:
     unit = "pairs"
     measured = ("accuracy", "loss", "margin")
 
-    def load(self, rows: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Pair]:
+    def load(
+        self, rows: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape]
+    ) -> Examples[Pair]:
         """Read pairs."""
-        return load_pairs(rows, tokenizer)
+        return load_pairs(rows, tokenizer, model)
 
     def update(self, models: Models, examples: Sequence[Pair], timers: PhaseTimers) -> Learnt:
         """Make one optimizer step on pairs."""
@@ -202,7 +214,9 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | Non
         ValueError: a recipe, a model or a data set that cannot work.
     """
     ground = lay_groundwork(recipe, began)
-    data, valid = _load(recipe, method, ground.tokenizer)
+    data, valid = _load(recipe, method, ground)
+    if image_keys(recipe):
+        check_tower(resolve_model_folder(ground.path))
     for section, examples in (("train_dataset", data), (_section_of_held_out(recipe), valid)):
         if examples is not None:
             check_examples(ground.shape, section, examples.longest, examples.largest_token, method.n_appended)
@@ -220,18 +234,19 @@ def set_up(recipe: SupervisedRecipe, method: Method[Item], began: datetime | Non
 
 
 def _load(
-    recipe: SupervisedRecipe, method: Method[Item], tokenizer: PreTrainedTokenizerBase
+    recipe: SupervisedRecipe, method: Method[Item], ground: Groundwork
 ) -> tuple[Examples[Item], Examples[Item] | None]:
     """Read the examples to train on, and the held-out ones if there are any.
 
     Raises:
         ValueError: a data set that cannot be used, or fewer held-out examples than an evaluation needs.
     """
-    data, valid = method.load(recipe.train_dataset, tokenizer), None
+    model = ground.path, ground.shape
+    data, valid = method.load(recipe.train_dataset, ground.tokenizer, model), None
     if hold_out := recipe.train_dataset.hold_out:
         data, valid = data.held_apart(hold_out, recipe.seed)
     elif recipe.valid_dataset is not None:
-        valid = method.load(recipe.valid_dataset, tokenizer)
+        valid = method.load(recipe.valid_dataset, ground.tokenizer, model)
     if valid is not None and len(valid) < method.n_compared:
         raise ValueError(
             f"each held-out one of the {method.unit} is compared with another one, and {_section_of_held_out(recipe)} "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from fivefold_import.algorithms import settle_clip_range, settle_staleness
 from fivefold_import.dialect import Dialect
@@ -78,10 +79,11 @@ def _settle_images(draft: Draft) -> None:
     """Map the columns of images, and add a problem for a model that reads images which do not reach it."""
     model = str(draft.recipe.get("actor.path", ""))
     is_seeing = sees(model)
-    for key in draft.keys("*image_key"):
-        if not (column := draft.get(key)):
+    for key in [*draft.keys("*image_key"), *draft.keys("multimodal_keys")]:
+        column = _column_of_images(draft.get(key))
+        if not draft.get(key):
             draft.implied(key, "prompts are texts")
-        elif not is_seeing:
+        elif not is_seeing or column is None:
             draft.unsupported(key, NO_MULTIMODAL)
         else:
             draft.mapped(key, "train_dataset.image_key", column)
@@ -93,11 +95,23 @@ def _settle_images(draft: Draft) -> None:
         draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name one, or a language model")
     elif "train_dataset.image_key" not in draft.recipe:
         draft.problems.append(f"actor.path={model} reads images: name their column in train_dataset.image_key")
-    elif (engine := str(draft.recipe.get("rollout.backend", "")).partition(":")[0]) in ("vllm", "sglang"):
+    elif str(draft.recipe.get("rollout.backend", "")).startswith("sglang"):
         draft.problems.append(
-            f"actor.path={model} reads images, which reach the embedded engine alone, and rollout.backend is {engine}: "
-            "set it to transformers:d1"
+            f"actor.path={model} reads images, which do not reach SGLang, and rollout.backend is sglang: set it to "
+            "vllm or transformers:d1"
         )
+
+
+def _column_of_images(value: Any) -> str | None:
+    """Return the column that a key names; None: a mapping of kinds to columns, as slime has, names others too."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if isinstance(value, Mapping):
+        return str(value["image"]) if value.keys() == {"image"} else None
+    return str(value)
 
 
 def check_framework(

@@ -7,10 +7,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from fivefold.cluster.interrupt import keep_exit_statuses
 
 keep_exit_statuses()
+# On a machine that is busy, an example may take any time.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 # Test modules import all libraries, and pytest makes an object of every test. Passes of the garbage collector over all
 # of them would take seconds; what exists when the first test begins stays to the end.
 gc.disable()

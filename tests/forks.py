@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.forked_workers import fork_workers, python_path
+from tests.forked_workers import HOST, fork_workers, python_path
 
 
 def forking() -> ForkServerContext:
@@ -26,7 +28,13 @@ def forking() -> ForkServerContext:
 
 
 def start_forked(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], output: Path, errors: Path
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    output: Path,
+    errors: Path,
+    is_leader: bool = False,
 ) -> BaseProcess:
     """Start the `fivefold` command, or a Python program if `arguments` begin with its file, in a forked process.
 
@@ -36,8 +44,9 @@ def start_forked(
         environment: its environment.
         output: file for its standard output.
         errors: file for its standard error output.
+        is_leader: whether it leads a process group, as a shell starts it.
     """
-    process = forking().Process(target=_run, args=(list(arguments), cwd, dict(environment), output, errors))
+    process = forking().Process(target=_run, args=(list(arguments), cwd, dict(environment), output, errors, is_leader))
     process.start()
     return process
 
@@ -61,9 +70,38 @@ def run_forked(
         return subprocess.CompletedProcess(list(arguments), process.exitcode, output.read_text(), errors.read_text())
 
 
-def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Let the workers of each Ray that this process starts in the block be forked, too."""
+    from ray._private import ray_constants
+
+    receiver, sender = forking().Pipe(duplex=False)
+    process = forking().Process(target=_say_host, args=(sender,))
+    process.start()
+    host = receiver.recv()
+    process.join()
+    script = ray_constants.SETUP_WORKER_FILENAME
+    fork_workers(host)
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = script
+        del os.environ[HOST]
+
+
+def _say_host(sender: Connection) -> None:
     from tests import preloaded
 
+    sender.send(preloaded.HOST)
+
+
+def _run(
+    arguments: list[str], cwd: Path, environment: dict[str, str], output: Path, errors: Path, is_leader: bool
+) -> None:
+    from tests import preloaded
+
+    if is_leader:
+        os.setsid()
     for descriptor, file in ((1, output), (2, errors)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
@@ -76,6 +114,7 @@ def _run(arguments: list[str], cwd: Path, environment: dict[str, str], output: P
     is_program = arguments[0].endswith(".py")
     sys.argv = arguments if is_program else ["fivefold", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored under nohup
     fork_workers(preloaded.HOST)
     from fivefold.cli.main import app
 

@@ -11,8 +11,13 @@ OF_WORKERS = (
     "fivefold.mcore.engine",
     "fivefold.fsdp.engine",
     "fivefold.rollout.transformers_engine",
+    "google.protobuf.json_format",
     "jsonschema",
+    "pyarrow.json",
+    "pydantic.v1",
+    "pytest",
     "requests",
+    "starlette.datastructures",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -24,7 +29,7 @@ OF_WORKERS = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""Modules that import no Ray; it imports jsonschema and requests."""
+"""Modules that import no Ray, and some that it imports."""
 OF_DRIVERS = (
     "fivefold.cli.main",
     "fivefold.train",
@@ -32,7 +37,10 @@ OF_DRIVERS = (
     "fivefold.dpo",
     "fivefold.rm",
     "fivefold.generate",
+    "pandas",
+    "pyarrow.parquet",
 )
+"""Modules that import Ray, and two with which samples are written."""
 
 with large_imports():
     for module in OF_WORKERS:

@@ -11,7 +11,6 @@ from copy import copy
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import torch
@@ -100,9 +99,7 @@ class DCPFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_chunk(self, name: str, chunk: StoredChunk, index: Sequence[slice]) -> Tensor:

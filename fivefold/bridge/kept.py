@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fivefold.bridge.hf_reader import DTYPES
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.bridge.weight_files import survey
+from fivefold.families.family import Family
 from fivefold.families.registry import FAMILIES
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import kept_tensors
@@ -14,8 +16,6 @@ from fivefold.json_text import parsed
 
 _SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of the names of layers for multi-token prediction that are copies of tensors of the model itself."""
-VISION = "model.visual."
-"""What precedes the names of a vision tower's tensors in files."""
 
 
 def kept_specs(source: Path) -> dict[str, TensorSpec]:
@@ -48,15 +48,35 @@ def draft_files(folder: Path) -> dict[str, list[str]]:
     """
     config = parsed((folder / "config.json").read_text())
     family, n_layers = FAMILIES.get(config.get("model_type", "")), config.get("num_hidden_layers", 0)
-    stored, files = survey(folder), dict[str, list[str]]()
-    for name in kept_specs(folder):
-        if family is not None and family.is_further(name, n_layers) and not name.endswith(_SHARED):
-            files.setdefault(str(folder / stored.file(name)), []).append(name)
+    files = _by_file(
+        folder,
+        lambda name: family is not None and family.is_further(name, n_layers) and not name.endswith(_SHARED),
+    )
     if not files:
         raise ValueError(
             f"{folder} has no weights for multi-token prediction that are not quantized, with which "
             "rollout.speculative.method=mtp drafts tokens: name a folder with them, or drop rollout.speculative"
         )
+    return files
+
+
+def tower_files(folder: Path) -> dict[str, list[str]]:
+    """Return the tensors of the vision tower in a model's folder, by the path of their file."""
+    prefix = tower_prefix(folder)
+    return _by_file(folder, lambda name: name.startswith(prefix))
+
+
+def tower_prefix(folder: Path) -> str:
+    """Return what precedes the names of a vision tower's tensors in the files of a folder."""
+    family = FAMILIES.get(parsed((folder / "config.json").read_text()).get("model_type", ""))
+    return Family.tower if family is None else family.tower
+
+
+def _by_file(folder: Path, wants: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Return some of the tensors that a language model keeps, by the path of their file."""
+    stored, files = survey(folder), dict[str, list[str]]()
+    for name in filter(wants, kept_specs(folder)):
+        files.setdefault(str(folder / stored.file(name)), []).append(name)
     return files
 
 
@@ -82,8 +102,9 @@ def check_tower(folder: Path) -> None:
     Raises:
         ValueError: it has none.
     """
-    if not any(name.startswith(VISION) for name in survey(folder).tensors):
+    prefix = tower_prefix(folder)
+    if not any(name.startswith(prefix) for name in survey(folder).tensors):
         raise ValueError(
-            f"{folder} has no weights of a vision tower ({VISION}*), without which the model sees no images: give the "
+            f"{folder} has no weights of a vision tower ({prefix}*), without which the model sees no images: give the "
             "folder of the whole model, or drop image_key"
         )

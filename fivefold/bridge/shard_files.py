@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -125,9 +124,7 @@ class ShardFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write_at(self, file: str, data: bytes | memoryview, offset: int) -> None:

@@ -18,11 +18,9 @@ from types import TracebackType
 from typing import Self
 
 from fivefold.checkpoints.run_state import MetricHistory, RunState
-from fivefold.checkpoints.store import CheckpointStore
-from fivefold.checkpoints.writer import Begun, CheckpointWriter, StateOwner
+from fivefold.checkpoints.writer import Begun, CheckpointWriter
 from fivefold.config.problems import did_you_mean
-from fivefold.config.schema.run import PeriodicConfig, RunConfig
-from fivefold.observe.timers import PhaseTimers
+from fivefold.config.schema.run import PeriodicConfig
 
 LONGER = 1.25
 """How much longer than the longest step so far the next one may take."""
@@ -116,40 +114,20 @@ EVALUATION = "eval/"
 class Checkpointer:
     """Decides when a checkpoint is due, and writes it. It is a context manager; only one thread may use it."""
 
-    def __init__(
-        self,
-        recipe: RunConfig,
-        store: CheckpointStore,
-        owners: Mapping[str, StateOwner],
-        timers: PhaseTimers,
-        *,
-        schedule: Schedule,
-        history: MetricHistory | None,
-        note: Callable[[str], None],
-        is_ours: Callable[[], bool],
-    ) -> None:
+    def __init__(self, writer: CheckpointWriter, *, schedule: Schedule, history: MetricHistory | None) -> None:
         """Write nothing yet.
 
         Args:
-            recipe: the recipe, whose section `recover` is followed, and which is saved with each checkpoint.
-            store: the run's checkpoints.
-            owners: whose state is saved, by the folder of a checkpoint that gets it.
-            timers: timers of the driver; the copy counts for the phase `checkpoint`, the rest for `checkpoint write`.
+            writer: what writes the checkpoints; the copy counts for its timers' phase `checkpoint`.
             schedule: the frequencies of `recover`.
             history: values of the metric `recover.keep_best` at the steps before; None if there are none.
-            note: shows a line of text to the user.
-            is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
         """
-        self._is_enabled = recipe.recover.is_enabled
-        self._store = store
-        self._timers = timers
+        self._writer = writer
         self._schedule = schedule
-        best = recipe.recover.keep_best
+        best = writer.recipe.recover.keep_best
         if history is None or history.name != best:
             history = None if best is None else MetricHistory(best, {})
         self._history = history
-        self._note = note
-        self._writer = CheckpointWriter(recipe, store, owners, timers, note, is_ours)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._begun: Begun | None = None
         self._writing: Future[None] | None = None
@@ -163,7 +141,7 @@ class Checkpointer:
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
-        if not self._is_enabled:
+        if not self._writer.recipe.recover.is_enabled:
             return False
         self._look_for_metric(step, metrics)
         return self._schedule.is_due(step) or self._is_best(metrics)
@@ -174,7 +152,7 @@ class Checkpointer:
         Raises:
             RunFailed: a checkpoint could not be written.
         """
-        with self._timers.phase("checkpoint"):
+        with self._writer.timers.phase("checkpoint"):
             self.finish()
             if self._history is not None and (value := self._kept_value(metrics)) is not None:
                 self._history = self._history.with_value(state.step, value)
@@ -220,7 +198,7 @@ class Checkpointer:
         """Return whether `metrics` have a better value of `recover.keep_best` than every checkpoint that is kept."""
         if self._history is None or (value := self._kept_value(metrics)) is None:
             return False
-        return self._history.exceeds(value, {checkpoint.step for checkpoint in self._store.all()})
+        return self._history.exceeds(value, {checkpoint.step for checkpoint in self._writer.store.all()})
 
     def _look_for_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the user, once, that a step lacks the metric of `recover.keep_best`, whose name may be misspelled."""
@@ -231,7 +209,7 @@ class Checkpointer:
         of_its_kind = [one for one in metrics if one.startswith(EVALUATION) == name.startswith(EVALUATION)]
         if of_its_kind and name not in metrics:
             meant = did_you_mean(name, of_its_kind)
-            self._note(f"recover.keep_best={name}: step {step} has no such metric{meant}")
+            self._writer.note(f"recover.keep_best={name}: step {step} has no such metric{meant}")
             self._has_told = True
 
     def _kept_value(self, metrics: Mapping[str, float]) -> float | None:

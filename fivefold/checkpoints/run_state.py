@@ -108,11 +108,6 @@ class RunState:
         size, _ = self.sampler["batches"][-1]
         return [*self.earlier_steps, [size, self.step - sum(n for _, n in self.earlier_steps)]]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run makes no further step."""
-        return self.step >= self.total_steps or self.stopped_early is not None
-
     def last_step(self, recipe: Recipe, n_items: int) -> int:
         """Return the last step that a recipe asks for, which may have another batch size, with `n_items` rows.
 

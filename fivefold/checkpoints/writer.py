@@ -61,35 +61,24 @@ class Begun:
     """Time that the copy took."""
 
 
+@dataclass
 class CheckpointWriter:
-    """Copies the state of a run and writes it.
+    """Copies the state of a run and writes it."""
 
-    Args:
-        recipe: the recipe, which is saved with each checkpoint.
-        store: the run's checkpoints.
-        owners: whose state is saved, by the folder of a checkpoint that gets it.
-        timers: timers of the driver; writing counts for the phase `checkpoint write`.
-        note: shows a line of text to the user.
-        is_ours: tells whether the run's folder still belongs to this process; without it, nothing is committed.
-    """
-
-    def __init__(
-        self,
-        recipe: RunConfig,
-        store: CheckpointStore,
-        owners: Mapping[str, StateOwner],
-        timers: PhaseTimers,
-        note: Callable[[str], None],
-        is_ours: Callable[[], bool],
-    ) -> None:
-        self._recipe, self._config = recipe, recipe.recover
-        self._store = store
-        self._owners = owners
-        self._timers = timers
-        self._note = note
-        self._is_ours = is_ours
-        self.longest_write = 0.0
-        """Longest time, in seconds, that a checkpoint took to be copied and written."""
+    recipe: RunConfig
+    """The recipe, whose section `recover` is followed, and which is saved with each checkpoint."""
+    store: CheckpointStore
+    """The run's checkpoints."""
+    owners: Mapping[str, StateOwner]
+    """Whose state is saved, by the folder of a checkpoint that gets it."""
+    timers: PhaseTimers
+    """Timers of the driver; writing counts for the phase `checkpoint write`."""
+    note: Callable[[str], None]
+    """Shows a line of text to the user."""
+    is_ours: Callable[[], bool]
+    """Tells whether the run's folder still belongs to this process; without it, nothing is committed."""
+    longest_write: float = 0.0
+    """Longest time, in seconds, that a checkpoint took to be copied and written."""
 
     def copy(self, step: int) -> Path:
         """Copy the ranks' state after `step`. Returns the folder of the checkpoint.
@@ -106,7 +95,7 @@ class CheckpointWriter:
             RunFailed: no attempt succeeded, or another process has the run's folder.
         """
         began = time.monotonic()
-        with self._timers.phase("checkpoint write"):
+        with self.timers.phase("checkpoint write"):
             files = self._attempted(begun.state.step, lambda: self._files(begun))
             content = Manifest(begun.state.step, begun.saved, begun.state.fingerprints.config, files)
             self._attempted(begun.state.step, lambda: self._commit(begun.folder, content))
@@ -114,23 +103,23 @@ class CheckpointWriter:
         self.longest_write = max(self.longest_write, begun.seconds + time.monotonic() - began)
 
     def _snapshot(self, step: int) -> Path:
-        folder = self._store.begin(step)
+        folder = self.store.begin(step)
         # All folders come first: an owner that has copied its state makes no second copy before the first is written,
         # so nothing after a copy may fail and be attempted again.
-        for name in self._owners:
+        for name in self.owners:
             (folder / name).mkdir()
-        for name, owner in self._owners.items():
+        for name, owner in self.owners.items():
             owner.snapshot(folder / name)
         return folder
 
     def _prune(self, state: RunState) -> None:
         """Delete old checkpoints. One that cannot be deleted ends no run, because the newest one is on the disk."""
         history = state.kept_metric
-        best = None if history is None else history.best([each.step for each in self._store.all()])
+        best = None if history is None else history.best([each.step for each in self.store.all()])
         try:
-            self._store.prune(self._config.max_to_keep, () if best is None else (best,))
+            self.store.prune(self.recipe.recover.max_to_keep, () if best is None else (best,))
         except OSError as error:
-            self._note(f"an old checkpoint could not be deleted, which the next save attempts again: {error}")
+            self.note(f"an old checkpoint could not be deleted, which the next save attempts again: {error}")
 
     def _commit(self, folder: Path, content: Manifest) -> None:
         """Make the checkpoint count.
@@ -138,12 +127,12 @@ class CheckpointWriter:
         Raises:
             RunFailed: another process has the run's folder.
         """
-        if not self._is_ours():
+        if not self.is_ours():
             raise RunFailed(
                 f"the checkpoint of step {content.step} is not committed: another process has taken over the run's "
-                f"folder, {self._store.root.parent}, or has removed it. This process ends, so that there is one run"
+                f"folder, {self.store.root.parent}, or has removed it. This process ends, so that there is one run"
             )
-        self._store.commit(folder, content)
+        self.store.commit(folder, content)
 
     def _files(self, begun: Begun) -> dict[str, FileEntry]:
         """Write all files but the manifest. Returns their entries."""
@@ -151,10 +140,10 @@ class CheckpointWriter:
         from fivefold.engine.state.dcp_files import finish
 
         files: dict[str, FileEntry] = {}
-        for name, owner in self._owners.items():
+        for name, owner in self.owners.items():
             written = finish(begun.folder / name, owner.write_snapshot())
             files |= {f"{name}/{file.name}": _entry(file) for file in written}
-        write_file(begun.folder / RECIPE, resolved_yaml(self._recipe).encode())
+        write_file(begun.folder / RECIPE, resolved_yaml(self.recipe).encode())
         for path in (begun.folder / RECIPE, begun.state.write(begun.folder)):
             files[path.name] = FileEntry.of(path)
         return files
@@ -165,17 +154,18 @@ class CheckpointWriter:
         Raises:
             RunFailed: the last attempt failed too.
         """
-        for attempt in range(1, self._config.write_attempts + 1):
+        attempts = self.recipe.recover.write_attempts
+        for attempt in range(1, attempts + 1):
             try:
                 return action()
             except OSError as error:
                 failure = error
-                self._note(f"the checkpoint of step {step} could not be written ({attempt}. attempt): {error}")
-        latest = self._store.latest()
+                self.note(f"the checkpoint of step {step} could not be written ({attempt}. attempt): {error}")
+        latest = self.store.latest()
         left = "there is no earlier one" if latest is None else f"the last whole one is {latest.path}"
         raise RunFailed(
-            f"the checkpoint of step {step} could not be written to {self._store.path(step)} in "
-            f"{self._config.write_attempts} attempts (recover.write_attempts): {failure}. {left[0].upper()}{left[1:]}. "
+            f"the checkpoint of step {step} could not be written to {self.store.path(step)} in "
+            f"{attempts} attempts (recover.write_attempts): {failure}. {left[0].upper()}{left[1:]}. "
             "Mend the cause, such as a full disk, and run the same command again"
         ) from failure
 

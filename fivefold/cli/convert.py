@@ -52,6 +52,14 @@ Adapters = Annotated[
     str | None,
     typer.Option(help="From a Hugging Face folder: merge a folder of adapters, as PEFT writes it.", show_default=False),
 ]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        help="With --rank: the model that SOURCE was trained from; what training has added becomes adapters.",
+        show_default=False,
+    ),
+]
+Rank = Annotated[int | None, typer.Option(min=1, help="With --base: rank of the adapters.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier model folder.")]
 
 
@@ -64,12 +72,14 @@ def convert(
     spec: LayerSpec = "te",
     separate_layers: SeparateLayers = False,
     adapters: Adapters = None,
+    base: Base = None,
+    rank: Rank = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Turn models into Hugging Face folders, or into torch_dist.
 
     A GGUF model, a Hugging Face folder of fp8 or mxfp4 weights or a Megatron-Core checkpoint becomes a Hugging Face
-    folder, such a folder becomes a checkpoint, or adapters are merged into it.
+    folder, such a folder becomes a checkpoint, or adapters are merged into it, or taken out of it again.
 
     \b
     Examples:
@@ -77,13 +87,21 @@ def convert(
       fivefold convert models/Qwen3-30B-A3B --to torch_dist -o models/Qwen3-30B-A3B-mcore
       fivefold convert checkpoints/iter_0000100 --config models/Qwen3-30B-A3B -o models/trained
       fivefold convert models/Qwen3-30B-A3B --adapters weights/adapter -o models/merged
+      fivefold convert models/trained --base models/Qwen3-30B-A3B --rank 16 -o models/adapter
     """
     with reporting_errors():
         from fivefold.families.torch_dist import is_torch_dist
 
+        others = {"--to torch_dist": to == "torch_dist", "--config": config is not None, "--spec": spec != "te"}
+        others["--separate-layers"] = separate_layers
+        if base is not None or rank is not None:
+            _refuse({"--base": rank is None, "--rank": base is None}, "needs the other: give --base and --rank, or")
+            others |= {"--dtype": dtype is not None, "--adapters": adapters is not None}
+            _refuse(others, "does not go with --base")
+            _take_apart(source, str(base), out, int(rank or 0), overwrite)
+            return
         if adapters is not None:
-            others = {"--to torch_dist": to == "torch_dist", "--config": config is not None, "--spec": spec != "te"}
-            _refuse({**others, "--separate-layers": separate_layers}, "does not go with --adapters")
+            _refuse(others, "does not go with --adapters")
             _merge_adapters(source, adapters, out, dtype, overwrite)
             return
         if to == "torch_dist":
@@ -135,6 +153,21 @@ def _merge_adapters(source: str, adapters: str, out: Path, dtype: str | None, ov
         done = convert_adapted(source, adapters, out, dtype=own, overwrite=overwrite, progress=progress)
     typer.echo(f"{out}: {done.shape.family}, {done.shape.n_parameters / 1e6:,.1f} M parameters, adapters merged")
     _tell_left_out(done)
+
+
+def _take_apart(source: str, base: str, out: Path, rank: int, overwrite: bool) -> None:
+    from fivefold.convert.taken_apart import take_apart
+
+    with progress_bar() as progress:
+        done = take_apart(source, base, out, rank, overwrite=overwrite, progress=progress)
+    typer.echo(
+        f"{out}: {done.shape.family}, {done.n_adapters:,} adapters of rank {rank}. They lack {done.residual:.2%} of "
+        f"what training has added (Frobenius norm), at most {done.worst_residual:.2%}, in {done.worst}"
+    )
+    if done.others:
+        typer.echo(
+            f"Left out: {len(done.others):,} tensors that differ and can have no adapter, such as {done.others[0]}"
+        )
 
 
 def _convert_gguf(source: str, out: Path, dtype: Literal["float32", "bfloat16"], overwrite: bool) -> None:

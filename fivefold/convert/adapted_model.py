@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fivefold.bridge.adapters import scale_of
 from fivefold.bridge.bridge import checked_source
-from fivefold.bridge.decoder import expected_tensors
+from fivefold.bridge.decoder import expected_tensors, file_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
+from fivefold.bridge.weight_files import of_joint, part_of_joint
 from fivefold.config.paths import user_path
 from fivefold.convert.megatron import Converted, has_further_layers, left_out
 from fivefold.convert.target import Progress, free_target
@@ -50,10 +51,11 @@ def convert_adapted(
     shape, given = load_shape(folder), AdapterFiles(user_path(adapters))
     with HFWeights(folder) as stored:
         checked_source(shape, stored)
-        wanted = expected_tensors(shape)
-        given.check(wanted)
-        own = dtype or torch.bfloat16
-        specs = {name: TensorSpec(dtype or stored.dtype(name) or own, full) for name, full in wanted.items()}
+        given.check(expected_tensors(shape))
+        specs = {
+            name: TensorSpec(dtype or stored.dtype(parts_of(name, full, stored)[0]) or torch.bfloat16, full)
+            for name, full in file_tensors(shape).items()
+        }
         save_hf(target, _merged(stored, given, specs, progress), folder, tensors=specs)
         return Converted(shape, len(specs), left_out(further_layers=has_further_layers(stored, shape)))
 
@@ -104,12 +106,20 @@ class AdapterFiles:
             if name not in self._names:
                 raise ValueError(f"{str(self._folder)!r} lacks {name}: fetch the adapters again")
         a, b = (self._file.get_tensor(PREFIX + name).float() for name in names)
+        if of_joint(weight) is not None:
+            full = full[::-1]
         if (len(b), a.shape[1]) != tuple(full):
             raise ValueError(
                 f"{str(self._folder)!r} has {names[0]} for {[len(b), a.shape[1]]}, and the weight is {list(full)}: "
                 "give the model that they adapt"
             )
-        return scale_of(self._config, weight.removesuffix(".weight"), len(a)) * (b @ a)
+        added = scale_of(self._config, weight.removesuffix(".weight"), len(a)) * (b @ a)
+        return added if of_joint(weight) is None else added.T
+
+
+def parts_of(name: str, full: tuple[int, ...], stored: HFWeights) -> list[str]:
+    """Return the tensors that make up one of a file: itself, or each expert's part."""
+    return [name] if name in stored.names else [part_of_joint(name, expert) for expert in range(full[0])]
 
 
 def _merged(
@@ -117,8 +127,11 @@ def _merged(
 ) -> Iterator[tuple[str, Tensor]]:
     done, total = 0, sum(spec.n_elements for spec in specs.values())
     for name, spec in specs.items():
-        weight, added = stored.read(name), given.addition(name, spec.shape)
-        yield name, (weight if added is None else weight.float() + added).to(spec.dtype)
+        parts = []
+        for part in parts_of(name, spec.shape, stored):
+            weight, added = stored.read(part), given.addition(part, stored.shape(part))
+            parts.append((weight if added is None else weight.float() + added).to(spec.dtype))
+        yield name, parts[0] if name in stored.names else torch.stack(parts)
         done += spec.n_elements
         if progress is not None:
             progress("writing", done, total)

@@ -21,12 +21,13 @@ Progress = Callable[[str, int, int], None]
 """Receives a conversion's progress: the current task, elements done, elements in total."""
 
 
-def free_target(out: str | Path, *, overwrite: bool) -> Path:
+def free_target(out: str | Path, *, overwrite: bool, mark: str = "config.json") -> Path:
     """Return the path of the folder to write.
 
     Args:
         out: where the folder is to be; if that is a symbolic link, what it points to.
-        overwrite: whether an earlier model folder there may be replaced.
+        overwrite: whether an earlier folder there may be replaced.
+        mark: the file by which an earlier folder of its kind is known: a model's, or of adapters.
 
     Raises:
         ValueError: there is something that may not be replaced.
@@ -34,8 +35,9 @@ def free_target(out: str | Path, *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(user_path(out)))
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
-    if not (target / "config.json").is_file():
-        raise ValueError(f"{target} exists and is not a model folder, so it is not replaced: give another place")
+    if not (target / mark).is_file():
+        kind = "is not a model folder" if mark == "config.json" else f"has no {mark}"
+        raise ValueError(f"{target} exists and {kind}, so it is not replaced: give another place")
     if not overwrite:
         raise ValueError(f"{target} exists: pass --overwrite to replace it, or give another place")
     return target

@@ -19,9 +19,10 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fivefold.config.paths import user_path
-from fivefold.config.schema.data import PromptRowsConfig
+from fivefold.config.schema.data import RowsConfig
+from fivefold.data.chats import read_messages
 from fivefold.data.files import Row
-from fivefold.data.prompts import RenderedPrompt, read_messages, render
+from fivefold.data.prompts import RenderedPrompt, render
 from fivefold.families.shape import ModelShape
 from fivefold.families.vision import VisionShape
 from fivefold.types import ImagePart, PlacedImage
@@ -41,7 +42,7 @@ _FORMS = "the path of a file, the bytes of one, {'bytes': ..., 'path': ...} or a
 class PromptImages:
     """Reads the images of a data set's prompts for one model."""
 
-    config: PromptRowsConfig
+    config: RowsConfig
     tokenizer: PreTrainedTokenizerBase
     vision: VisionShape
     processor: str
@@ -54,9 +55,7 @@ class PromptImages:
     """As in `ImagePart`."""
 
     @classmethod
-    def of(
-        cls, config: PromptRowsConfig, tokenizer: PreTrainedTokenizerBase, model: str, shape: ModelShape
-    ) -> PromptImages:
+    def of(cls, config: RowsConfig, tokenizer: PreTrainedTokenizerBase, model: str, shape: ModelShape) -> PromptImages:
         """Return the reader of `config.image_key` for the model at `model` (folder or hub name), whose shape is known.
 
         Raises:
@@ -93,16 +92,25 @@ class PromptImages:
         Raises:
             ValueError: as `render`, `encoded`, `marked` and `expanded`.
         """
-        config, key = self.config, str(self.config.image_key)
-        images = self.encoded(row[key], f"{where}: column {key!r}")
-        prompt = prompt if config.apply_chat_template is False else read_messages(prompt)
-        if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
-            prompt = self.marked(prompt, len(images), where)
+        config, images = self.config, self.of_row(row, where)
+        prompt = self.asked(prompt, len(images), where)
         made = render(prompt, config, self.tokenizer, where, config.max_length)
         if len(made.token_ids) > config.max_length:
             return made
         token_ids, parts = self.expanded(made.token_ids, images, where)
         return replace(made, text=self.shown(made.text, parts), token_ids=token_ids, images=parts)
+
+    def of_row(self, row: Row, where: str) -> tuple[str | bytes, ...]:
+        """Return the images of a row, as `encoded`."""
+        key = str(self.config.image_key)
+        return self.encoded(row[key], f"{where}: column {key!r}")
+
+    def asked(self, prompt: Any, n_images: int, where: str) -> Any:
+        """Return a prompt as `marked`; one that is neither a text nor messages stays as it is."""
+        prompt = prompt if self.config.apply_chat_template is False else read_messages(prompt)
+        if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt)):
+            return self.marked(prompt, n_images, where)
+        return prompt
 
     def marked(self, prompt: Any, n_images: int, where: str) -> Any:
         """Return a prompt, a text or messages, with the model's marker for each image.

@@ -26,11 +26,15 @@ from fivefold.batch import Columns
 from fivefold.config.schema.data import DPORowsConfig, PreferenceRowsConfig
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
+from fivefold.data.prompts import image_reader
 from fivefold.data.rows import load_rows, require_column
-from fivefold.data.sft import Answers, SFTExample, is_chat, read_answer
+from fivefold.data.sft import Answers, SFTExample, answered, images_of, is_chat, placed_images, read_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fivefold.data.seen_examples import ExampleImages
+    from fivefold.families.shape import ModelShape
 
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
@@ -74,8 +78,15 @@ class Labelled:
         yield (int(self.is_desirable),)
 
 
-def load_pairs(config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Pair]:
+def load_pairs(
+    config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None = None
+) -> Examples[Pair]:
     """Read and tokenize pairs; those with an answer that is too long are dropped and counted.
+
+    Args:
+        config: the section of the data set.
+        tokenizer: the model's tokenizer.
+        model: folder or hub name of the model, and its shape, for which images are read.
 
     Raises:
         ValueError: no data, a missing column, answers of another form, a tokenizer without an end-of-sequence token, or
@@ -85,10 +96,12 @@ def load_pairs(config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase)
     rows = load_rows(config)
     for key in ("chosen_key", "rejected_key"):
         require_column(rows, getattr(config, key), key, config.path)
+    reader = image_reader(config, rows, tokenizer, model)
     pairs: list[Pair] = []
     numbers: list[int] = []
     for number, row in enumerate(rows, start=1):
-        pair = _pair(row, config, tokenizer, f"row {number} of {config.path!r}")
+        where = f"row {number} of {config.path!r}"
+        pair = _pair(row, config, tokenizer, where, images_of(row, reader, where))
         if pair.n_tokens <= config.max_length:
             pairs.append(pair)
             numbers.append(number)
@@ -96,14 +109,18 @@ def load_pairs(config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase)
     return Examples(tuple(pairs), tuple(numbers), n_rows=len(rows), n_too_long=len(rows) - len(pairs))
 
 
-def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[Labelled]:
+def load_labelled(
+    config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None = None
+) -> Examples[Labelled]:
     """Read and tokenize single answers with labels; or pairs, as a desirable and an undesirable answer each.
+
+    The arguments are as in `load_pairs`.
 
     Raises:
         ValueError: as `load_pairs`, or a label that is not true or false.
     """
     if config.label_key is None:
-        pairs = load_pairs(config, tokenizer)
+        pairs = load_pairs(config, tokenizer, model)
         answers = [Labelled(answer, is_chosen) for pair in pairs.examples
                    for answer, is_chosen in ((pair.chosen, True), (pair.rejected, False))]  # fmt: skip
         rows_of = tuple(row for row in pairs.rows for _ in range(2))
@@ -112,15 +129,15 @@ def load_labelled(config: DPORowsConfig, tokenizer: PreTrainedTokenizerBase) -> 
     rows = load_rows(config)
     for key in ("prompt_key", "response_key", "label_key"):
         require_column(rows, getattr(config, key), key, config.path)
+    reader = image_reader(config, rows, tokenizer, model)
     labelled: list[Labelled] = []
     numbers: list[int] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
         is_desirable = _label(row[config.label_key], config.label_key, where)
         prompt, answer = row[config.prompt_key], read_answer(row[config.response_key], config)
-        example = Answers(prompt, config, tokenizer, where, as_chat=is_chat(answer)).tokenized(
-            answer, config.response_key
-        )
+        images = images_of(row, reader, where)
+        example = answered(prompt, answer, config.response_key, config, tokenizer, where, images)
         if example.n_tokens <= config.max_length:
             labelled.append(Labelled(example, is_desirable))
             numbers.append(number)
@@ -146,7 +163,8 @@ def score_columns(examples: Sequence[SFTExample]) -> Columns:
     tokens = [token for each in examples for token in (*each.prompt_ids, *each.response_ids, each.response_ids[-1])]
     mask_T = np.zeros(len(tokens), dtype=np.bool_)
     mask_T[np.cumsum(lengths_N) - 1] = True
-    return Columns(lengths_N, {"tokens": np.array(tokens, dtype=np.int32), "mask": mask_T})
+    values = {"tokens": np.array(tokens, dtype=np.int32), "mask": mask_T}
+    return Columns(lengths_N, values, images=placed_images(examples))
 
 
 def _refuse_answers(config: PreferenceRowsConfig) -> None:
@@ -156,7 +174,13 @@ def _refuse_answers(config: PreferenceRowsConfig) -> None:
         )
 
 
-def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> Pair:
+def _pair(
+    row: Row,
+    config: PreferenceRowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    images: ExampleImages | None,
+) -> Pair:
     chosen, rejected = (read_answer(row[key], config) for key in (config.chosen_key, config.rejected_key))
     if is_chat(chosen) != is_chat(rejected):
         raise ValueError(
@@ -170,6 +194,8 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
             "an answer alone: write both in one form"
         )
     if is_whole:
+        if images is not None:
+            chosen, rejected = images.asked(chosen), images.asked(rejected)
         n = _n_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
         if not prompt or not chosen or not rejected:
@@ -185,8 +211,11 @@ def _pair(row: Row, config: PreferenceRowsConfig, tokenizer: PreTrainedTokenizer
             f"{where}{lacks}, which prompt_key asks for unless {config.chosen_key!r} and {config.rejected_key!r} are "
             f"whole conversations; its columns are {sorted(row)}: set prompt_key, or fill the row"
         )
+    elif images is not None:
+        prompt = images.asked(prompt)
     answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(chosen))
-    return Pair(answers.tokenized(chosen, config.chosen_key), answers.tokenized(rejected, config.rejected_key))
+    pair = answers.tokenized(chosen, config.chosen_key), answers.tokenized(rejected, config.rejected_key)
+    return Pair(*(pair if images is None else map(images.seen, pair)))
 
 
 def _is_conversation(messages: list[Any]) -> bool:

@@ -18,17 +18,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.batch import Columns
+from fivefold.batch import Columns, RowImages
 from fivefold.config.schema.data import RowsConfig, SFTRowsConfig
 from fivefold.data.beginnings import beginnings
+from fivefold.data.chats import read_messages, render_chat, with_system
 from fivefold.data.examples import Examples, require_examples
 from fivefold.data.files import Row
-from fivefold.data.prompts import asked, read_messages, render, render_chat, with_system
+from fivefold.data.prompts import asked, image_reader, render
 from fivefold.data.rows import load_rows, require_column
 from fivefold.data.tokens import tokenize
+from fivefold.types import ImagePart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fivefold.data.images import PromptImages
+    from fivefold.data.seen_examples import ExampleImages
+    from fivefold.families.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class SFTExample:
     """Tokens of the response, and the end-of-sequence token."""
     earlier: tuple[tuple[int, int], ...] = ()
     """Begin and end of each stretch of the prompt's tokens that is learned too: earlier answers of a conversation."""
+    images: tuple[ImagePart, ...] = ()
+    """The images among the prompt's tokens, in their order."""
 
     @property
     def n_tokens(self) -> int:
@@ -48,12 +56,17 @@ class SFTExample:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def parts(self) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of the prompt, divided where an earlier answer begins or ends, and the response's."""
+        """Yield the tokens of the prompt, divided where an earlier answer begins or ends, and the response's.
+
+        Numbers below 0, which no tokens are, stand for images.
+        """
         ends = [place for stretch in self.earlier for place in stretch]
         for start, end in zip([0, *ends], [*ends, len(self.prompt_ids)], strict=True):
             if start < end:
                 yield self.prompt_ids[start:end]
         yield self.response_ids
+        if self.images:
+            yield tuple(-1 - image.digest for image in self.images)
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """Return which tokens are learned."""
@@ -63,7 +76,9 @@ class SFTExample:
         return mask_T
 
 
-def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examples[SFTExample]:
+def load_sft(
+    config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, model: tuple[str, ModelShape] | None = None
+) -> Examples[SFTExample]:
     """Read and tokenize a data set of prompts and responses; examples that are too long are dropped and counted.
 
     The prompt is rendered as in reinforcement learning, with its chat template. A response that is a text follows it
@@ -71,6 +86,11 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
 
     Each answer of a conversation is learned unless `mask_history` is set; if one of its examples is too long, all are
     dropped.
+
+    Args:
+        config: the section of the data set.
+        tokenizer: the model's tokenizer.
+        model: folder or hub name of the model, and its shape, for which images are read.
 
     Raises:
         ValueError: no data, a missing column, a response that is neither a text nor messages, a tokenizer without an
@@ -86,12 +106,13 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
     own = ("prompt_key", "response_key", *(["input_key"] if config.input_key is not None else []))
     for key in own if config.messages_key is None else ("messages_key",):
         require_column(rows, getattr(config, key), key, config.path)
+    reader = image_reader(config, rows, tokenizer, model)
     examples: list[SFTExample] = []
     numbers: list[int] = []
     n_too_long = 0
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {config.path!r}"
-        found = _examples(row, config, tokenizer, where)
+        found = _examples(row, config, tokenizer, where, images_of(row, reader, where))
         if all(example.n_tokens <= config.max_length for example in found):
             examples += found
             numbers += [number] * len(found)
@@ -101,15 +122,42 @@ def load_sft(config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase) -> Examp
     return Examples(tuple(examples), tuple(numbers), n_rows=len(rows), n_too_long=n_too_long)
 
 
-def _examples(row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> list[SFTExample]:
+def images_of(row: Row, reader: PromptImages | None, where: str) -> ExampleImages | None:
+    """Return the images of a row for its examples; None: the data set has none."""
+    if reader is None:
+        return None
+    from fivefold.data.seen_examples import ExampleImages  # by those whose prompts have images
+
+    return ExampleImages.of(reader, row, where)
+
+
+def _examples(
+    row: Row, config: SFTRowsConfig, tokenizer: PreTrainedTokenizerBase, where: str, images: ExampleImages | None
+) -> list[SFTExample]:
     """Return the examples of a row: one, or a conversation's."""
     if config.messages_key is not None:
-        messages = list(with_system(_messages(row[config.messages_key], config.messages_key, where), config))
-        return conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
+        messages = _messages(row[config.messages_key], config.messages_key, where)
+        messages = list(with_system(messages if images is None else images.asked(messages), config))
+        made = conversation(messages, config, tokenizer, where, config.messages_key, only_last=config.mask_history)
+        return made if images is None else [images.seen(each, is_whole=each is made[-1]) for each in made]
     response = read_answer(row[config.response_key], config)
     prompt = asked(_with_input(row, config, where), config, where)
-    answers = Answers(prompt, config, tokenizer, where, as_chat=is_chat(response))
-    return [answers.tokenized(response, config.response_key)]
+    return [answered(prompt, response, config.response_key, config, tokenizer, where, images)]
+
+
+def answered(
+    prompt: Any,
+    answer: Any,
+    key: str,
+    config: RowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    images: ExampleImages | None,
+) -> SFTExample:
+    """Return a prompt with its one answer, which is in the column `key`."""
+    marked = prompt if images is None else images.asked(prompt)
+    example = Answers(marked, config, tokenizer, where, as_chat=is_chat(answer)).tokenized(answer, key)
+    return example if images is None else images.seen(example)
 
 
 def _with_input(row: Row, config: SFTRowsConfig, where: str) -> Any:
@@ -328,4 +376,18 @@ def sft_columns(examples: Sequence[SFTExample]) -> Columns:
     return Columns(
         np.array([example.n_tokens for example in examples], dtype=np.int32),
         {"tokens": np.array(tokens, dtype=np.int32), "mask": np.concatenate([each.mask() for each in examples])},
+        images=placed_images(examples),
     )
+
+
+def placed_images(examples: Sequence[SFTExample]) -> RowImages | None:
+    """Return the images of each example, which are read here; None: there are none.
+
+    Raises:
+        ValueError: a file that is gone, or that has changed since the data set was read.
+    """
+    if not any(example.images for example in examples):
+        return None
+    from fivefold.data.seen_examples import row_images  # by those whose prompts have images
+
+    return row_images(examples)

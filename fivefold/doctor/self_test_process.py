@@ -94,6 +94,7 @@ def _losses(layout_text: str) -> tuple[float, float]:
     from fivefold.algorithms.supervised_losses import SFTLoss
     from fivefold.config.paths import resolve_model_path
     from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
+    from fivefold.engine.contract import EngineOptions
     from fivefold.layout.parser import parse_backend
     from fivefold.mcore.engine import MegatronEngine
 
@@ -104,7 +105,7 @@ def _losses(layout_text: str) -> tuple[float, float]:
         mb_spec=MicroBatchConfig(max_tokens_per_mb=64),
     )
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
-    engine = MegatronEngine(config, parse_backend(layout_text), seed=SEED, optimizer=optimizer)
+    engine = MegatronEngine(config, parse_backend(layout_text), EngineOptions(seed=SEED, optimizer=optimizer))
     batch = _batch(engine.shape.vocab)
     share = engine.planner.plan(batch.lengths).share(batch, engine.groups.dp.rank())
     before = float(engine.forward_backward(share, SFTLoss())["loss"].sum)

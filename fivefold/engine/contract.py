@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -17,8 +17,13 @@ import torch.distributed as dist
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metrics
+from fivefold.config.schema.engine import OptimizerConfig
+from fivefold.config.schema.machines import SchedulerConfig
 from fivefold.engine.heads import Score
 from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.families.adapters import AdapterShape
+from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import ADAPTERS, ALL, NONE, Trained
 from fivefold.weights.stream import Stack
 
 if TYPE_CHECKING:
@@ -29,6 +34,43 @@ if TYPE_CHECKING:
 Offloadable = Literal["params", "grads", "optimizer"]
 OFFLOADABLE: tuple[Offloadable, ...] = ("params", "grads", "optimizer")
 PARAMS: tuple[Offloadable, ...] = ("params",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is built with besides its section of the recipe and its layout."""
+
+    seed: int
+    """Seed of dropout, of random weights (`init_from_scratch`) and of new adapters."""
+    optimizer: OptimizerConfig | None = None
+    """Hyper-parameters; None for a model that is not trained."""
+    total_steps: int = 1
+    """Optimizer steps of the whole run, for the learning-rate schedule."""
+    timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default
+    """Longest time, in seconds, that a collective may wait for another rank."""
+    value_head: bool = False
+    """Whether the model has a value head in place of its output layer."""
+    value_bias: bool = True
+    """Whether that head has a bias: a critic's has, a reward model's has not."""
+    trained: Trained = ALL
+    """The tensors that the optimizer changes; the others stay as they are, in the config's dtype."""
+    replays: bool = False
+    """Whether routers send tokens to the experts in a batch's field `routes`; without the field, their choices are
+    recorded."""
+    adapters: AdapterShape | None = None
+    """Low-rank adapters, which are trained in place of the model's weights; None: it has none."""
+
+    @property
+    def learning(self) -> Trained:
+        """The tensors that are trained."""
+        if self.optimizer is None:
+            return NONE
+        return self.trained if self.adapters is None else ADAPTERS
+
+    def shape_of(self, stored: ModelShape) -> ModelShape:
+        """Return the shape of the model whose files have the shape `stored`."""
+        shape = stored.as_critic(has_bias=self.value_bias) if self.value_head else stored
+        return replace(shape, adapters=self.adapters)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fivefold.config.schema.train import TrainRecipe
@@ -430,9 +429,7 @@ class Stream:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.changed:
             self._has_ended = True
             self.changed.notify_all()

@@ -21,6 +21,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Files of a folder of adapters."""
 Matrix = Literal["A", "B"]
 MATRICES: tuple[Matrix, ...] = ("A", "B")
+JOINT = ("gate_up_proj", "down_proj")
+"""Weights of an expert [in, out], which files hold in one tensor for all experts, and whose names end so (GPT-OSS)."""
 
 T = TypeVar("T")
 
@@ -65,7 +67,11 @@ def layer_of(name: str) -> str | None:
     Routers and the gate of a shared expert have none: they are small, and say where tokens go. Nor have convolutions.
     """
     *path, layer, kind = name.split(".")
-    is_linear = "layers" in path and kind == "weight" and not layer.endswith(("gate", "norm", "layernorm", "conv1d"))
+    if kind in JOINT and path[-1:] == ["experts"]:
+        return kind
+    is_linear = (
+        "layers" in path and kind == "weight" and not layer.endswith(("gate", "router", "norm", "layernorm", "conv1d"))
+    )
     return layer if is_linear else None
 
 

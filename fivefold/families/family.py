@@ -109,7 +109,9 @@ class Family:
     kept: tuple[str, ...] = ()
     """Tensors of parts that are not trained, which a folder that is written has unchanged: regular expressions."""
     sees: bool = False
-    """Whether its models have a vision tower, `model.visual` in files."""
+    """Whether its models have a vision tower."""
+    tower: str = "model.visual."
+    """What precedes the names of a vision tower's tensors in files."""
     predicts_further: bool = False
     """Whether files may hold layers behind the last one, for multi-token prediction, which are kept as they are."""
     computed_as: str | None = None

@@ -19,6 +19,7 @@ from fivefold.families.minimax_m2 import MINIMAX_M2
 from fivefold.families.mistral import MISTRAL
 from fivefold.families.mixtral import MIXTRAL
 from fivefold.families.qwen2 import QWEN2
+from fivefold.families.qwen2_5_vl import QWEN2_5_VL
 from fivefold.families.qwen2_moe import QWEN2_MOE
 from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_VL,
+        QWEN2_5_VL,
         MISTRAL,
         MIXTRAL,
         MINIMAX_M2,

@@ -41,6 +41,8 @@ def read_rope(
     if partial not in (None, 1) and not is_partial:
         raise config.error(f"partial_rotary_factor={partial} is not supported; it must be 1")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "mrope":  # Qwen2.5-VL's files call it so that images have separate positions
+        rope_type = "default"
     if not isinstance(rope_type, str) or rope_type not in _NEEDED:
         raise config.error(f"rope type {rope_type!r} is not supported; use one of {', '.join(_NEEDED)}")
     return _positive(config, "rope_theta", stated), _scaling(config, rope_type, rope)

@@ -63,6 +63,14 @@ class WeightTensor:
         return tuple(self.name.format(expert=expert) for expert in range(self.n_experts))
 
     @property
+    def as_linear(self) -> tuple[int, int, Cut]:
+        """Return the outputs and inputs of a weight, and how it is cut as [outputs, inputs]."""
+        if not self.is_joint:
+            return (*self.shape, self.cut)  # type: ignore[return-value]  # of two dimensions
+        inputs, outputs = self.shape
+        return outputs, inputs, "rows" if self.cut == "columns" else "columns"
+
+    @property
     def in_files(self) -> dict[str, Shape]:
         """Return the names and full shapes of what files hold: of this tensor, or of all experts' tensors."""
         if self.is_joint and self.n_experts is not None:
@@ -155,14 +163,14 @@ def _adapter(tensor: WeightTensor, adapters: AdapterShape) -> Iterator[WeightTen
     """Yield the matrices of a weight's adapter: A sees the weight's inputs, and B makes its outputs."""
     rank = adapters.rank_of(tensor.name, of_expert=tensor.n_experts is not None)
     if rank is not None:
-        rows, columns = tensor.shape
+        outputs, inputs, of_weight = tensor.as_linear
         forms: dict[Matrix, tuple[Shape, Cut]] = {
-            "A": ((rank, columns), "columns" if tensor.cut == "columns" else "whole"),
-            "B": ((rows, rank), "rows" if tensor.cut == "rows" else "whole"),
+            "A": ((rank, inputs), "columns" if of_weight == "columns" else "whole"),
+            "B": ((outputs, rank), "rows" if of_weight == "rows" else "whole"),
         }
         for matrix, (shape, cut) in forms.items():
             runs = tensor.runs if matrix == "B" else ()
-            part = replace(tensor, adapts=tensor.name, shape=shape, cut=cut, runs=runs)
+            part = replace(tensor, adapts=tensor.name, shape=shape, cut=cut, runs=runs, is_joint=False)
             # What tensor parallelism leaves whole is on the side of the hidden states.
             if adapters.shares_outer and tensor.n_experts is not None and cut == "whole":
                 shared = shared_name(tensor.name, matrix)

@@ -59,6 +59,8 @@ class AdaptedExperts:
         """
         self._experts, self._layers, self._switch = experts, layers, switch
         self._plain = experts.forward
+        self._is_joint = hasattr(experts, "gate_up_proj_bias")
+        """Whether they are GPT-OSS's: [experts, in, out], with biases, and with channels of gate and up by turns."""
 
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum over each token's experts, [T, H].
@@ -74,15 +76,27 @@ class AdaptedExperts:
         experts_N, order_N = chosen_TK.flatten().sort()
         numbers_E = torch.arange(self._experts.num_experts, device=experts_N.device)
         ends_E = torch.searchsorted(experts_N, numbers_E, right=True, out_int32=True)
-        gate, up = self._products(hidden_TH[order_N // chosen_TK.shape[1]], "gate_up_proj", ends_E)
-        [down_NH] = self._products(self._experts.act_fn(gate) * up, "down_proj", ends_E)
+        parts = self._products(hidden_TH[order_N // chosen_TK.shape[1]], "gate_up_proj", experts_N, ends_E)
+        inner = self._experts._apply_gate(*parts) if self._is_joint else self._experts.act_fn(parts[0]) * parts[1]
+        [down_NH] = self._products(inner, "down_proj", experts_N, ends_E)
         weighted_NH = down_NH * weights_TK.flatten()[order_N].unsqueeze(-1)
         return weighted_NH[order_N.argsort()].unflatten(0, chosen_TK.shape).sum(1).to(hidden_TH.dtype)
 
-    def _products(self, rows_NI: Tensor, kind: str, ends_E: Tensor) -> list[Tensor]:
-        """Return the outputs of the layers in the parameter `kind`, with what adapters add, [N, out] each."""
-        layers, adapters = self._layers[kind], self._experts.adapters
-        parts = _product(rows_NI, getattr(self._experts, kind), ends_E).chunk(len(layers), dim=-1)
+    def _products(self, rows_NI: Tensor, kind: str, experts_N: Tensor, ends_E: Tensor) -> list[Tensor]:
+        """Return the outputs of the layers in the parameter `kind`, with what adapters add, [N, out] each.
+
+        Args:
+            rows_NI: the rows, sorted by expert.
+            kind: the parameter.
+            experts_N: the expert of each row.
+            ends_E: the end of each expert's rows.
+        """
+        layers, adapters, weight = self._layers[kind], self._experts.adapters, getattr(self._experts, kind)
+        if self._is_joint:
+            product = grouped_mm(rows_NI, weight, ends_E) + getattr(self._experts, f"{kind}_bias")[experts_N]
+        else:
+            product = _product(rows_NI, weight, ends_E)
+        parts = product.chunk(len(layers), dim=-1)
         return [
             part + adapters[layer](rows_NI, ends_E) if layer in adapters else part
             for layer, part in zip(layers, parts, strict=True)

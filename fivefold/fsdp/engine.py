@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,7 @@ from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_saver import Block
 from fivefold.bridge.parameters import Parameter, trained_parameters
 from fivefold.bridge.random_weights import RandomWeights
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.adapters import Switch
 from fivefold.engine.base import (
     COMPUTING,
@@ -33,7 +31,7 @@ from fivefold.engine.base import (
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.contract import OFFLOADABLE, Offloadable
+from fivefold.engine.contract import OFFLOADABLE, EngineOptions, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights
 from fivefold.engine.heads import Asked, Head, Score
@@ -44,10 +42,8 @@ from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
-from fivefold.families.adapters import AdapterShape
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import ADAPTERS, ALL, NONE, Trained
 from fivefold.fsdp.expert_loads import ExpertLoads
 from fivefold.fsdp.groups import Groups, make_groups
 from fivefold.fsdp.mappings import mappings
@@ -79,36 +75,8 @@ class FSDPEngine(EngineBase[Optimizer]):
     torch.distributed must be initialised, with one process for each rank of `layout`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        layout: ParallelLayout,
-        *,
-        seed: int,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int = 1,
-        timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
-        value_head: bool = False,
-        value_bias: bool = True,
-        trained: Trained = ALL,
-        replays: bool = False,
-        adapters: AdapterShape | None = None,
-    ) -> None:
-        """Build the model of `config.path`.
-
-        Args:
-            config: the model and its options.
-            layout: how the model is spread over processes.
-            seed: seed of random weights (`init_from_scratch`) and of new adapters.
-            optimizer: hyper-parameters; None for a model that is not trained.
-            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            timeout_s: longest time, in seconds, that a collective may wait for another rank.
-            value_head: whether the model has a value head in place of its output layer.
-            value_bias: whether that head has a bias: a critic's has, a reward model's has not.
-            trained: the tensors that the optimizer changes; the others stay as they are, in the config's dtype.
-            replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
-                choices are recorded.
-            adapters: low-rank adapters, which are trained in place of the model's weights; None: it has none.
+    def __init__(self, config: EngineConfig, layout: ParallelLayout, options: EngineOptions) -> None:
+        """Build the model of `config.path`, spread over processes by `layout`.
 
         Raises:
             ValueError: a layout that the model cannot take, or weights that do not fit.
@@ -118,18 +86,17 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.config, self.layout = config, layout
         self._folder = resolve_model_folder(config.path)
         stored = load_shape(self._folder)
-        self.shape = replace(stored.as_critic(has_bias=value_bias) if value_head else stored, adapters=adapters)
-        self.groups = make_groups(layout, timeout_s, config.fsdp.reshard_after_forward)
+        self.shape, adapters, optimizer = options.shape_of(stored), options.adapters, options.optimizer
+        self.groups = make_groups(layout, options.timeout_s, config.fsdp.reshard_after_forward)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         is_cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         flash = flash_kernels(config.attn_impl, config.dtype, self._device)
-        self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=value_head)
+        self.head = Head.of(stored.vocab, config.fsdp, self.groups.tp, is_value=options.value_head)
         known = mappings(self.shape)
-        trained = trained if adapters is None else ADAPTERS
-        learning = trained_parameters(known.values(), NONE if optimizer is None else trained)
+        learning = trained_parameters(known.values(), options.learning)
         dropout = 0.0 if adapters is None or optimizer is None else adapters.dropout
-        switch, streams, generators = _random_numbers(dropout, seed, self.groups)
+        switch, streams, generators = _random_numbers(dropout, options.seed, self.groups)
         self.adapters = None if adapters is None else switch
         self.model = build_model(
             self._folder, config, self.shape, known, learning, self.head, self.groups, self._device, switch, streams
@@ -140,14 +107,14 @@ class FSDPEngine(EngineBase[Optimizer]):
             group = self.groups.tp if self.groups.tp.size() > 1 else self.groups.cp
             self.model.tower = VisionTower(self._folder, self._dtype, self._device, group)
         self._loads = ExpertLoads(self.model.model.layers, self.shape.n_experts, self._device)
-        self._replay = Replay(self.model.model.layers, self.shape, self._device) if replays else None
-        self.shards = Shards(self.model, self.shape, known, learning, self.groups, seed)
-        self._load(seed, stored)
+        self._replay = Replay(self.model.model.layers, self.shape, self._device) if options.replays else None
+        self.shards = Shards(self.model, self.shape, known, learning, self.groups, options.seed)
+        self._load(options.seed, stored)
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
             self.optimizer = Optimizer(
-                optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, total_steps
+                optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, options.total_steps
             )
             self._state = TrainingState(self.optimizer, self.shards.parameters, layout, generators)
         self._away: set[Offloadable] = set()

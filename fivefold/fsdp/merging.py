@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.pieces import Piece
+from fivefold.bridge.weight_files import of_joint
 from fivefold.families.adapters import MATRICES, AdapterShape, find_adapter
 
 
@@ -43,9 +44,11 @@ def additions(pieces: Iterable[Piece], matrices: Mapping[str, Tensor], shape: Ad
     for piece in pieces:
         a, b = (find_adapter(matrices, piece.name, matrix) for matrix in MATRICES)
         if a is not None and b is not None:
-            rows, columns = piece.index
+            rank, (rows, columns) = len(a), piece.index
+            if of_joint(piece.name) is not None:
+                a, b = b.t(), a.t()  # the weight is [in, out]
             # Copies, so that nothing refers to the whole matrices.
-            yield Addition(piece, a[:, columns].clone(), b[rows].clone(), shape.scale(len(a)))
+            yield Addition(piece, a[:, columns].clone(), b[rows].clone(), shape.scale(rank))
 
 
 def merged(values_N: Tensor, begin: int, added: Iterable[Addition]) -> Tensor:

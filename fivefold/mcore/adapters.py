@@ -162,6 +162,11 @@ class ExpertAdapters(Adapters):
         self._experts = experts
         experts.additions[kind] = self.added
 
+    def merged(self, weight: Tensor, first: int) -> Tensor:
+        if not self._experts.is_transposed:
+            return super().merged(weight, first)
+        return super().merged(weight.transpose(1, 2), first).transpose(1, 2)
+
     def added(self, output: Tensor, rows: Tensor, groups: Any) -> Tensor:
         """Return the products [N, out] of rows [N, in], sorted by expert, with what the adapters add."""
         if not self._switch.is_on:
@@ -191,7 +196,9 @@ class ExpertAdapters(Adapters):
 
     def _multiply(self, rows: Tensor, matrix: Tensor, groups: Any) -> Tensor:
         """Return rows [N, in] times the transposes of their experts' [E, out, in], or of one matrix for all."""
-        return F.linear(rows, matrix) if matrix.ndim == 2 else self._experts.multiply(rows, matrix, groups)
+        if matrix.ndim == 2:
+            return F.linear(rows, matrix)
+        return self._experts.multiply(rows, matrix.transpose(1, 2) if self._experts.is_transposed else matrix, groups)
 
 
 def tracked_dropout(rate: float, seed: int, groups: ShardGroups) -> Dropout:
@@ -259,8 +266,11 @@ def _install(
     n_ranks = groups.etp_size if weight.domain == "expert" else groups.tp_size
     like = getattr(module, kind)
     for tensor in weight.tensors:
-        layer, n_cuts = str(layer_of(tensor.name)), n_ranks if tensor.cut == "rows" else 1
-        widths[layer] = tuple(rows // n_cuts for rows in tensor.runs or tensor.shape[:1])
+        layer = layer_of(tensor.name)
+        if layer is None:
+            continue
+        outputs, _, cut = tensor.as_linear
+        widths[layer] = tuple(rows // (n_ranks if cut == "rows" else 1) for rows in tensor.runs or (outputs,))
         if own := parts.get(f"{path}.{layer}"):
             a, b = (_parameter(own[matrix], like, module, groups) for matrix in MATRICES)
             adapters[layer] = Adapter(a, b, shape.scale(own["A"].tensors[0].shape[0]))
@@ -269,7 +279,6 @@ def _install(
     if not hasattr(module, "adapters"):
         module.adapters = nn.ModuleDict()
     module.adapters.update(adapters)
-    cut = weight.tensors[0].cut
     if isinstance(module, GroupedExperts):
         of_experts = ExpertAdapters(cut, widths, 1, adapters, switch)
         of_experts.attach(module, kind)

@@ -5,7 +5,7 @@ checks ─> process groups ─> chunks of layers ─> named parameters ─> grad
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,18 +24,18 @@ from fivefold.bridge.export import over_stages
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.parameters import Parameter, Parameters, trained_parameters
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.megatron import Kernels, MegatronConfig
 from fivefold.engine.adapters import Switch
+from fivefold.engine.contract import EngineOptions
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.kernels.rounding import GradientRounding
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
-from fivefold.families.adapters import AdapterShape
 from fivefold.families.megatron_release import installed_release
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
-from fivefold.families.tensors import NONE, Trained
+from fivefold.families.tensors import Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
@@ -50,17 +50,6 @@ from fivefold.mcore.weight_source import WeightSource
 
 TE_VERSIONS = SpecifierSet(">=2.11,<2.12")
 """Versions of TransformerEngine whose functions `te_layers` calls; Megatron-Core 0.16.1 asks for less than 2.12."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained."""
-
-    optimizer: OptimizerConfig
-    total_steps: int
-    """Optimizer steps of the whole run, for the learning-rate schedule."""
-    trained: Trained
-    """The tensors that the optimizer changes."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +79,8 @@ class BuiltModel:
     """What rounds gradients that are summed in bfloat16."""
 
 
-def build(
-    config: EngineConfig,
-    layout: ParallelLayout,
-    seed: int,
-    training: Training | None,
-    timeout_s: float,
-    *,
-    value_head: bool,
-    value_bias: bool,
-    replays: bool,
-    adapters: AdapterShape | None,
-) -> BuiltModel:
-    """Build the model of `config.path` with its weights; the arguments are as in `MegatronEngine`.
+def build(config: EngineConfig, layout: ParallelLayout, options: EngineOptions) -> BuiltModel:
+    """Build the model of `config.path` with its weights.
 
     Raises:
         ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
@@ -112,23 +90,23 @@ def build(
         make_deterministic()
     folder = resolve_model_folder(config.path)
     stored = load_shape(folder)
-    shape = replace(stored.as_critic(has_bias=value_bias) if value_head else stored, adapters=adapters)
+    shape, seed, hyperparameters = options.shape_of(stored), options.seed, options.optimizer
     _check(config)
-    groups = initialize_parallel(layout, seed, timeout_s)
+    groups = initialize_parallel(layout, seed, options.timeout_s)
     shards = shard_groups(groups)
     megatron = settings.transformer_config(config, layout, shape)
     bridge = _bridge(config, shape, folder, megatron, seed)
     provider = spec_provider(config.megatron.kernels)
-    decoders = build_chunks(megatron, layout, shape, provider, replays=replays)
+    decoders = build_chunks(megatron, layout, shape, provider, replays=options.replays)
     switch = None
     if shape.adapters is not None:
         rate = shape.adapters.dropout
-        switch = Switch(tracked_dropout(rate, seed, shards) if training is not None and rate > 0 else None)
+        switch = Switch(tracked_dropout(rate, seed, shards) if hyperparameters is not None and rate > 0 else None)
         bridge.merging = install_adapters(decoders, bridge.mappings, shape.adapters, shards, switch)
-    parameters = _name_parameters(decoders, bridge, layout, shards, NONE if training is None else training.trained)
+    parameters = _name_parameters(decoders, bridge, layout, shards, options.learning)
     chunks: list[Any] = list(decoders)
     effective = {"TransformerConfig": settings.effective_values(megatron)}
-    if training is not None:
+    if hyperparameters is not None:
         ddp = settings.ddp_config(config.megatron, layout)
         free_weights(parameters.with_gradient)
         chunks = [
@@ -140,16 +118,16 @@ def build(
     source.load(bridge, parameters.tensors, shards, seed, torch.device(torch.cuda.current_device()))
     optimizer = state = None
     roundings: list[GradientRounding] = []
-    if training is not None:
+    if hyperparameters is not None:
         if not config.megatron.ddp.grad_reduce_in_fp32:
             # Imported by those who round.
             from fivefold.mcore.rounded_sums import round_gradients
 
             roundings = round_gradients(parameters.with_gradient, rank_grid(layout)[dist.get_rank()])
-        adam = settings.optimizer_config(config, training.optimizer)
+        adam = settings.optimizer_config(config, hyperparameters)
         effective["OptimizerConfig"] = settings.effective_values(adam)
         form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-        optimizer = Optimizer(training.optimizer, adam, form, chunks, parameters, training.total_steps)
+        optimizer = Optimizer(hyperparameters, adam, form, chunks, parameters, options.total_steps)
         source.refine(optimizer, parameters, shape)
         state = TrainingState(optimizer, parameters, layout, MegatronGenerators())
     return BuiltModel(

@@ -32,6 +32,8 @@ class ClampedExperts(GroupedExperts):
     and [experts, hidden].
     """
 
+    is_transposed = True
+
     def _make_parameters(self, n_experts: int, width: int) -> None:
         hidden = self.config.hidden_size
         self.weight1 = self._parameter(n_experts, hidden, 2 * width, partition_dim=2)

@@ -6,11 +6,9 @@ share of this replica ─> micro-batches ─> this rank's tokens of them ─> Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +19,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
-from fivefold.bridge.hf_saver import Block, shared_blocks
-from fivefold.bridge.parameters import Parameter
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
-from fivefold.config.schema.machines import SchedulerConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.base import (
     COMPUTING,
-    EngineBase,
     LossStep,
     apply_loss,
     asked_by,
@@ -35,8 +29,7 @@ from fivefold.engine.base import (
     keep_predictions,
     whole_sequences,
 )
-from fivefold.engine.contract import OFFLOADABLE, Offloadable, StepResult
-from fivefold.engine.ema import EMAWeights
+from fivefold.engine.contract import EngineOptions, StepResult
 from fivefold.engine.heads import Asked, Head, Score
 from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
@@ -45,15 +38,13 @@ from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies, local_frequencies
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
-from fivefold.families.adapters import AdapterShape
-from fivefold.families.tensors import ADAPTERS, ALL, Trained
 from fivefold.families.vision import VisionShape
 from fivefold.layout.parallel import ParallelLayout, with_stages
 from fivefold.mcore.buffers import ChunkBuffers
-from fivefold.mcore.build import Training, build
+from fivefold.mcore.build import build
+from fivefold.mcore.held import HeldModel
 from fivefold.mcore.layers import PackedSequences
 from fivefold.mcore.model import Decoder
-from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.replay import Replay
 from fivefold.mcore.router import LOSSES, expert_loads, forget_micro_batches, routers_of, start_mini_batch
 from fivefold.mcore.stage_timers import BUBBLE, StageTimers
@@ -61,76 +52,34 @@ from fivefold.observe.progress import counting
 from fivefold.weights.stream import Stack
 
 
-class MegatronEngine(EngineBase[Optimizer]):
+class MegatronEngine(HeldModel):
     """A model on Megatron-Core. With an optimizer it trains, without one it only computes predictions.
 
     torch.distributed must be initialised, with one process for each rank of `layout`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        layout: ParallelLayout,
-        *,
-        seed: int,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int = 1,
-        timeout_s: float = SchedulerConfig.model_fields["timeout_s"].default,
-        value_head: bool = False,
-        value_bias: bool = True,
-        trained: Trained = ALL,
-        replays: bool = False,
-        adapters: AdapterShape | None = None,
-    ) -> None:
-        """Build the model of `config.path`.
-
-        Args:
-            config: the model and its options.
-            layout: how the model is spread over processes.
-            seed: seed of dropout, and of random weights (`init_from_scratch`).
-            optimizer: hyper-parameters; None for a model that is not trained.
-            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            timeout_s: longest time, in seconds, that a collective may wait for another rank.
-            value_head: whether the model has a value head in place of its output layer.
-            value_bias: whether that head has a bias: a critic's has, a reward model's has not.
-            trained: the tensors that the optimizer changes.
-            replays: whether routers send tokens to the experts in a batch's field `routes`; without the field, their
-                choices are recorded.
-            adapters: low-rank adapters, which are trained in place of the model's weights; None: it has none.
+    def __init__(self, config: EngineConfig, layout: ParallelLayout, options: EngineOptions) -> None:
+        """Build the model of `config.path`, spread over processes by `layout`.
 
         Raises:
             ValueError: a layout or an option that the model or Megatron-Core cannot take, or weights that do not fit.
         """
         layout = with_stages(layout, config.megatron)
-        trained = trained if adapters is None else ADAPTERS
-        training = None if optimizer is None else Training(optimizer, total_steps, trained)
-        built = build(
-            config,
-            layout,
-            seed,
-            training,
-            timeout_s,
-            value_head=value_head,
-            value_bias=value_bias,
-            replays=replays,
-            adapters=adapters,
-        )
+        built = build(config, layout, options)
         self.config, self.layout, self._folder, self.shape = config, layout, built.folder, built.shape
         self.groups, self._shards = built.groups, built.shards
         self._megatron_config, self._effective = built.megatron, built.effective
         self._group_size: int = built.megatron.microbatch_group_size_per_vp_stage
         self._bridge, self._decoders, self._chunks = built.bridge, built.decoders, built.chunks
         self._routers = routers_of(built.decoders)
-        self._replay = Replay(self._routers, self.shape) if replays else None
+        self._replay = Replay(self._routers, self.shape) if options.replays else None
         self.parameters, self.optimizer, self._state = built.parameters, built.optimizer, built.state
         self.adapters, self._roundings = built.adapters, built.roundings
         self._buffers = ChunkBuffers(built.chunks, built.parameters)
-        self._load_LE: torch.Tensor | None = None
-        """Tokens that each expert has got since the last update; None: no mini-batch was computed."""
+        self._load_LE = None
         self._exports: dict[frozenset[int] | None, Iterable[Stack]] = {}
         """What has been exported to which readers."""
-        self._away: set[Offloadable] = set()
-        """What is offloaded."""
+        self._away = set()
         self._device = torch.device(torch.cuda.current_device())
         self._frequencies = inverse_frequencies(self.shape, self._device)
         self._local_frequencies = local_frequencies(self.shape, self._device)
@@ -140,7 +89,7 @@ class MegatronEngine(EngineBase[Optimizer]):
             self._rope_axes = self._see(self.shape.vision)
         self._has_experts = self.shape.is_moe
         self.planner = BatchPlanner.of_model(config.mb_spec, layout, self.shape)
-        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=value_head)
+        self.head = Head.of(built.stored.vocab, config.megatron, self.groups.tp, is_value=options.value_head)
         self._builder = MicroBatchBuilder(
             layout=layout,
             cp_rank=self.groups.cp.rank(),
@@ -254,70 +203,6 @@ class MegatronEngine(EngineBase[Optimizer]):
                 self.parameters.tensors, self._shards, readers=readers, rows=self._buffers.rows
             )
         return self._from_host(self._exports[readers]) if "params" in self._away else iter(self._exports[readers])
-
-    def export_adapters(self, readers: frozenset[int] | None = None) -> Iterator[Stack]:
-        """Yield every whole matrix of the adapters; see `TrainingEngine.export_adapters`."""
-        if not self._buffers.has_frozen:
-            self._require("params")
-        export = self._bridge.export_adapters(self.parameters.tensors, self._shards, self._device, readers=readers)
-        return self._from_host(export) if "params" in self._away else iter(export)
-
-    def _from_host(self, export: Iterable[Stack]) -> Iterator[Stack]:
-        """Yield whole weights that were offloaded: at once, only what is trained comes back to the device."""
-        with self._buffers.trained_on_device():
-            yield from export
-
-    def ema_weights(self, decay: float) -> EMAWeights:
-        """Return this model's weights as an EMA, with this decay, of a model that they follow."""
-        return EMAWeights(self.parameters, decay)
-
-    def held_weights(self) -> dict[str, torch.Tensor]:
-        """Return the elements of each weight that this rank holds, flat, by the weight's name."""
-        return {parameter.name: parameter.values_N for parameter in self.parameters}
-
-    def _blocks(self) -> Iterator[Block]:
-        own = (each for each in self.parameters if not each.mapping.is_adapter)
-        return shared_blocks(map(self._merged, own), self._shards)
-
-    def _merged(self, parameter: Parameter) -> Parameter:
-        """Return a parameter with its adapters merged."""
-        merge = self._bridge.merging.get(parameter.name)
-        return parameter if merge is None else replace(parameter, tensor=merge(parameter.tensor.detach(), 0))
-
-    def held_adapters(self) -> list[Parameter]:
-        """Return the parameters of adapters; see `TrainingEngine.held_adapters`."""
-        return [parameter for parameter in self.parameters if parameter.mapping.is_adapter]
-
-    def _adapter_blocks(self) -> Iterator[Block]:
-        return shared_blocks(self.held_adapters(), self._shards)
-
-    def load(self, folder: Path) -> None:
-        """Load the training state; see `SavingVerbs.load`."""
-        super().load(folder)
-        self._buffers.has_gradients = False
-        self._load_LE = None
-
-    def offload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Give device memory back; see `TrainingEngine.offload`.
-
-        A model without an optimizer has parameters only, and optimizer state that is always on the host stays there.
-        """
-        freed = self._buffers.park(what)
-        if "grads" in what:
-            self._load_LE = None
-        if "optimizer" in what and self.optimizer is not None:
-            freed += self.optimizer.state.park()
-        self._away |= set(what)
-        torch.cuda.empty_cache()
-        return freed
-
-    def onload(self, what: Collection[Offloadable] = OFFLOADABLE) -> int:
-        """Bring back what `offload` moved; see `TrainingEngine.onload`."""
-        allocated = self._buffers.fetch(what)
-        if "optimizer" in what and self.optimizer is not None:
-            allocated += self.optimizer.state.fetch()
-        self._away -= set(what)
-        return allocated
 
     def _run(
         self,

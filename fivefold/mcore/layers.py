@@ -194,6 +194,9 @@ class GroupedExperts(MegatronModule):
     orientation of Hugging Face's files, so that loading and exporting only slice.
     """
 
+    is_transposed = False
+    """Whether the weights, and what `multiply` takes, are [experts, in, out]."""
+
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_unused: Any) -> None:
         super().__init__(config=config)
         self.etp_group: dist.ProcessGroup = pg_collection.expt_tp

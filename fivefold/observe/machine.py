@@ -8,6 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def versions() -> dict[str, str]:
     return found | {name: installed for name in PACKAGES if (installed := _version(name))}
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

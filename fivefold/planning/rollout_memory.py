@@ -9,7 +9,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.layout.gpus import Gpu
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.planning.memory import COMMUNICATOR, CUDA_CONTEXT
-from fivefold.planning.vision import tower_weights
+from fivefold.planning.vision import pass_bytes, tower_weights
 
 _FLOAT = 4
 
@@ -98,7 +98,9 @@ def rollout_memory(
         weights += tower_weights(shape, element_bytes)
         return RolloutMemory(weights, cache, workspace, context, batch_size, least_cache=cache)
     server = BACKENDS[layout.backend]
+    weights += tower_weights(shape, element_bytes) // layout.tp
+    workspace = server.workspace_bytes + pass_bytes(shape, sequence_length, element_bytes)
     whole = gpu.memory * server.memory_share - taken if fraction is None else gpu.memory * fraction
-    room = int(whole) - weights - server.workspace_bytes - context
+    room = int(whole) - weights - workspace - context
     pool = max(room, 0)
-    return RolloutMemory(weights, pool, server.workspace_bytes, context, pool // per_sequence, least_cache=per_sequence)
+    return RolloutMemory(weights, pool, workspace, context, pool // per_sequence, least_cache=per_sequence)

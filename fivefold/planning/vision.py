@@ -14,12 +14,17 @@ def tower_weights(shape: ModelShape, element_bytes: int) -> int:
 
 
 def tower_bytes(shape: ModelShape, tokens: float, element_bytes: int) -> int:
-    """Return the bytes of the tower and of its pass over a micro-batch all of whose tokens are images.
+    """Return the bytes of the tower and of its pass over a micro-batch, as `tower_weights` and `pass_bytes`."""
+    return tower_weights(shape, element_bytes) + pass_bytes(shape, tokens, element_bytes)
+
+
+def pass_bytes(shape: ModelShape, tokens: float, element_bytes: int) -> int:
+    """Return the bytes of the tower's pass over a micro-batch all of whose tokens are images.
 
     Args:
         shape: the model; without a tower, nothing is needed.
         tokens: tokens of the micro-batch, over its context-parallel ranks; one large image is not divided.
-        element_bytes: bytes of a weight and of a feature.
+        element_bytes: bytes of a feature.
     """
     vision = shape.vision
     if vision is None:
@@ -27,4 +32,4 @@ def tower_bytes(shape: ModelShape, tokens: float, element_bytes: int) -> int:
     patches = tokens * vision.merge**2
     layer = patches * (_PARTS * vision.hidden + vision.ffn_hidden)
     features = tokens * vision.out_hidden * (1 + vision.n_deepstack)
-    return tower_weights(shape, element_bytes) + int((layer + features) * element_bytes)
+    return int((layer + features) * element_bytes)

@@ -42,8 +42,8 @@ class MadeUpAdapters(Part):
     def __init__(self, worker: TrainerWorker) -> None:
         """Keep nothing yet."""
         self._engine = worker.engine
-        assert worker.spec.adapters is not None, "this model has no adapters"
-        self._shape = worker.spec.adapters
+        assert worker.spec.options.adapters is not None, "this model has no adapters"
+        self._shape = worker.spec.options.adapters
         self._kept: dict[str, torch.Tensor] = {}
 
     def put(self, strength: float, *without: str) -> None:

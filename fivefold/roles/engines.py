@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 from fivefold.config.schema.engine import EngineConfig
-from fivefold.engine.contract import TrainingEngine
+from fivefold.engine.contract import EngineOptions, TrainingEngine
 from fivefold.imports import large_imports
 from fivefold.layout.parallel import ParallelLayout
 
@@ -15,18 +14,18 @@ ENGINES = {"megatron": ("fivefold.mcore.engine", "MegatronEngine"), "fsdp": ("fi
 """Module and class of the engine of each backend that trains."""
 
 
-def build_engine(config: EngineConfig, layout: ParallelLayout, **options: Any) -> TrainingEngine:
+def build_engine(config: EngineConfig, layout: ParallelLayout, options: EngineOptions) -> TrainingEngine:
     """Return the engine of `layout.backend`. All processes of the model call this together.
 
     Args:
         config: the model and its options.
         layout: how the model is spread over processes.
-        options: keyword arguments that the engines have in common, such as `seed` and `optimizer`.
+        options: what else it is built with.
 
     Raises:
         ValueError: a layout or an option that the model or the engine cannot take, or weights that do not fit.
     """
-    return _engine_class(layout.backend)(config, layout, **options)
+    return _engine_class(layout.backend)(config, layout, options)
 
 
 def engine_module(backend: str) -> str:

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fivefold.config.paths import resolve_model_path
 from fivefold.config.schema.rewards import JudgeConfig
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.data.prompts import render_chat
+from fivefold.data.chats import render_chat
 from fivefold.data.tokens import tokenize
 from fivefold.engine.contract import Offloadable
 from fivefold.observe.errors import RunFailed
@@ -259,9 +258,7 @@ class Judge:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()

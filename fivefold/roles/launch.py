@@ -37,6 +37,7 @@ from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.roles.weight_sync import WeightSync
 from fivefold.rollout.chat_template import ChatTemplate
 from fivefold.rollout.replica import ReplicaSpec
+from fivefold.rules.vision import image_keys, most_pixels
 from fivefold.weights.host_memory import THROUGH_HOST
 from fivefold.weights.transport import Route
 
@@ -137,7 +138,7 @@ def _processes(name: str, placement: Placement, spec: TrainerSpec) -> Processes:
         TrainerWorker,
         (spec,),
         distributed=True,
-        writes_run=spec.optimizer is not None,
+        writes_run=spec.options.optimizer is not None,
         imports=engine_module(spec.layout.backend),
     )
 
@@ -265,6 +266,8 @@ def replica_spec(
         deterministic=recipe.actor.is_deterministic,
         needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
         returns_routes=recipe.actor.router_replay == "rollout",
+        sees=bool(image_keys(recipe)),
+        most_pixels=most_pixels(recipe),
         environment=recipe.environment and recipe.environment.located(Path.cwd()),
     )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from operator import add, sub
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from fivefold.batch import cuts_of
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts
 from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason
 
 
@@ -90,8 +89,8 @@ class Responses:
     """Whether the replica may get further jobs before the next weights."""
     restarts: Sequence[str] = ()
     """Why its server was started again since the report before."""
-    drafts: tuple[int, int] = (0, 0)
-    """Tokens that its server has drafted since the report before, and how many of them it has accepted."""
+    counts: ServerCounts = field(default_factory=ServerCounts)
+    """What its server has counted since the report before."""
 
     @staticmethod
     def of(
@@ -189,31 +188,31 @@ class Work:
     """Seconds that it has worked."""
     n_tokens: int = 0
     """Tokens that it has sampled."""
-    n_drafted: int = 0
-    """Tokens that its server has drafted."""
-    n_accepted: int = 0
-    """Those among them that it has accepted."""
+    counts: ServerCounts = field(default_factory=ServerCounts)
+    """What its server has counted."""
 
     @staticmethod
     def of(report: Responses) -> Work:
         """Return the work that a replica reports."""
-        return Work(report.busy_s, int(report.sampled_N.sum()), *report.drafts)
+        return Work(report.busy_s, int(report.sampled_N.sum()), report.counts)
 
     def __add__(self, more: Work) -> Work:
-        return Work(*map(add, astuple(self), astuple(more)))
+        return Work(self.busy_s + more.busy_s, self.n_tokens + more.n_tokens, self.counts + more.counts)
 
     def __sub__(self, earlier: Work) -> Work:
-        return Work(*map(sub, astuple(self), astuple(earlier)))
+        return Work(self.busy_s - earlier.busy_s, self.n_tokens - earlier.n_tokens, self.counts - earlier.counts)
 
 
 def load_metrics(work: Sequence[Work], seconds: float) -> dict[str, float]:
-    """Return how evenly the replicas were loaded, each with its work of so many `seconds`, and which drafts held."""
+    """Return how evenly the replicas were loaded, each with its work of so many `seconds`, and what servers counted."""
     busy = [own.busy_s / seconds for own in work]
     tokens = [float(own.n_tokens) for own in work]
-    drafted = sum(own.n_drafted for own in work)
-    accepted = {"draft_acceptance": sum(own.n_accepted for own in work) / drafted} if drafted else {}
+    counts = sum((own.counts for own in work), ServerCounts())
+    accepted = {"draft_acceptance": counts.accepted / counts.drafted} if counts.drafted else {}
+    cached = {"prefix_cache_hits": counts.cached / counts.prompt} if counts.prompt else {}
     return {
         **accepted,
+        **cached,
         "replica_busy/mean": sum(busy) / len(busy),
         "replica_busy/min": min(busy),
         "replica_tokens/min": min(tokens),

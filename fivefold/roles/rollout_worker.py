@@ -19,7 +19,7 @@ from fivefold.environments.play import SETTLE_S, Player, tasks_of
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.engines import DIALECTS, build_engine
-from fivefold.rollout.protocol import GenerationRequest, RolloutEngine
+from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, ServerCounts
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.types import Episode
@@ -84,8 +84,8 @@ class RolloutWorker:
         n_running, has_weights = self._player.n_running, self.engine.has_weights
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
-        drafts = self.engine.take_drafts() if done else (0, 0)
-        report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights, drafts=drafts)
+        counts = self.engine.take_counts() if done else ServerCounts()
+        report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights, counts=counts)
         return replace(report, restarts=self.engine.take_restarts()), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:

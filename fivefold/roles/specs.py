@@ -12,9 +12,10 @@ from fivefold.config.roles import Role, is_base_of_host, roles_of
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.roles import FrozenReferenceConfig
-from fivefold.engine.contract import Offloadable
+from fivefold.engine.contract import EngineOptions, Offloadable
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
+from fivefold.families.tensors import Trained
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.placement import Placement
 from fivefold.roles.trainer_worker import TrainerSpec
@@ -77,17 +78,19 @@ def _spec(recipe: Recipe, role: Role, placement: Placement, *, updates: int, cop
     return TrainerSpec(
         model=_engine(recipe, role),
         layout=placement[role.name].layout,
-        seed=recipe.seed,
-        timeout_s=recipe.scheduler.timeout_s,
+        options=EngineOptions(
+            seed=recipe.seed,
+            optimizer=None if trained is None else trained.optimizer,
+            total_steps=updates,
+            timeout_s=recipe.scheduler.timeout_s,
+            value_head=shape.value_head,
+            value_bias=shape.value_bias,
+            trained=Trained(() if trained is None else tuple(trained.freeze)),
+            replays=role.section.replays,
+            adapters=shape.trained_by(trained).adapters,
+        ),
         tokenizer=None if trained is None else resolve_model_path(recipe.tokenizer_path or recipe.actor.path),
-        optimizer=None if trained is None else trained.optimizer,
-        total_steps=updates,
         ema_decay=role.section.follows,
-        value_head=shape.value_head,
-        value_bias=shape.value_bias,
-        adapters=shape.trained_by(trained).adapters,
-        frozen=() if trained is None else tuple(trained.freeze),
-        replays=role.section.replays,
         copies_state=copies,
     )
 

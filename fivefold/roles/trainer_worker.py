@@ -20,13 +20,11 @@ import torch.distributed as dist
 from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.batch import Batch, Columns
-from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
+from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.compat import share_gloo_devices
-from fivefold.engine.contract import PARAMS, Offloadable, TrainingEngine
+from fivefold.engine.contract import PARAMS, EngineOptions, Offloadable, TrainingEngine
 from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
-from fivefold.families.adapters import AdapterShape
-from fivefold.families.tensors import Trained
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine
@@ -51,19 +49,9 @@ class TrainerSpec:
 
     model: EngineConfig
     layout: ParallelLayout
-    seed: int
-    timeout_s: float
-    """Longest time, in seconds, that a collective may wait for another rank."""
+    options: EngineOptions
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer to save with the model; None: the model's own."""
-    optimizer: OptimizerConfig | None = None
-    """Hyper-parameters; None: the model is not trained."""
-    total_steps: int = 1
-    """Optimizer steps of the run."""
-    adapters: AdapterShape | None = None
-    """Low-rank adapters, which are trained in place of the model's weights; None: it has none."""
-    frozen: tuple[str, ...] = ()
-    """Patterns of the Hugging Face names of weights that are not trained."""
     reference: EngineConfig | None = None
     """A second, frozen model in the same processes and the same layout."""
     reference_is_base: bool = False
@@ -73,12 +61,6 @@ class TrainerSpec:
     ema_decay: float | None = None
     """Decay with which the frozen model follows a trained one (`EMAWeights`); None: its weights never change. The
     frozen model is the reference, or `model` itself without one."""
-    value_head: bool = False
-    """Whether the model has a value head in place of its output layer."""
-    value_bias: bool = True
-    """Whether that head has a bias: a critic's has, a reward model's has not."""
-    replays: bool = False
-    """Whether routers send tokens to experts that were recorded (`actor.router_replay`)."""
     copies_state: bool = True
     """Whether state is copied to host memory for a checkpoint; False: it is written while training waits."""
 
@@ -113,24 +95,13 @@ class TrainerWorker:
             backend = "nccl"
         else:
             share_gloo_devices()
-        dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.timeout_s))
+        dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=spec.options.timeout_s))
         self.spec = spec
-        self.engine = build_engine(
-            spec.model,
-            spec.layout,
-            seed=spec.seed,
-            optimizer=spec.optimizer,
-            total_steps=spec.total_steps,
-            timeout_s=spec.timeout_s,
-            value_head=spec.value_head,
-            value_bias=spec.value_bias,
-            replays=spec.replays,
-            adapters=spec.adapters,
-            trained=Trained(spec.frozen),
-        )
+        self.engine = build_engine(spec.model, spec.layout, spec.options)
         self._reference: TrainingEngine | None = None
         if spec.reference is not None:
-            self._reference = build_engine(spec.reference, spec.layout, seed=spec.seed, timeout_s=spec.timeout_s)
+            options = EngineOptions(seed=spec.options.seed, timeout_s=spec.options.timeout_s)
+            self._reference = build_engine(spec.reference, spec.layout, options)
             if spec.offloads_reference:
                 self._reference.offload(PARAMS)
         self._peaks = PeakMemory()
@@ -225,7 +196,7 @@ class TrainerWorker:
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, and its adapters as one of PEFT in it."""
         self.engine.save_hf(folder, self.spec.tokenizer)
-        if self.spec.adapters is not None:
+        if self.spec.options.adapters is not None:
             self.engine.save_adapters(folder / "adapter")
 
     def offload(self, what: Collection[Offloadable]) -> int:

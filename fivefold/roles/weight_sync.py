@@ -114,9 +114,9 @@ class SendsWeights(Part):
     """The trainer's end. All ranks take part in every method, unless it says otherwise."""
 
     def __init__(self, worker: TrainerWorker) -> None:
-        """Begin without a sender; one that connects to the rollout waits `TrainerSpec.timeout_s` for it."""
+        """Begin without a sender; one that connects to the rollout waits `EngineOptions.timeout_s` for it."""
         self._engine = worker.engine
-        self._timeout_s = worker.spec.timeout_s
+        self._timeout_s = worker.spec.options.timeout_s
         self._senders: dict[str, Sender] = {}
         """By the name of their transport."""
         self._items: Iterator[Any] | None = None

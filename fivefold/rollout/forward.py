@@ -141,14 +141,14 @@ def _last_logits(model: PreTrainedModel, cache: RowCache, inputs: Mapping[str, T
         attention_mask=mask,
         use_cache=True,
         logits_to_keep=1,
-        **{_cache_argument(type(model)): cache},  # type: ignore[arg-type]
+        **{cache_argument(type(model)): cache},  # type: ignore[arg-type]
     )
     logits: Tensor = output.logits[:, -1]
     return logits
 
 
 @functools.cache
-def _cache_argument(model: type[PreTrainedModel]) -> str:
+def cache_argument(model: type[PreTrainedModel]) -> str:
     """Return the name under which a model takes its cache.
 
     Newer releases of transformers call it `cache`, and warn of the older name; once the floor is one of them, there is

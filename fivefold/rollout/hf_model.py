@@ -31,9 +31,6 @@ from fivefold.rollout.delta_rule import use_torch_delta_rule
 from fivefold.rollout.forward import ATTENTION_NAME, register_attention, windows_of
 from fivefold.rollout.hf_names import not_finite
 
-_AUTO_MODEL: Any = AutoModelForCausalLM
-"""The type is Any because transformers declares that its factories return a base class."""
-
 _ROW_BYTES = 16
 """The rows of the matrices that torch's grouped matmul takes begin at multiples of so many bytes."""
 
@@ -57,10 +54,6 @@ def build_model(
     with _reading("config.json"):
         config = text_config(path)
         _check_attention(config)
-    if config.model_type == "qwen3_vl_text":
-        from fivefold.rollout.vision import register_text_models  # by models that see images
-
-        register_text_models()
     # Experts stay on transformers' default, one grouped matmul over rows sorted by expert. Its `batched_mm` copies an
     # expert's weights for each row, and `eager` loops over experts in Python; it is for widths that the grouped matmul
     # refuses.
@@ -71,13 +64,22 @@ def build_model(
         _check_finite(model, path)
     else:
         with _reading("config.json"), torch.device(device), no_init_weights():
-            model = _AUTO_MODEL.from_config(config, **options)
+            model = model_class(config).from_config(config, **options)
         model.tie_weights()
     if not _fits_grouped_matmul(model):
         model.set_experts_implementation("eager")
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         use_torch_delta_rule(model)
     return model.train(False).requires_grad_(False), _generation_config(path)
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Return what builds and loads a language model, for some families by its text_config."""
+    if not config.model_type.endswith("_vl_text"):
+        return AutoModelForCausalLM
+    from fivefold.rollout.vision import TEXT_MODELS  # by models that see images
+
+    return TEXT_MODELS[config.model_type]
 
 
 def end_tokens(
@@ -107,7 +109,7 @@ def _load(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTr
     # The report on tensors comes as an error, and not also as a warning.
     with _silenced(), _reading("config.json, generation_config.json or weights"):
         # Tensors of another shape are then in the report too; without the option they end in an error without a name.
-        model, report = _AUTO_MODEL.from_pretrained(
+        model, report = model_class(config).from_pretrained(
             path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     if (family := family_of(path)) is not None:
@@ -139,7 +141,7 @@ def check_size(path: str) -> None:
         too_deep = n_layers > len(tensors)
         if not too_deep:
             with torch.device("meta"):
-                described = _AUTO_MODEL.from_config(config).num_parameters()
+                described = AutoModelForCausalLM.from_config(config).num_parameters()
     if tensors and (too_deep or described >= 2 * n_stored):
         what = f"{n_layers:,} layers" if too_deep else f"{described:,} parameters"
         raise ValueError(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +28,26 @@ if TYPE_CHECKING:
 
 MONITORED_SHARE = 1 / 8
 """Share of the prompts whose log-probs are asked for where they only tell how far rollout and trainer are apart."""
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """Tokens that a server has counted. All are 0 where it counts none, or does not tell."""
+
+    drafted: int = 0
+    """Drafted for the model to verify."""
+    accepted: int = 0
+    """Those among them that it accepted."""
+    prompt: int = 0
+    """Of prompts, each turn's with all turns before it."""
+    cached: int = 0
+    """Those among them that were in the server's cache of prefixes."""
+
+    def __add__(self, more: ServerCounts) -> ServerCounts:
+        return ServerCounts(*map(add, astuple(self), astuple(more)))
+
+    def __sub__(self, earlier: ServerCounts) -> ServerCounts:
+        return ServerCounts(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,11 +288,8 @@ class RolloutEngine(Protocol):
     def take_restarts(self) -> list[str]:
         """Return why a server was started again since the last call, once for each time."""
 
-    def take_drafts(self) -> tuple[int, int]:
-        """Return how many tokens were drafted since the last call, and how many of them were accepted.
-
-        Both are 0 where nothing is drafted, or where the server does not tell.
-        """
+    def take_counts(self) -> ServerCounts:
+        """Return what a server has counted since the last call."""
 
     @property
     def has_weights(self) -> bool:

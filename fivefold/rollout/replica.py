@@ -107,6 +107,10 @@ class ReplicaSpec:
     """Whether the embedded engine allows only kernels that give the same bits every time."""
     returns_routes: bool = False
     """Whether completions tell the experts of their tokens, for router replay."""
+    sees: bool = False
+    """Whether prompts have images."""
+    most_pixels: int | None = None
+    """Most pixels to which images are resized; None: as the model's image processor says."""
     environment: EnvironmentConfig | None = None
     """What plays its episodes; None: each prompt gets one completion."""
     node: ReplicaNode = ReplicaNode()
@@ -118,6 +122,11 @@ class ReplicaSpec:
     def loads_files(self) -> bool:
         """Whether a server loads the weights of the model's files when it starts, and keeps them to its end."""
         return self.load_weights or self.adapters is not None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it tells what its server has counted, for which the server has to count."""
+        return self.environment is not None or self.speculative is not None
 
     @property
     def drafts_by_layers(self) -> bool:

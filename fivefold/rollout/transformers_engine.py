@@ -15,7 +15,7 @@ from fivefold.rollout.embedded_stream import EmbeddedStream
 from fivefold.rollout.hf_model import build_model, end_tokens
 from fivefold.rollout.hf_names import file_tensors
 from fivefold.rollout.hf_weights import audited, receive_weights
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts, check_request
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.routes import RouteRecorder
 from fivefold.rollout.state import EngineState
@@ -172,9 +172,9 @@ class TransformersEngine:
         """Return nothing: there is no server."""
         return []
 
-    def take_drafts(self) -> tuple[int, int]:
-        """Return zeros: each token is sampled by the model itself (`RolloutEngine`)."""
-        return 0, 0
+    def take_counts(self) -> ServerCounts:
+        """Return zeros: nothing is drafted, and no prefix is kept (`RolloutEngine`)."""
+        return ServerCounts()
 
     @property
     def has_weights(self) -> bool:

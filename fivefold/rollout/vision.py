@@ -8,45 +8,69 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel, Qwen2_5_VLTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
+from fivefold.rollout.forward import cache_argument
 from fivefold.types import PlacedImage
 from fivefold.vision.positions import positions_with, saved_by
 from fivefold.vision.tower import VisionTower, rows_of
 
 Images = tuple[PlacedImage, ...]
-_AUTO_MODEL: Any = AutoModelForCausalLM
+
+_RENAMED: Any = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
+register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, _RENAMED, overwrite=True)
 
 
-class Qwen3VLForCausalLM(Qwen3VLPreTrainedModel):
-    """Qwen3-VL's language model with its output layer, which transformers has inside the whole model alone."""
+class _WithOutputLayer:
+    """A language model with its output layer, which transformers has inside the whole model alone."""
 
-    config_class = Qwen3VLTextConfig
+    decoder: Any
+    """The class of the model without that layer."""
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, config: Qwen3VLTextConfig) -> None:
+    def __init__(self, config: Any) -> None:
         """Build the model of a text_config."""
-        super().__init__(config)
-        self.model = Qwen3VLTextModel(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> Any:
+        """Build a model, as transformers' factories do."""
+        return cls._from_config(config, **options)  # type: ignore[attr-defined]
 
     def forward(self, *, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
         """Return the logits of the last `logits_to_keep` tokens; 0: of all."""
-        hidden = self.model(cache=cache, **inputs).last_hidden_state
+        hidden = self.model(**{cache_argument(self.decoder): cache}, **inputs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
 
-def register_text_models() -> None:
-    """Let transformers build and load, by its text_config, the language model of families for which it has no class."""
-    _AUTO_MODEL.register(Qwen3VLTextConfig, Qwen3VLForCausalLM, exist_ok=True)
-    renamed: list[Any] = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
-    register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, renamed, overwrite=True)
+class Qwen3VLForCausalLM(_WithOutputLayer, Qwen3VLPreTrainedModel):
+    """Qwen3-VL's language model."""
+
+    config_class = Qwen3VLTextConfig
+    decoder = Qwen3VLTextModel
+
+
+class Qwen2_5VLForCausalLM(_WithOutputLayer, Qwen2_5_VLPreTrainedModel):
+    """Qwen2.5-VL's language model."""
+
+    config_class = Qwen2_5_VLTextConfig
+    decoder = Qwen2_5_VLTextModel
+
+
+TEXT_MODELS: dict[str, Any] = {
+    each.config_class.model_type: each for each in (Qwen3VLForCausalLM, Qwen2_5VLForCausalLM)
+}
+"""The classes by the `model_type` of their text_config."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from fivefold.config.paths import user_path
 from fivefold.config.roles import ROLES, roles_of
 from fivefold.config.schema.engine import TrainedModelConfig
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.adapters import CONFIG, layer_of
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
@@ -22,6 +23,7 @@ def adapter_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> I
         if role.trained is not None and role.trained.lora is not None:
             backend = backends.get(name, backends["actor"])
             yield from _problems(ROLES[name].key, role.trained, backend, others.get(name, shape))
+    yield from _joint_problems(recipe, shape)
     reference = roles_of(recipe).get("ref")
     if reference is not None and recipe.actor.lora is not None and reference.section.follows is not None:
         yield (
@@ -34,11 +36,6 @@ def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelSh
     if backend == "megatron":
         yield from _megatron_problems(key, config)
     assert config.lora is not None
-    if shape.expert_clamp is not None and config.lora.experts != "none":
-        yield (
-            f"{key}.lora.experts={config.lora.experts} does not work with the experts of {shape.family}, which have "
-            "one tensor for all: set it to none, for adapters on attention alone"
-        )
     if (path := config.lora.path) is not None and not (user_path(path) / CONFIG).is_file():
         yield f"{key}.lora.path={path!r} is no folder of adapters: it has no {CONFIG}"
     known = sorted({layer for tensor in tensors(shape) if (layer := layer_of(tensor.name)) is not None})
@@ -46,6 +43,17 @@ def _problems(key: str, config: TrainedModelConfig, backend: str, shape: ModelSh
         alone = config.lora.model_copy(update={"targets": [target]})
         if not any(tensor.adapts for tensor in tensors(shape.with_lora(alone))):
             yield f"{key}.lora.targets: no layer is named {target!r}: the model has {', '.join(known)}"
+
+
+def _joint_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a line if adapters of experts that have one tensor for all are to be sent alone."""
+    if not isinstance(recipe, TrainRecipe) or recipe.actor.lora is None or recipe.actor.lora.experts == "none":
+        return
+    if shape.expert_clamp is not None and recipe.rollout.weight_transport in ("adapter", "served_adapter"):
+        yield (
+            f"rollout.weight_transport={recipe.rollout.weight_transport} does not carry adapters of the experts of "
+            f"{shape.family}, which have one tensor for all: use auto, or set actor.lora.experts=none"
+        )
 
 
 def _megatron_problems(key: str, config: TrainedModelConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fivefold.config.roles import ROLES, roles_of, trained_models
+from fivefold.config.schema.data import RowsConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
@@ -16,15 +17,23 @@ from fivefold.rules.models import RoleShapes
 
 def image_keys(recipe: Recipe) -> dict[str, str]:
     """Return the columns of images, by the dotted keys that name them."""
-    if not isinstance(recipe, TrainRecipe):
-        return {}
-    sections = {"train_dataset": recipe.train_dataset, **recipe.held_out}
+    sections: dict[str, RowsConfig] = {"train_dataset": recipe.train_dataset}
+    if isinstance(recipe, TrainRecipe):
+        sections |= recipe.held_out
+    elif recipe.valid_dataset is not None:
+        sections["valid_dataset"] = recipe.valid_dataset
     return {f"{name}.image_key": rows.image_key for name, rows in sections.items() if rows.image_key is not None}
+
+
+def most_pixels(recipe: TrainRecipe) -> int | None:
+    """Return the most pixels to which any image is resized; None: the model's image processor says it for some."""
+    limits = [rows.max_pixels for rows in (recipe.train_dataset, *recipe.held_out.values()) if rows.image_key]
+    return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
 
 
 def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each part of a recipe that images do not reach; `shape` is the actor's."""
-    if not isinstance(recipe, TrainRecipe) or not (keys := image_keys(recipe)):
+    if not (keys := image_keys(recipe)):
         return
     key, column = next(iter(keys.items()))
     if shape.vision is None:
@@ -33,10 +42,8 @@ def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Ite
             "Qwen3-VL or Qwen3.5 with its vision_config, or drop the key"
         )
         return
-    if recipe.environment is not None:
-        yield f"{key}={column}: prompts with images are answered in one turn, so drop the section environment"
-    if recipe.reward.model is not None:
-        yield f"{key}={column}: reward models read text alone, so drop reward.model"
+    if isinstance(recipe, TrainRecipe):
+        yield from _sampling_problems(recipe, f"{key}={column}")
     for role, other in others.items():
         if ROLES[role].row != "reward" and other.vision != shape.vision:
             path = roles_of(recipe)[role].path
@@ -44,15 +51,30 @@ def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Ite
                 f"{ROLES[role].key}.path={path} is a model that does not take images as the actor's does "
                 f"({key}={column}): name one with the same vision_config and tokens for images"
             )
-    for allocation in recipe_allocation(recipe).roles:
-        if allocation.role == "rollout" and allocation.backend != "transformers":
-            yield (
-                f"{key}={column}: rollout.backend={allocation.backend} gets token ids alone; images reach the embedded "
-                "engine, so set it to transformers:d1"
-            )
     for role, config in trained_models(recipe).items():
         if config.megatron.kernels == "te":
             yield f"{key}={column} has not been tried with {role}.megatron.kernels=te: set it to fivefold"
+
+
+def _sampling_problems(recipe: TrainRecipe, given: str) -> Iterator[str]:
+    """Yield a line for each part of rollout and rewards that images do not reach, or that was not tried with them."""
+    if recipe.environment is not None:
+        yield f"{given}: prompts with images are answered in one turn, so drop the section environment"
+    if recipe.reward.model is not None:
+        yield f"{given}: reward models read text alone, so drop reward.model"
+    layout = next(each for each in recipe_allocation(recipe).roles if each.role == "rollout")
+    if layout.backend == "sglang":
+        yield (
+            f"{given}: rollout.backend=sglang gets token ids alone; images reach vLLM and the embedded engine, so set "
+            "it to vllm:d1 or transformers:d1"
+        )
+    if layout.backend != "vllm":
+        return
+    if layout.pp > 1:
+        yield f"{given} has not been tried with pipeline stages of vLLM: drop p from rollout.backend, or use t"
+    untried = {"speculative": recipe.rollout.speculative, "quantization": recipe.rollout.quantization}
+    for name in [name for name, value in untried.items() if value is not None]:
+        yield f"{given} has not been tried with rollout.{name}: drop it, or use rollout.backend=transformers:d1"
 
 
 def image_layout_problems(

@@ -19,7 +19,7 @@ from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.start import FromScratch, Resume
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.checkpoints.writer import StateOwner
+from fivefold.checkpoints.writer import CheckpointWriter, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunFailed, RunStopped
@@ -66,6 +66,11 @@ class Training(Protocol):
 
     def take_news(self) -> str | None:
         """Return what else the user should know since the last call."""
+
+
+def _is_over(state: RunState) -> bool:
+    """Return whether the run makes no further step."""
+    return state.step >= state.total_steps or state.stopped_early is not None
 
 
 @dataclass
@@ -123,7 +128,7 @@ class _Loop:
 
     def leave(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of a run that ends before its last step, unless there is one, or there are none."""
-        if self._writes and not self.is_copied and not state.is_over:
+        if self._writes and not self.is_copied and not _is_over(state):
             self.checkpoints.begin(state, metrics)
             self.is_copied = True
             self._logged(state)
@@ -198,7 +203,7 @@ class _Loop:
             self.metrics.sync()
             self.samples.sync()
         self.checkpoints.commit()
-        if state.is_over:
+        if _is_over(state):
             self.checkpoints.finish()
         elif self.ends_because is not None:
             self.checkpoints.finish()
@@ -240,7 +245,7 @@ def run_steps(
     with _loop(setup, training, models, run, state, owners, began) as loop:
         run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
         state = loop.begin(state)
-        while not state.is_over:
+        while not _is_over(state):
             state, metrics = loop.step(state)
             try:
                 yield Step(state.step, state.total_steps, dict(metrics))
@@ -267,16 +272,9 @@ def _loop(
     recipe, folder = setup.recipe, run.folder
     config = recipe.recover
     tensorboard = folder.tensorboard if "tensorboard" in recipe.stats.trackers else None
-    checkpoints = Checkpointer(
-        recipe,
-        CheckpointStore(folder.checkpoints),
-        owners,
-        run.timers,
-        schedule=setup.schedule(config),
-        history=state.kept_metric,
-        note=run.screen.note,
-        is_ours=folder.is_ours,
-    )
+    store = CheckpointStore(folder.checkpoints)
+    writer = CheckpointWriter(recipe, store, owners, run.timers, run.screen.note, folder.is_ours)
+    checkpoints = Checkpointer(writer, schedule=setup.schedule(config), history=state.kept_metric)
     with (
         MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
         SampleLog(folder.samples, folder.sample_parts, run.trackers) as samples,

@@ -24,7 +24,7 @@ from fivefold.roles.devices import Models
 from fivefold.types import TRUNCATED
 from fivefold.update.critic import Critic
 from fivefold.update.expert_examples import ExpertExamples, Imitated
-from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyTarget
+from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyDecay, EntropyTarget
 from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
 from fivefold.update.reference import Reference
 from fivefold.update.samples import Masked, MaskedGroups, NumberedSequences, WeightedSamples
@@ -189,7 +189,9 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Ite
             threshold=actor.rollout_correction.auto_threshold,
             tells=not loss.old_is_rollout,
         )
-    if actor.entropy_target is not None:
+    if actor.entropy_decay_steps is not None:
+        yield EntropyDecay(actor.entropy_coeff, actor.entropy_decay_steps)
+    elif actor.entropy_target is not None:
         yield EntropyTarget()
     if actor.router_replay != "none":
         yield AlignedRoutes(actor.router_replay_min_overlap, shape.route_bytes)

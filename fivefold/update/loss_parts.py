@@ -70,6 +70,28 @@ class EntropyTarget(Part):
 
 
 @dataclass(frozen=True)
+class EntropyDecay(Part):
+    """Lets the weight of the entropy bonus fall linearly to 0, without a bonus above a target."""
+
+    first: float
+    """Weight in step 1."""
+    n_steps: int
+    """Steps with a bonus."""
+
+    def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
+        """Weight the bonus of this step."""
+        return replace(loss, entropy_coeff=self._weight(step))
+
+    def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
+        """Measure the weight."""
+        return outcome.measured({"entropy_coeff": self._weight(step)})
+
+    def _weight(self, step: Prepared) -> float:
+        is_low = step.state.algorithm.entropy_is_low
+        return self.first * max(0.0, 1.0 - (step.step - 1) / self.n_steps) if is_low else 0.0
+
+
+@dataclass(frozen=True)
 class AlignedRoutes(Part):
     """Measures routes, and ends the run if they seem to be of other tokens, or of another model."""
 

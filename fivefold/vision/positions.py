@@ -44,9 +44,12 @@ def _text(start: int, n: int) -> Tensor:
 def rope_axes(shape: ModelShape) -> Tensor:
     """Return by which of the three positions each channel pair of a head turns, int64 [rotated / 2].
 
-    Rows and columns have every third pair, up to the number in `rope_sections`; the time has all others.
+    Rows and columns have every third pair, up to the number in `rope_sections`; the time has all others. Or each axis
+    has a piece, one after the other.
     """
     assert shape.vision is not None, "the model sees no images"
+    if not shape.vision.is_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(shape.vision.rope_sections))
     axes = torch.zeros(shape.rotated_channels // 2, dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * shape.vision.rope_sections[axis] : 3] = axis

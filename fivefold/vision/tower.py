@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.kept import VISION, check_tower
+from fivefold.bridge.kept import check_tower, tower_prefix
 from fivefold.types import PlacedImage
 
 _AUTO_CONFIG: Any = AutoConfig
@@ -140,16 +140,17 @@ def rows_of(images: Sequence[PlacedImage]) -> Tensor:
 @torch.no_grad()
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     check_tower(folder)
+    prefix = tower_prefix(folder)
     config = _AUTO_CONFIG.from_pretrained(folder).vision_config
     with torch.device(device), no_init_weights():
         module = _AUTO_MODEL.from_config(config, dtype=dtype, attn_implementation="sdpa")
     with HFWeights(folder) as weights:
         for name, parameter in module.named_parameters():
-            found = weights.shape(VISION + name) if VISION + name in weights.names else None
+            found = weights.shape(prefix + name) if prefix + name in weights.names else None
             if found != tuple(parameter.shape):
                 raise ValueError(
-                    f"config.json of {folder} describes {VISION}{name} of shape {tuple(parameter.shape)}, and the "
+                    f"config.json of {folder} describes {prefix}{name} of shape {tuple(parameter.shape)}, and the "
                     f"weight files have {found or 'no such tensor'}: fetch the folder again"
                 )
-            parameter.copy_(weights.read(VISION + name))
+            parameter.copy_(weights.read(prefix + name))
     return module.eval().requires_grad_(False)

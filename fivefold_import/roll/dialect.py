@@ -13,6 +13,7 @@ from fivefold_import.draft import Draft, Role
 from fivefold_import.roll import agents, files, given
 from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.games import READER as GAMES_READER
+from fivefold_import.roll.images import convert_frozen_tower, convert_images
 from fivefold_import.roll.layout import lay_out, lay_out_frozen, router
 from fivefold_import.roll.rewards import convert_rewards
 from fivefold_import.roll.rules import (
@@ -119,10 +120,13 @@ def convert(draft: Draft) -> None:
     _evaluation(draft)
     convert_rewards(draft)
     convert_teachers(draft)
+    convert_frozen_tower(draft)
     draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
     has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") != GAMES_READER
-    if has_rows and "train_dataset.answer_key" not in draft.recipe:
+    # Rows with images have their answers as verl's have.
+    has_images = convert_images(draft)
+    if has_rows and not has_images and "train_dataset.answer_key" not in draft.recipe:
         draft.recipe["train_dataset.answer_key"] = ANSWERS
         draft.notes.append(f"train_dataset.answer_key={ANSWERS}, the column that holds the answer in ROLL's rows")
 

@@ -15,7 +15,7 @@ from tests.forked_workers import ROOT
 from tests.forks import run_forked
 
 COMMAND = [sys.executable, "-m", "fivefold"]
-
+"""The command line as a user starts it."""
 TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "bubble")
 """Parts of the names of metrics that measure time, and so differ between runs of the same bits."""
 
@@ -46,8 +46,7 @@ def is_timed(metric: str) -> bool:
 def fivefold() -> Fivefold:
     """`fivefold(*arguments)`: the command in a process of its own, in the folder `cwd`; output as text.
 
-    The process is forked with everything imported, which takes a third of its time otherwise. Tests that kill or
-    interrupt a run start `COMMAND` itself.
+    The process is forked with everything imported, which takes a third of its time otherwise.
     """
 
     def run(*arguments: str, timeout: float = 600, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -1,13 +1,13 @@
 """What a run compares before its first step, over an engine that loses adapters or computes them otherwise.
 
-The embedded engine stands for a server: its end of the transport loses them.
+The embedded engine stands for a server: its end of the transport loses them. Tests of a layout share its processes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from fivefold.train_setup import TrainSetup, set_up
 from fivefold.weights.adapter import AdapterMemory
 from fivefold.weights.stream import Receiver
 from tests.e2e.conftest import ROOT, Fivefold
+from tests.forks import forked_workers
+from tests.rows import long
 from tests.unit.rollout.fake_server import Log, write_python
 
 ATTENTION = [f"self_attn.{letter}_proj" for letter in "qkvo"]
@@ -38,18 +40,18 @@ EXPERTS = [f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")]
 
 @dataclass(frozen=True)
 class Faulty(AdapterMemory):
-    """Adapters whose B is another one when it arrives, if its name is found."""
+    """Adapters whose B arrives multiplied by a factor if its name is found: `fault` has the pattern and the factor."""
 
-    pattern: str = "$^"
-    factor: float = 1.0
+    fault: Path = Path()
 
     def receiver(self) -> Receiver:
         receive = super().receiver()
 
         def faulty(items: Iterator[object], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+            pattern, factor = json.loads(self.fault.read_text())
             for name, tensor in receive(items, device):
-                is_found = "lora_B" in name and re.search(self.pattern, name)
-                yield name, tensor * self.factor if is_found else tensor
+                is_found = "lora_B" in name and re.search(pattern, name)
+                yield name, tensor * factor if is_found else tensor
 
         return faulty
 
@@ -64,10 +66,26 @@ class Held(Part):
         return {each.name: each.values_N.clone() for each in self._engine.held_adapters()}
 
 
-@contextmanager
-def launched(folder: Path, layout: str, transport: AdapterMemory) -> Iterator[tuple[TrainSetup, Roles]]:
+@dataclass(frozen=True)
+class Launched:
+    """The roles of a run, whose rollout gets adapters as `fault` says."""
+
+    setup: TrainSetup
+    roles: Roles
+    fault: Path
+
+    def probe(self, pattern: str, factor: float, tell: Callable[[str], None]) -> None:
+        self.fault.write_text(json.dumps([pattern, factor]))
+        kinds = kinds_of(self.setup.ground.shape.with_lora(self.setup.recipe.actor.lora))
+        assert kinds == [*ATTENTION, *EXPERTS]
+        Probe(self.roles, PhaseTimers(), kinds, self.setup.data.prompts, 1.0, 16, tell).run()
+
+
+@pytest.fixture(scope="module", params=["megatron:d1", "megatron:(attn:t2|ffn:e2)", "fsdp:d2", *long("megatron:d2")])
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    folder = tmp_path_factory.mktemp("run")
     keys = (
-        f"actor.backend={layout}", "rollout.backend=transformers:d1", "rollout.weight_transport=adapter",
+        f"actor.backend={request.param}", "rollout.backend=transformers:d1", "rollout.weight_transport=adapter",
         "actor.lora.rank=4", "actor.lora.rank_of_experts=2", "actor.lora.alpha=8", "valid_dataset=null",
         f"cluster.fileroot={folder}",
     )  # fmt: skip
@@ -75,31 +93,18 @@ def launched(folder: Path, layout: str, transport: AdapterMemory) -> Iterator[tu
     setup = set_up(recipe)
     found = setup.route.transport
     assert isinstance(found, AdapterMemory)
-    faulty = replace(transport, merged_dtype=found.merged_dtype, alpha=found.alpha)
-    with Session.open(recipe.scheduler, recipe.cluster, folder, PhaseTimers()) as session:
-        route = replace(setup.route, transport=faulty)
-        yield setup, launch_roles(session, recipe, setup.ground.placement, 1, route)
+    faulty = Faulty(merged_dtype=found.merged_dtype, alpha=found.alpha, fault=folder / "fault.json")
+    with forked_workers(), Session.open(recipe.scheduler, recipe.cluster, folder, PhaseTimers()) as session:
+        roles = launch_roles(session, recipe, setup.ground.placement, 1, replace(setup.route, transport=faulty))
+        yield Launched(setup, roles, faulty.fault)
 
 
-def probe(setup: TrainSetup, roles: Roles, tell: Callable[[str], None]) -> Probe:
-    kinds = kinds_of(setup.ground.shape.with_lora(setup.recipe.actor.lora))
-    assert kinds == [*ATTENTION, *EXPERTS]
-    return Probe(roles, PhaseTimers(), kinds, setup.data.prompts, 1.0, 16, tell)
-
-
-@pytest.fixture(autouse=True)
-def workers_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.mark.parametrize("layout", ["megatron:d2", "megatron:(attn:t2|ffn:e2)", "fsdp:d2"])
-def test_an_engine_that_computes_all_adapters_passes_and_the_actor_keeps_its_own(layout: str, tmp_path: Path) -> None:
+def test_an_engine_that_computes_all_adapters_passes_and_the_actor_keeps_its_own(launched: Launched) -> None:
     told: list[str] = []
-    with launched(tmp_path, layout, Faulty()) as (setup, roles):
-        before = roles.actor.trainer.group.call(Held.matrices)
-        probe(setup, roles, told.append).run()
-        after = roles.actor.trainer.group.call(Held.matrices)
+    actor = launched.roles.actor.trainer.group
+    before = actor.call(Held.matrices)
+    launched.probe("$^", 1.0, told.append)
+    after = actor.call(Held.matrices)
     assert told == ["the server computes the adapters of all layers as the actor does"]
     for one, other in zip(before, after, strict=True):
         assert one.keys() == other.keys()
@@ -107,6 +112,7 @@ def test_an_engine_that_computes_all_adapters_passes_and_the_actor_keeps_its_own
         assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
+@pytest.mark.parametrize("launched", ["megatron:d1"], indirect=True)
 @pytest.mark.parametrize(
     ("pattern", "factor", "says"),
     [
@@ -122,13 +128,9 @@ def test_an_engine_that_computes_all_adapters_passes_and_the_actor_keeps_its_own
     ],
     ids=["no experts", "one side of experts", "keys", "twice", "one layer"],
 )
-def test_an_engine_that_loses_adapters_ends_the_run(pattern: str, factor: float, says: str, tmp_path: Path) -> None:
-    way = Faulty(pattern=pattern, factor=factor)
-    with (
-        launched(tmp_path, "megatron:d1", way) as (setup, roles),
-        pytest.raises(RunFailed, match="does not compute the actor's adapters") as failure,
-    ):
-        probe(setup, roles, print).run()
+def test_an_engine_that_loses_adapters_ends_the_run(pattern: str, factor: float, says: str, launched: Launched) -> None:
+    with pytest.raises(RunFailed, match="does not compute the actor's adapters") as failure:
+        launched.probe(pattern, factor, print)
     assert re.search(says, str(failure.value)), str(failure.value)
     assert "rollout.weight_transport=auto" in str(failure.value)
 

@@ -104,7 +104,7 @@ FREEZE = (f"actor.freeze=[{', '.join(json.dumps(pattern) for pattern in FROZEN)}
 
 ON_EITHER_ENGINE = pytest.mark.parametrize(
     "keys",
-    [("actor.backend=megatron:d1", "actor.megatron.recompute=full"), ("actor.backend=fsdp:d1",)],
+    [("actor.backend=megatron:d1", "actor.megatron.recompute=full"), *long((("actor.backend=fsdp:d1",),))],
     ids=["megatron", "fsdp"],
 )
 

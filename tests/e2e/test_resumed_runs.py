@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fivefold.checkpoints.store import CheckpointStore
 from fivefold.cli.main import app
 from fivefold.convert.megatron import convert_to_torch_dist
-from tests.e2e.conftest import COMMAND, ROOT, Fivefold, cut_back, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
 from tests.e2e.held_reward import held_after
 from tests.forks import start_forked
 
@@ -72,43 +72,42 @@ def last_step(run: Path) -> int:
     return max((checkpoint.step for checkpoint in CheckpointStore(run / "checkpoints").all()), default=0)
 
 
-def hear_hang_ups() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def interrupted(run: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> tuple[int, str, str]:
-    """Train, and call `end` in the step after one more checkpoint; return exit code, output and error output."""
+def start(run: Path, errors: Path, *, is_leader: bool = False) -> BaseProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    folder = run.parents[1]
+    files = {"output": folder / "output", "errors": errors}
+    return start_forked((*TRAIN, *place(run)), cwd=folder, environment=environment, is_leader=is_leader, **files)
+
+
+def interrupted(run: Path, end: Callable[[BaseProcess], None]) -> tuple[int | None, str, str]:
+    """Train, and call `end` in the step after one more checkpoint; return exit code, output and error output."""
     folder, step = run.parents[1], last_step(run) + 1
-    output, errors = folder / "output", folder / "errors"
-    with output.open("w") as out, errors.open("w") as err:
-        with held_after(run / "checkpoints" / f"step-{step:06}", folder / "hold"):
-            # As a shell starts it: in a process group of its own, because a terminal sends Ctrl-C to all its processes,
-            # and with SIGHUP not ignored, which it is under nohup.
-            driver = subprocess.Popen(
-                [*COMMAND, *TRAIN, *place(run)],
-                stdout=out, stderr=err, env=environment, start_new_session=True, cwd=folder, preexec_fn=hear_hang_ups,
-            )  # fmt: skip
-            while last_step(run) < step:
-                assert driver.poll() is None, errors.read_text()
-                time.sleep(0.01)
-            end(driver)
-            # The step is held back until the run has ended, or has said that it will end after the step.
-            while driver.poll() is None and ASKED not in errors.read_text():
-                time.sleep(0.01)
-        code = driver.wait(timeout=600)
-    return code, output.read_text(), errors.read_text()
+    errors = folder / "errors"
+    with held_after(run / "checkpoints" / f"step-{step:06}", folder / "hold"):
+        # A terminal sends Ctrl-C to all processes of a group.
+        driver = start(run, errors, is_leader=True)
+        while last_step(run) < step:
+            assert driver.is_alive(), errors.read_text()
+            time.sleep(0.01)
+        end(driver)
+        # The step is held back until the run has ended, or has said that it will end after the step.
+        while driver.is_alive() and ASKED not in errors.read_text():
+            time.sleep(0.01)
+    driver.join(600)
+    return driver.exitcode, (folder / "output").read_text(), errors.read_text()
+
+
+def hang_up(driver: BaseProcess) -> None:
+    assert driver.pid is not None
+    os.killpg(driver.pid, signal.SIGHUP)
 
 
 def kill(run: Path) -> None:
-    """Train, in a forked process, which is killed in the step after the first checkpoint."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """Train, and kill the run in the step after the first checkpoint."""
     folder = run.parents[1]
     errors = folder / "errors"
     with held_after(run / "checkpoints" / "step-000001", folder / "hold"):
-        driver = start_forked(
-            (*TRAIN, *place(run)), cwd=folder, environment=environment, output=folder / "output", errors=errors
-        )
+        driver = start(run, errors)
         while last_step(run) < 1:
             assert driver.is_alive(), errors.read_text()
             time.sleep(0.01)
@@ -131,7 +130,7 @@ class Ended:
 def ended(undisturbed: Path) -> Ended:
     run = undisturbed.with_name("interrupted")
     kill(run)
-    code, output, errors = interrupted(run, lambda driver: os.killpg(driver.pid, signal.SIGHUP))
+    code, output, errors = interrupted(run, hang_up)
     assert code == 130, errors
     return Ended(run, Path(shutil.copytree(run, run.with_name("copy"))), output, errors)
 

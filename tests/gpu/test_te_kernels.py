@@ -16,6 +16,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.contract import EngineOptions
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
@@ -90,7 +91,9 @@ def engine_of(folder: Path, dtype: str, optimizer: OptimizerConfig | None = None
         mb_spec=MicroBatchConfig(max_tokens_per_mb=400),
         megatron=MegatronConfig(**megatron),
     )
-    return MegatronEngine(config, parse_backend("megatron:d1"), seed=1, optimizer=optimizer, total_steps=10)
+    return MegatronEngine(
+        config, parse_backend("megatron:d1"), EngineOptions(seed=1, optimizer=optimizer, total_steps=10)
+    )
 
 
 def trained(folder: Path, dtype: str = "bfloat16", **megatron: Any) -> Trained:

@@ -10,6 +10,7 @@ import torch
 from open_engine import EngineCase, WholeBatches
 
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig
+from fivefold.engine.contract import EngineOptions
 from fivefold.fsdp.engine import FSDPEngine
 from fivefold.fsdp.optimizer import gradient
 from fivefold.layout.parser import parse_backend
@@ -43,5 +44,5 @@ class FSDPCase(EngineCase[OpenFSDPEngine]):
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
-    def _build(self, config: dict[str, Any], options: dict[str, Any]) -> OpenFSDPEngine:
-        return OpenFSDPEngine(EngineConfig(**config, fsdp=self.fsdp), parse_backend(self.layout), **options)
+    def _build(self, config: dict[str, Any], options: EngineOptions) -> OpenFSDPEngine:
+        return OpenFSDPEngine(EngineConfig(**config, fsdp=self.fsdp), parse_backend(self.layout), options)

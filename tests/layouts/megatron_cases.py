@@ -18,6 +18,7 @@ from fivefold.algorithms.loss import Loss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from fivefold.engine.contract import EngineOptions
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine
@@ -73,8 +74,8 @@ class Case(EngineCase[OpenEngine]):
 
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
-    def _build(self, config: dict[str, Any], options: dict[str, Any]) -> OpenEngine:
-        return OpenEngine(EngineConfig(**config, megatron=self.megatron), lay_out(self.layout), **options)
+    def _build(self, config: dict[str, Any], options: EngineOptions) -> OpenEngine:
+        return OpenEngine(EngineConfig(**config, megatron=self.megatron), lay_out(self.layout), options)
 
 
 def whole(weights: Iterator[tuple[str, torch.Tensor]]) -> Tensors:

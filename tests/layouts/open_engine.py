@@ -14,11 +14,10 @@ from fivefold.algorithms.metrics import metric_values
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.base import EngineBase
+from fivefold.engine.contract import EngineOptions
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import Share
 from fivefold.engine.values import Values
-from fivefold.families.adapters import AdapterShape
-from fivefold.families.tensors import ALL, Trained
 from fivefold.layout.parser import parse_backend
 
 
@@ -82,8 +81,8 @@ class EngineCase(ABC, Generic[AnEngine]):
         return parse_backend(self.layout).world_size
 
     @abstractmethod
-    def _build(self, config: dict[str, Any], options: dict[str, Any]) -> AnEngine:
-        """Return the engine of a configuration without the engine's own section, and of keyword arguments."""
+    def _build(self, config: dict[str, Any], options: EngineOptions) -> AnEngine:
+        """Return the engine of a configuration without the engine's own section."""
 
     def engine(
         self,
@@ -91,13 +90,9 @@ class EngineCase(ABC, Generic[AnEngine]):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 10,
         seed: int = 1,
-        *,
-        value_head: bool = False,
-        value_bias: bool = True,
-        trained: Trained = ALL,
-        replays: bool = False,
-        adapters: AdapterShape | None = None,
+        **others: Any,
     ) -> AnEngine:
+        """Return the engine of a model; `others` are further `EngineOptions`."""
         config = {
             "path": str(folder),
             "backend": self.layout,
@@ -105,15 +100,7 @@ class EngineCase(ABC, Generic[AnEngine]):
             "init_from_scratch": self.init_from_scratch,
             "mb_spec": self.micro_batches,
         }
-        options = {
-            "seed": seed,
-            "optimizer": optimizer,
-            "total_steps": total_steps,
-            "timeout_s": self.timeout_s,
-            "value_head": value_head,
-            "value_bias": value_bias,
-            "trained": trained,
-            "replays": replays,
-            "adapters": adapters,
-        }
+        options = EngineOptions(
+            seed=seed, optimizer=optimizer, total_steps=total_steps, timeout_s=self.timeout_s, **others
+        )
         return self._build(config, options)

@@ -125,11 +125,11 @@ def hf_train(folder: Path, shape: AdapterShape) -> Trained:
 
 
 LAYOUTS: list[tuple[str, AnyCase]] = [
-    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
     ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)", FULL)),
     ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full"))),
 ]
 FURTHER: list[tuple[str, AnyCase]] = [
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)")),
     ("qwen3_moe", Case("megatron:d1")),
     ("qwen3_moe", Case("megatron:c2", SELECTIVE)),
     ("qwen3", Case("megatron:t2")),
@@ -230,7 +230,9 @@ SHARED_STREAMS = {
 }
 
 
-@pytest.mark.parametrize("layout", SHARED_STREAMS)
+@pytest.mark.parametrize(
+    "layout", ["megatron:(attn:d2|ffn:t2)", "megatron:d2e2", "fsdp:t2", *long("megatron:t2", "fsdp:d2", "fsdp:c2")]
+)
 def test_ranks_drop_the_same_inputs_where_they_see_the_same(workers: Workers, models: Path, layout: str) -> None:
     ranks = workers(2).run(draws, case_of(layout), models / ("qwen3" if layout == "megatron:t2" else "qwen3_moe"))
     assert {each.stream for each in ranks[0]} == SHARED_STREAMS[layout]
@@ -245,7 +247,7 @@ def test_ranks_drop_the_same_inputs_where_they_see_the_same(workers: Workers, mo
     assert (n_same > 0) == (layout in ("megatron:(attn:d2|ffn:t2)", "fsdp:t2"))
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "fsdp:d1", "fsdp:t2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "fsdp:d1", *long("fsdp:t2")])
 def test_a_plan_counts_what_is_left_of_the_inputs_and_the_choice(workers: Workers, models: Path, layout: str) -> None:
     case, folder = case_of(layout, micro_batches=MicroBatchConfig(max_tokens_per_mb=200)), models / "qwen3_moe"
     found, *_ = workers(case.world_size).run(draws, case, folder)

@@ -28,7 +28,7 @@ from fivefold.bridge.adapters import WithAdapters
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.families.adapters import MATRICES, AdapterShape, adapter_name
+from fivefold.families.adapters import JOINT, MATRICES, AdapterShape, adapter_name
 from fivefold.families.family import Family
 from fivefold.families.read import load_shape
 from fivefold.families.registry import find_family
@@ -55,16 +55,33 @@ class Result:
 
 
 def merged(base: Tensors, adapters: Tensors, shape: AdapterShape) -> Tensors:
-    found = dict(base)
-    for name in base:
+    found = each_expert(base)
+    for name in found:
         # Experts that share a matrix have one without their number in its name.
         a, b = (
             adapters.get(adapter_name(name, matrix), adapters.get(adapter_name(without_number(name), matrix)))
             for matrix in MATRICES
         )
         if a is not None and b is not None:
-            found[name] = base[name] + shape.scale(len(a)) * b @ a
+            found[name] = found[name] + shape.scale(len(a)) * b @ a
+    return {name: found[name] if name in found else together(found, name, len(base[name])) for name in base}
+
+
+def each_expert(tensors: Tensors) -> Tensors:
+    """Return tensors with the matrices of joint experts [E, in, out] apart, as [out, in]."""
+    found = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        if tensor.ndim == 3 and kind in JOINT:
+            found |= {f"{path}.{e}.{kind}": each.T for e, each in enumerate(tensor)}
+        else:
+            found[name] = tensor
     return found
+
+
+def together(apart: Tensors, name: str, n_experts: int) -> torch.Tensor:
+    path, _, kind = name.rpartition(".")
+    return torch.stack([apart[f"{path}.{e}.{kind}"].T for e in range(n_experts)])
 
 
 def without_number(name: str) -> str:
@@ -186,13 +203,15 @@ CASES: list[tuple[str, AnyCase, AdapterShape]] = [
     ("qwen2_moe", Case("megatron:t2e2"), ALL_LAYERS),
     ("deepseek_v2", Case("megatron:t2"), ALL_LAYERS),
     ("qwen3_next", Case("megatron:(attn:t2|ffn:e2)", SELECTIVE), ALL_LAYERS),
-    ("qwen3_5_moe", FSDPCase("fsdp:c2"), ALL_LAYERS),
     ("qwen3_moe", FSDPCase("fsdp:d2t2", FSDPConfig(recompute="full", reshard_after_forward=False)), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:d2e2", FULL), SHARED),
-    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
     ("qwen3_moe", FSDPCase("fsdp:d1"), SHARED),
+    ("gpt_oss", Case("megatron:(attn:d2|ffn:t2)"), ALL_LAYERS),
+    ("gpt_oss", FSDPCase("fsdp:t2"), ALL_LAYERS),
 ]
 FURTHER: list[tuple[str, AnyCase, AdapterShape]] = [
+    ("qwen3_5_moe", FSDPCase("fsdp:c2"), ALL_LAYERS),
+    ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
     ("qwen3_moe", Case("megatron:d1"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:d2"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:t2"), ALL_LAYERS),
@@ -216,6 +235,10 @@ FURTHER: list[tuple[str, AnyCase, AdapterShape]] = [
     ("deepseek_v2", FSDPCase("fsdp:t2"), ALL_LAYERS),
     ("deepseek_v2", FSDPCase("fsdp:c2"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:d1"), SHARED),
+    ("gpt_oss", Case("megatron:d1", FULL), ALL_LAYERS),
+    ("gpt_oss", Case("megatron:(attn:p2t2|ffn:p2e2)", SELECTIVE), ALL_LAYERS),
+    ("gpt_oss", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
+    ("gpt_oss", FSDPCase("fsdp:d2", FSDPConfig(recompute="full")), SHARED),
     ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)"), SHARED),
     ("qwen3_moe", Case("megatron:(attn:t2c2|ffn:t2e2)", SELECTIVE), SHARED),
     ("qwen2_moe", Case("megatron:t2e2"), SHARED),
@@ -255,7 +278,7 @@ def test_adapters_train_as_in_plain_autograd(
     assert_close(difference(weights, before), difference(wanted, before), 5e-3)
     [state, *moments] = read_with_torch(tmp_path / "state").values()
     assert state.keys() == adapters.keys() == moments[0].keys()
-    assert any(".experts.gate_proj" in name for name in adapters) == shape.shares_outer
+    assert any(".experts.gate" in name for name in adapters) == shape.shares_outer
     assert_close(state, adapters, 5e-3)
     assert_equal(language_model(tmp_path / "saved"), weights)
     in_file = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
@@ -263,11 +286,12 @@ def test_adapters_train_as_in_plain_autograd(
     one_scale = shape.scale(2 if any(".experts." in name for name in in_file) else 3)
     by_file = {
         name: weight + one_scale * in_file[adapter_name(name, "B")] @ in_file[adapter_name(name, "A")]
-        for name, weight in before.items()
+        for name, weight in each_expert(before).items()
         if adapter_name(name, "A") in in_file
     }
     assert len(by_file) == len(in_file) // 2
-    assert_close(by_file, {name: weights[name] for name in by_file}, 1e-5)
+    after = each_expert(weights)
+    assert_close(by_file, {name: after[name] for name in by_file}, 1e-5)
     again = replace(shape, path=str(tmp_path / "saved" / "adapter"))
     (continued, *_) = workers(case.world_size).run(merged_weights, case, folder, again)
     assert_close(continued, weights, 1e-6)

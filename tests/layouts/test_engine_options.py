@@ -30,6 +30,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, FSDPConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerFields
+from fivefold.engine.contract import EngineOptions
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.layout.parser import parse_backend
 from tests.rows import long
@@ -335,7 +336,7 @@ def build_on_other_layout(first: str, second: str, folder: Path) -> None:
     layout = parse_backend(second)
     config = EngineConfig(path=str(folder), backend=second, dtype="float32")
     try:
-        megatron_cases.OpenEngine(config, layout, seed=1)
+        megatron_cases.OpenEngine(config, layout, EngineOptions(seed=1))
     finally:
         lay_out("megatron:d2")  # so that the next case finds the groups that it expects
 

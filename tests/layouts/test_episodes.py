@@ -79,9 +79,9 @@ def cut_episodes(whole: Batch) -> Batch:
         (Case("megatron:d2"), "qwen3"),
         (Case("megatron:c2"), "llama"),
         (Case("megatron:p2v2"), "llama"),
-        *long((Case("megatron:(attn:p2t2c2|ffn:e4)"), "qwen3_moe")),
-        (Case("megatron:(attn:c2d2|ffn:t2e2)"), "deepseek_v2"),
         (FSDPCase("fsdp:d2"), "qwen3"),
+        *long((Case("megatron:(attn:p2t2c2|ffn:e4)"), "qwen3_moe")),
+        *long((Case("megatron:(attn:c2d2|ffn:t2e2)"), "deepseek_v2")),
     ],
     ids=lambda value: getattr(value, "layout", value if isinstance(value, str) else ""),
 )

@@ -29,7 +29,7 @@ from tests.rows import long
 RATE = 0.125
 OPTIMIZER = OptimizerConfig(lr=1e-3)
 BALANCING = MegatronConfig(transformer={"moe_router_bias_update_rate": RATE})
-LAYOUTS = ["megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)", *long("megatron:(attn:p2c2|ffn:p2e2)")]
+LAYOUTS = ["megatron:(attn:d2t2|ffn:t2e2)", *long("megatron:d1", "megatron:(attn:p2c2|ffn:p2e2)")]
 
 
 def offsets_of(weights: Tensors) -> Tensors:

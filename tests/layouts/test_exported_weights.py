@@ -22,13 +22,19 @@ from fivefold.config.schema.engine import OptimizerConfig
 from tests.rows import long
 
 LAYOUTS = {
-    DENSE: ("megatron:t2", "megatron:p2v2", "fsdp:d3"),
-    MOE: ("megatron:p2v2", "megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d3"),
+    DENSE: ("megatron:t2", "megatron:p2v2"),
+    MOE: ("megatron:(attn:d2t2|ffn:t2e2)", "fsdp:d3"),
 }
 FURTHER_LAYOUTS = {
-    DENSE: ("megatron:d1", "megatron:d2t2", "fsdp:d2t2"),
+    DENSE: ("megatron:d1", "megatron:d2t2", "fsdp:d2t2", "fsdp:d3"),
     MOE: (
-        *("megatron:d1", "megatron:(attn:t2|ffn:t2)", "megatron:(attn:t2p2v2|ffn:e2)", "megatron:(attn:c4|ffn:e4)"),
+        *(
+            "megatron:d1",
+            "megatron:p2v2",
+            "megatron:(attn:t2|ffn:t2)",
+            "megatron:(attn:t2p2v2|ffn:e2)",
+            "megatron:(attn:c4|ffn:e4)",
+        ),
         "fsdp:t2c2",
     ),
 }
@@ -118,11 +124,11 @@ def test_tensors_of_another_dtype_are_converted_once(workers: Workers, models: P
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *(("megatron:d1", model) for model in ("qwen3_moe_mixed", "mixtral", "qwen2_moe")),
         ("megatron:p2v2", "qwen2_moe"),
         ("megatron:(attn:d2t2|ffn:t2e2)", "qwen3_moe_mixed"),
-        ("megatron:(attn:d2t2|ffn:t2e2)", "mixtral"),
         ("fsdp:t2", "mixtral"),
+        *long(*(("megatron:d1", model) for model in ("qwen3_moe_mixed", "mixtral", "qwen2_moe"))),
+        *long(("megatron:(attn:d2t2|ffn:t2e2)", "mixtral")),
     ],
 )
 def test_transformers_loads_the_trained_model_from_a_saved_folder(

@@ -49,23 +49,23 @@ LOSS = PolicyLoss(
 CASES = [
     ("fsdp:d1", "qwen3_moe"),
     ("fsdp:d2", "llama"),
-    ("fsdp:d2t2", "mistral"),
     ("fsdp:d3", "minimax_m2"),
-    ("fsdp:d3", "qwen2"),
     ("fsdp:c2", "qwen3"),
     ("fsdp:d2", "mixtral"),
     ("fsdp:c2", "gpt_oss"),
     ("fsdp:d2", "gemma3_text"),
     ("fsdp:t2", "qwen2_moe"),
     ("fsdp:d3", "qwen3_moe_mixed"),
-    ("fsdp:d2c2", "qwen3_moe_sparse_step"),
-    ("fsdp:t2c2", "qwen3_moe"),
     ("fsdp:d2t2", "glm4_moe"),
     ("fsdp:t2c2", "deepseek_v3"),
     ("fsdp:d2", "glm_moe_dsa"),
     ("fsdp:t2c2", "qwen3_next"),
     ("fsdp:d2t2", "qwen3_5"),
     *long(
+        ("fsdp:d2t2", "mistral"),
+        ("fsdp:d3", "qwen2"),
+        ("fsdp:d2c2", "qwen3_moe_sparse_step"),
+        ("fsdp:t2c2", "qwen3_moe"),
         ("fsdp:t2c2", "minimax_m2"),
         ("fsdp:t2", "qwen2"),
         ("fsdp:d2", "gpt_oss"),
@@ -150,7 +150,6 @@ RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_
 @pytest.mark.parametrize(
     ("case", "model"),
     [
-        (FSDPCase("fsdp:d3"), "qwen2"),
         (FSDPCase("fsdp:d2t2", RECOMPUTING), "qwen3_moe"),
         (FSDPCase("fsdp:d4", AHEAD), "qwen3_moe"),
         (FSDPCase("fsdp:d2", micro_batches=MicroBatchConfig(max_tokens_per_mb=100_000, n_mbs=5)), "qwen3_moe"),
@@ -158,6 +157,7 @@ RECOMPUTING = FSDPConfig(recompute="full", reshard_after_forward=False, logprob_
         (FSDPCase("fsdp:c2"), "qwen3_moe"),
         *long(
             (FSDPCase("fsdp:d1"), "qwen2"),
+            (FSDPCase("fsdp:d3"), "qwen2"),
             (FSDPCase("fsdp:d2"), "qwen3_moe"),
             (FSDPCase("fsdp:t2c2", RECOMPUTING), "qwen2"),
             (FSDPCase("fsdp:t2c2", RECOMPUTING), "deepseek_v3"),

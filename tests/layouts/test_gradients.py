@@ -20,11 +20,11 @@ from tests.rows import long
 
 TOLERANCE = 1e-4
 
-SMALL_LAYOUTS = {
-    DENSE: ("megatron:d1", "megatron:t2", "megatron:c2"),
-    MOE: ("megatron:d1", "megatron:(attn:t2|ffn:e2)", "megatron:(attn:c2|ffn:t2)"),
-}
-LARGE_LAYOUTS = {
+SMALL_LAYOUTS = {DENSE: ("megatron:t2",), MOE: ("megatron:(attn:t2|ffn:e2)",)}
+OTHER_LAYOUTS = {
+    "megatron:d1": ("llama", "qwen3_moe", "deepseek_v32"),
+    "megatron:c2": ("llama", "qwen3_5", "gemma3_text"),
+    "megatron:(attn:c2|ffn:t2)": ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "deepseek_v3"),
     "megatron:t4": ("qwen3",),
     "megatron:c2d2": ("mistral",),
     "megatron:p2v2": ("llama", "qwen3_moe_mixed", "qwen3_next", "gpt_oss"),
@@ -32,23 +32,30 @@ LARGE_LAYOUTS = {
     "megatron:(attn:t2p2|ffn:t2)": ("mixtral", "deepseek_v2", "glm4_moe_lite"),
     "megatron:(attn:c2d2|ffn:t2e2)": ("qwen3_moe_sparse_step",),
     "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm_moe_dsa"),
-    "megatron:d1": ("deepseek_v32",),
 }
+
+
+def others(names: tuple[str, ...], layout: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in OTHER_LAYOUTS[layout])
+
+
 FURTHER_LAYOUTS = {
+    "megatron:d1": others((*DENSE, *MOE, "glm_moe_dsa"), "megatron:d1"),
+    "megatron:c2": others(DENSE, "megatron:c2"),
+    "megatron:(attn:c2|ffn:t2)": others(MOE, "megatron:(attn:c2|ffn:t2)"),
     "megatron:c2d2": ("llama",),
-    "megatron:p2v2": tuple(name for name in (*DENSE, *MOE) if name not in LARGE_LAYOUTS["megatron:p2v2"]),
+    "megatron:p2v2": others((*DENSE, *MOE), "megatron:p2v2"),
     "megatron:p2t2c2": ("mistral", "gemma3_text"),
     "megatron:(attn:t2p2|ffn:t2)": ("qwen3_moe_mixed", "glm_moe_dsa"),
     "megatron:(attn:c2d2|ffn:t2e2)": ("qwen2_moe", "deepseek_v2"),
     "megatron:(attn:p2t2c2|ffn:e4)": ("qwen2_moe", "minimax_m2", "gpt_oss", "deepseek_v32"),
-    "megatron:d1": ("glm_moe_dsa",),
 }
 CASES = [
     *((layout, model) for models, layouts in SMALL_LAYOUTS.items() for layout in layouts for model in models),
-    *((layout, model) for layout, models in LARGE_LAYOUTS.items() for model in models),
+    *((layout, model) for layout, models in OTHER_LAYOUTS.items() for model in models),
     *long(*((layout, model) for layout, models in FURTHER_LAYOUTS.items() for model in models)),
 ]
-"""Every way to split a model alone with every family, and ways together with some."""
+"""Tensors and experts in shares with every family, and other ways and ways together with some."""
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)

@@ -37,6 +37,7 @@ from fivefold.planning.groups import from_node_start, ranks_together
 from fivefold.planning.stages import stages
 from fivefold.planning.traffic import step_traffic
 from fivefold.planning.workload import Workload
+from tests.rows import long
 
 LENGTH, HIDDEN = 64, 32
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ RECOMPUTING = MegatronConfig(
 
 @pytest.mark.parametrize("megatron", [MegatronConfig(), RECOMPUTING], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2"])
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", "megatron:t2c2"])
+@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:t2", "megatron:c2", *long("megatron:t2c2")])
 def test_attention_keeps_what_is_planned(
     workers: Workers, models: Path, layout: str, model: str, megatron: MegatronConfig
 ) -> None:
@@ -137,7 +138,7 @@ def exchanged_by_fsdp(case: FSDPCase, folder: Path) -> float:
     return sum(sent)
 
 
-@pytest.mark.parametrize("layout", ["megatron:c2", "megatron:t2c2"])
+@pytest.mark.parametrize("layout", ["megatron:c2", *long("megatron:t2c2")])
 def test_context_parallel_ranks_exchange_latents_alone(workers: Workers, models: Path, layout: str) -> None:
     case, shape, parsed = Case(layout, dtype="bfloat16"), load_shape(models / "deepseek_v3"), parse_backend(layout)
     assert shape.latent is not None

@@ -26,6 +26,7 @@ from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.heads import Head
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs
+from tests.rows import long
 
 HIDDEN = 12
 
@@ -171,7 +172,7 @@ def sharded(problem: Problem, into_main_grad: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("into_main_grad", [False, True], ids=["to grad", "to main_grad"])
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("n_ranks", [1, 2, *long(4)])
 def test_values_and_gradients_are_those_of_log_softmax(
     workers: Workers, n_ranks: int, name: str, into_main_grad: bool
 ) -> None:

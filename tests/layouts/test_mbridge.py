@@ -24,7 +24,8 @@ BY_MBRIDGE = MegatronConfig(bridge_type="mbridge")
 CASES = [
     ("megatron:d1", ("qwen2", "llama", "qwen3", "mixtral")),  # in this order: tied and untied output layers
     ("megatron:t2", ("qwen2",)),
-    ("megatron:(attn:d2t2|ffn:t2e2)", ("qwen2_moe", "glm4_moe")),
+    ("megatron:(attn:t2|ffn:e2)", ("qwen2_moe",)),
+    *long(("megatron:(attn:d2t2|ffn:t2e2)", ("qwen2_moe", "glm4_moe"))),
     *long(("megatron:(attn:t2p2v2|ffn:e2)", ("qwen3_moe", "glm4_moe"))),
 ]
 

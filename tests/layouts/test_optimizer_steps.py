@@ -23,8 +23,7 @@ from fivefold.engine.contract import StepResult
 from fivefold.engine.state.optimizer_state import learning_rate
 from tests.rows import long
 
-LAYOUTS = ("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "megatron:(attn:d2t2|ffn:t2e2)")
-DENSE_LAYOUTS = ("megatron:d1", "megatron:d2p2")
+LAYOUT, *FURTHER = "megatron:(attn:t2p2|ffn:e2)", "megatron:d1", "megatron:(attn:d2t2|ffn:t2e2)"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def rates(case: Case, folder: Path, config: OptimizerConfig, n_steps: int) -> li
     return found
 
 
-@pytest.mark.parametrize("layout", ["megatron:d1", "megatron:(attn:t2|ffn:e2)"])
+@pytest.mark.parametrize("layout", ["megatron:(attn:t2|ffn:e2)", *long("megatron:d1")])
 def test_every_parameter_group_gets_the_scheduled_rate(workers: Workers, models: Path, layout: str) -> None:
     config = OptimizerConfig(lr=1e-3, lr_scheduler_type="cosine", warmup_steps_proportion=0.4, min_lr_ratio=0.1)
     scheduled = [learning_rate(step, config, 5) for step in range(5)]
@@ -148,7 +147,11 @@ def step_without_gradient(case: Case, folder: Path, config: OptimizerConfig) -> 
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [(layout, "qwen3_moe") for layout in LAYOUTS] + [(layout, "qwen2") for layout in DENSE_LAYOUTS],
+    [
+        (LAYOUT, "qwen3_moe"),
+        ("megatron:d2p2", "qwen2"),
+        *long(*((layout, "qwen3_moe") for layout in FURTHER), ("megatron:d1", "qwen2")),
+    ],
 )
 def test_weight_decay_shrinks_matrices_and_exempts_norms_and_biases(
     workers: Workers, models: Path, layout: str, model: str
@@ -178,7 +181,11 @@ def gradient_norm(case: Case, folder: Path) -> NormAndGradient:
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [(layout, "qwen3_moe_mixed") for layout in LAYOUTS] + [(layout, "qwen2") for layout in DENSE_LAYOUTS],
+    [
+        (LAYOUT, "qwen3_moe_mixed"),
+        ("megatron:d2p2", "qwen2"),
+        *long(*((layout, "qwen3_moe_mixed") for layout in FURTHER), ("megatron:d1", "qwen2")),
+    ],
 )
 def test_the_gradient_norm_counts_every_parameter_once(workers: Workers, models: Path, layout: str, model: str) -> None:
     case = Case(layout)
@@ -198,7 +205,7 @@ def clipped_update(case: Case, folder: Path, config: OptimizerConfig) -> tuple[f
     return norm, {name: after[name].double() - before[name] for name in after}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[1:], *long("megatron:d1")])
+@pytest.mark.parametrize("layout", [LAYOUT, *long(*FURTHER)])
 def test_clipping_scales_the_gradient_to_the_limit_and_no_further(workers: Workers, models: Path, layout: str) -> None:
     case, largest, lr, eps = Case(layout), 0.5, 1e6, 1e6
 
@@ -244,7 +251,10 @@ def good_step(case: Case, folder: Path) -> Tensors:
     return whole(engine.export_weights())
 
 
-@pytest.mark.parametrize(("layout", "value"), [("megatron:d1", math.inf), *((layout, math.nan) for layout in LAYOUTS)])
+@pytest.mark.parametrize(
+    ("layout", "value"),
+    [("megatron:d1", math.inf), (LAYOUT, math.nan), *long(*((layout, math.nan) for layout in FURTHER))],
+)
 def test_a_bad_gradient_changes_no_weight_and_is_named(
     workers: Workers, models: Path, layout: str, value: float
 ) -> None:

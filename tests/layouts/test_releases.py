@@ -16,6 +16,7 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from tests.rows import long
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, beta2=0.99, gradient_clipping=0.5)
 BALANCED = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
@@ -36,7 +37,7 @@ RECORDED = {
 """Loss and norm of the gradient of each of three steps."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[1:3], *long("megatron:d1", "megatron:c2e2")])
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_losses_and_gradient_norms_are_those_of_every_release(
     workers: Workers, models: Path, model: str, layout: str

@@ -54,7 +54,7 @@ CASES: list[tuple[AnyCase, str]] = [
     (Case("megatron:(attn:t2|ffn:e2)"), "deepseek_v3"),
     (Case("megatron:(attn:c2|ffn:t2)"), "qwen2_moe"),
     *long((Case("megatron:(attn:p2t2c2|ffn:e4)"), "qwen3_moe")),
-    (Case("megatron:(attn:c2d2|ffn:t2e2)", FULL), "deepseek_v2"),
+    *long((Case("megatron:(attn:c2d2|ffn:t2e2)", FULL), "deepseek_v2")),
     *((FSDPCase("fsdp:d1"), model) for model in ("mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite")),
     *long(*((FSDPCase("fsdp:d1"), model) for model in ("gpt_oss", "qwen2_moe", "qwen3_moe_mixed", "deepseek_v2"))),
     *long((FSDPCase("fsdp:d1"), "deepseek_v3")),

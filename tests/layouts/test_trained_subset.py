@@ -39,13 +39,13 @@ N_STEPS = 2
 
 FULL = MegatronConfig(recompute="full")
 CASES: list[AnyCase] = [
-    Case("megatron:d2e2"),
     Case("megatron:(attn:p2t2|ffn:p2e2)"),
     Case("megatron:p2", FULL),
     FSDPCase("fsdp:t2"),
     FSDPCase("fsdp:d2", FSDPConfig(recompute="full")),
 ]
 FURTHER: list[AnyCase] = [
+    Case("megatron:d2e2"),
     Case("megatron:d1"),
     Case("megatron:t2"),
     Case("megatron:p2"),

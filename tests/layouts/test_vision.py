@@ -30,6 +30,7 @@ LAYOUTS = {
         *("megatron:d1", "megatron:t2", "megatron:p2", "megatron:c2", "megatron:d2", "megatron:t2c2", "megatron:p2t2"),
         *("fsdp:d1", "fsdp:d2", "fsdp:c2", "fsdp:t2"),
     ),
+    "qwen2_5_vl": ("megatron:t2", "fsdp:d1"),
     "qwen3_5": ("megatron:t2", "megatron:p2", "fsdp:d1"),
     "qwen3_5_moe": ("megatron:d1", "megatron:(attn:t2|ffn:e2)", "megatron:(attn:c2|ffn:e2)", "fsdp:d2"),
 }

@@ -32,6 +32,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [4, 2, 2]}},
         {**_VISION, "deepstack_visual_indexes": [0, 2]},
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {
+            **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]},
+        },
+        {
+            **{key: value for key, value in _VISION.items() if key != "num_position_embeddings"},
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5Config",
         {
@@ -104,7 +118,7 @@ def logprobs_and_gradients(folder: Path, batch: Batch, scratch: Path) -> tuple[t
         rows.append(logprobs_L.detach())
         total += float(loss)
     found = gradients_as_in_files(model, scratch)
-    return torch.cat(rows), total, {name: grad for name, grad in found.items() if ".visual." not in name}
+    return torch.cat(rows), total, {name: grad for name, grad in found.items() if "visual." not in name}
 
 
 def _logprobs(model: Any, sequence: Batch) -> torch.Tensor:

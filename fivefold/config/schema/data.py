@@ -46,6 +46,18 @@ class RowsConfig(Section):
     """Whether a chat that ends with the beginning of an answer is continued from there; otherwise it is refused."""
     system_prompt: Annotated[str | None, Field(min_length=1)] = None
     """Message of the system that every chat begins with, unless it has one; null: none is added."""
+    image_key: str | None = None
+    """Column of images, for a model that sees them (docs/vision.md): a file's path or bytes, an image of `datasets`, or
+    a list; null: prompts are texts."""
+    min_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
+    """Fewest pixels that an image is resized to; null: as the model's image processor says."""
+    max_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
+    """Most pixels that an image is resized to, which bounds its tokens; null: as the model's image processor says."""
+
+    @rule
+    def _pixels(self) -> Iterator[str]:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            yield f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}: lower it"
 
 
 class AskedRowsConfig(RowsConfig):
@@ -64,26 +76,14 @@ class AskedRowsConfig(RowsConfig):
 class PromptRowsConfig(AskedRowsConfig):
     """Prompts to complete."""
 
-    image_key: str | None = None
-    """Column of images, for a model that sees them (docs/vision.md): a file's path or bytes, an image of `datasets`, or
-    a list; null: prompts are texts."""
-    min_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
-    """Fewest pixels that an image is resized to; null: as the model's image processor says."""
-    max_pixels: Annotated[Positive | None, reads_if(given("image_key"))] = None
-    """Most pixels that an image is resized to, which bounds its tokens; null: as the model's image processor says."""
-
     truncation: Literal["drop", "left", "right", "error"] = "drop"
     """What becomes of prompts with more than `max_length` tokens. `drop`: they are left out, and their number is
     reported. `left`, `right`: they lose their first or last tokens. `error`: the run does not start."""
 
     @rule
     def _images(self) -> Iterator[str]:
-        if self.image_key is None:
-            return
-        if self.truncation in ("left", "right"):
+        if self.image_key is not None and self.truncation in ("left", "right"):
             yield f"truncation={self.truncation} would cut images apart: set it to drop or error"
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            yield f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}: lower it"
 
 
 class BatchesConfig(Section):
@@ -185,6 +185,8 @@ class ExpertDatasetConfig(SFTRowsConfig, BatchesConfig):
     def _answer(self) -> Iterator[str]:
         if self.answer_key is not None:
             yield f"answer_key={self.answer_key!r} has no use here: set response_key, the text to learn"
+        if self.image_key is not None:
+            yield f"image_key={self.image_key!r}: an expert's prompts are read as texts alone: drop it"
 
 
 class PreferenceRowsConfig(RowsConfig):

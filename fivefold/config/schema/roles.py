@@ -163,8 +163,13 @@ class ActorConfig(TrainedModelConfig):
     entropy_target: PositiveFloat | None = None
     """Entropy, in nats per token, below which there is a bonus, whose weight is adapted after each step by
     `entropy_step`, from `entropy_coeff` on (Skywork-OR1); null: the weight is fixed."""
-    entropy_step: Annotated[PositiveFloat, reads_if(given("entropy_target"), warns=True)] = 0.005
+    entropy_step: Annotated[
+        PositiveFloat, reads_if(given("entropy_target"), warns=True), reads_if(absent("entropy_decay_steps"))
+    ] = 0.005
     """Change of the adapted weight of the entropy after a step: upwards below the target, downwards above it."""
+    entropy_decay_steps: Annotated[Positive | None, reads_if(differs("entropy_coeff", 0.0), warns=True)] = None
+    """Steps over which the weight of the entropy bonus falls linearly from `entropy_coeff` to 0, in place of being
+    adapted by `entropy_step`; above `entropy_target` there is no bonus either. null: the weight does not fall."""
     kl_ctl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3", "abs"], reads_if(above_0("kl_ctl"), warns=True)] = "k3"

@@ -50,7 +50,7 @@ def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     from fivefold.families.served import ServedAdapters
 
     node = ReplicaNode(n_nodes=2)
-    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node)
+    full = replace(spec, can_sleep=True, memory_fraction=0.5, node=node, sees=True, most_pixels=1)
     adapters = ServedAdapters(AdapterShape(1, None, 1.0), 1, (), ())
     drafts = SpeculativeConfig(method="mtp")
     changes: list[dict[str, Any]] = [

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.families.shape import ModelShape
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import SHOWN, Address, HttpClient
 from fivefold.rollout.servers.place import Place
 from fivefold.rollout.servers.weights import WeightLoader
-from fivefold.types import FinishReason
+from fivefold.types import FinishReason, PlacedImage
 
 REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
@@ -60,6 +60,8 @@ class Ask:
     wants_logprobs: bool
     routes: AskedRoutes | None = None
     """None: the experts of tokens are not asked for."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images among the prompt's tokens."""
 
 
 PAUSE_S = 60.0
@@ -168,8 +170,8 @@ class Dialect(Protocol):
             RuntimeError: a completion that ended for an unknown reason, or lacks a log-prob that was asked for.
         """
 
-    def drafts(self, http: HttpClient) -> tuple[int, int]:
-        """Return how many tokens the server has drafted, and how many it has accepted; zeros if it does not tell."""
+    def counts(self, http: HttpClient) -> ServerCounts:
+        """Return what the server has counted since it began; zeros if it does not tell."""
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         """Make the server answer all requests with what it has, and hold back new ones; return once it has.

@@ -27,10 +27,11 @@ from fivefold.config.paths import resolve_model_path
 from fivefold.families.read import load_shape
 from fivefold.observe.progress import counting
 from fivefold.rollout.hf_model import build_model, end_tokens
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, check_request
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts, check_request
 from fivefold.rollout.receiving import receiver_of
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.dialect import Ask, AskedRoutes, Dialect
+from fivefold.rollout.servers.images import SharedImages
 from fivefold.rollout.servers.life import Restarts, ServerLife
 from fivefold.rollout.servers.memory_share import share_bytes, with_share
 from fivefold.rollout.servers.process import ServerDied
@@ -76,6 +77,7 @@ class ServerEngine:
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         self._updates = updates_of(dialect, spec, model, place, save)
+        self._images = SharedImages(getattr(torch, spec.dtype))
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._stream = ServerStream(
@@ -89,10 +91,8 @@ class ServerEngine:
         self._lost: dict[int, GenerationRequest] = {}
         """Requests that died with the server, and that `take_lost` has not returned."""
         self._restarts = Restarts(spec.max_restarts)
-        self._drafts = (0, 0)
-        """Tokens that the server had drafted and accepted at the last call of `take_drafts`."""
-        self._quiet_since = 0.0
-        """When the server last showed that it works, on the clock of `time.monotonic`."""
+        self._counts = ServerCounts()
+        """What the server had counted at the last call of `take_counts`."""
         self._start()
         self._wait_until_ready()
 
@@ -108,7 +108,7 @@ class ServerEngine:
         check_request(request, sampling, self._config)
         self._state.require_weights()
         if not self._stream.n_running:
-            self._works_now()
+            self._life.works_now()
         self._stream.submit(number, request, sampling)
 
     def collect(self, seconds: float) -> list[tuple[int, Completion]]:
@@ -128,7 +128,7 @@ class ServerEngine:
         with self._alive():
             done = self._stream.collect(self._state.require_weights(), seconds)
             if self._stream.n_running:
-                self._check_beat()
+                self._life.check_beat()
         return done
 
     @property
@@ -149,23 +149,23 @@ class ServerEngine:
         """Return why the server was started again since the last call, each with its last messages."""
         return self._restarts.take()
 
-    def take_drafts(self) -> tuple[int, int]:
-        """Return how many tokens were drafted since the last call, and how many were accepted (`RolloutEngine`)."""
-        if self._spec.speculative is None:
-            return 0, 0
+    def take_counts(self) -> ServerCounts:
+        """Return what the server has counted since the last call (`RolloutEngine`)."""
+        if not self._spec.counts:
+            return ServerCounts()
         with self._alive():
-            now, before = self._dialect.drafts(self._life.http), self._drafts
-            self._drafts = now
-            return now[0] - before[0], now[1] - before[1]
-        return 0, 0  # the server has died, and with it its count
+            now, before = self._dialect.counts(self._life.http), self._counts
+            self._counts = now
+            return now - before
+        return ServerCounts()  # the server has died, and with it its count
 
     def _send(self, ask: Ask, sampling: SamplingParams) -> bytes:
         """Ask the server, and return its reply; any thread may."""
         life = self._life
-        with life.served():
+        with life.served(), self._images.held(ask.images) as images:
             body = self._dialect.request(ask, sampling, self._end_token_ids)
-            reply = life.http.send("POST", self._dialect.generate_path, {**body, **life.asked})
-        self._works_now()
+            reply = life.http.send("POST", self._dialect.generate_path, {**body, **images, **life.asked})
+        life.works_now()
         return reply
 
     def _stop_rule(self, sampling: SamplingParams) -> StopRule:
@@ -176,7 +176,7 @@ class ServerEngine:
     def _start(self) -> None:
         """Start the server, without a wait until it is ready. One that nobody sends weights loads its own."""
         self._life = ServerLife(self._dialect, self._spec)
-        self._drafts = (0, 0)
+        self._counts = ServerCounts()
         self._state = EngineState(0 if self._spec.load_weights else None)
         self._is_held = False
         self._death: ServerDied | None = None
@@ -239,22 +239,6 @@ class ServerEngine:
         self._lost |= self._stream.lose()
         self._start()
 
-    def _works_now(self) -> None:
-        """Note that the server has answered, was asked or continues; any thread may."""
-        self._quiet_since = time.monotonic()
-
-    def _check_beat(self) -> None:
-        """Let a server that has requests and was quiet for long show that it still samples tokens.
-
-        That it does not answer says little, because an answer comes as a whole, and a long one after many minutes.
-
-        Raises:
-            ServerHangs: it does not.
-        """
-        if time.monotonic() - self._quiet_since >= self._spec.server_timeout_s:
-            self._dialect.beat(self._life.http, dialects.PAUSE_S)
-            self._works_now()
-
     def close(self) -> None:
         """End the server, and wait until it is gone."""
         self._life.close()
@@ -295,7 +279,7 @@ class ServerEngine:
             else:
                 self._dialect.resume(self._life.http)
             self._is_held = False
-            self._works_now()
+            self._life.works_now()
 
     # Weights
 

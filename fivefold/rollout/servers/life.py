@@ -6,10 +6,12 @@ This process is on the server's first node, which has its HTTP API.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import fivefold.rollout.servers.dialect as dialects
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.rollout.replica import ReplicaSpec
@@ -101,6 +103,8 @@ class ServerLife:
         self.is_ready = False
         self.asked: Mapping[str, Any] = {}
         """What every request says besides: the adapters that answer it."""
+        self._quiet_since = 0.0
+        """When it last showed that it works, on the clock of `time.monotonic`."""
 
     def wait_until_ready(self) -> None:
         """Return once the server is ready.
@@ -173,6 +177,22 @@ class ServerLife:
             waits = ", though it is well: perhaps it has timed out because another server or the trainer hangs"
             is_well = self.http.is_healthy(WELL_S)
             raise ServerDied(f"{hang}, for weights that travel by NCCL{waits if is_well else ''}") from None
+
+    def works_now(self) -> None:
+        """Note that the server has answered, was asked or continues; any thread may."""
+        self._quiet_since = time.monotonic()
+
+    def check_beat(self) -> None:
+        """Let a server that has requests and was quiet for long show that it still samples tokens.
+
+        That it does not answer says little, because an answer comes as a whole, and a long one after many minutes.
+
+        Raises:
+            ServerHangs: it does not.
+        """
+        if time.monotonic() - self._quiet_since >= self._spec.server_timeout_s:
+            self._dialect.beat(self.http, dialects.PAUSE_S)
+            self.works_now()
 
     def sample_token(self, limit_s: float) -> None:
         """Let a server that has weights and no requests sample one token.

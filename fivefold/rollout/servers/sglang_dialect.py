@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers import weights
 from fivefold.rollout.servers.client import HOST, Address, HttpClient, ServerHangs
@@ -219,8 +219,8 @@ class SGLangDialect:
             routes=None if ask.routes is None else _routes(reply, ask.routes),
         )
 
-    def drafts(self, http: HttpClient) -> tuple[int, int]:
-        return 0, 0
+    def counts(self, http: HttpClient) -> ServerCounts:
+        return ServerCounts()
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post("/pause_generation", {"mode": "abort"}, limit_s)

@@ -82,7 +82,7 @@ class _Part:
         # The same seed would draw the same random numbers again.
         seed = self.request.seed + len(sampled) if self.sampling.seeded else None
         routes = self.asked_routes and replace(self.asked_routes, first=self.n_routes)
-        return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs, routes)
+        return Ask((*self.request.token_ids, *sampled), seed, self.request.wants_logprobs, routes, self.request.images)
 
     def rest(self, most_tokens: int | None) -> SamplingParams:
         """Return how the next tokens are sampled, `most_tokens` of them at most."""

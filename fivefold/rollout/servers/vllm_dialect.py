@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.bridge.hf_reader import resolve_model_folder
-from fivefold.bridge.kept import draft_files
+from fivefold.bridge.kept import draft_files, tower_files
 from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.layout.backends import BACKENDS
-from fivefold.rollout.protocol import SamplingParams
+from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient, json_of
 from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
@@ -46,8 +46,12 @@ WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
 """What makes vLLM's scheduler there, which sends log-probs several at a time."""
-_DRAFTS = re.compile(rb"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-"""vLLM's counts of drafted and accepted tokens, among its metrics."""
+_COUNTS = {
+    b"spec_decode_num_draft_tokens": "drafted", b"spec_decode_num_accepted_tokens": "accepted",
+    b"prefix_cache_queries": "prompt", b"prefix_cache_hits": "cached",
+}  # fmt: skip
+"""vLLM's counts of tokens, among its metrics."""
+_COUNT = re.compile(rb"^vllm:(" + b"|".join(_COUNTS) + rb")_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -68,6 +72,15 @@ def _second_runner(spec: ReplicaSpec) -> str:
     """
     drafts_by_ngrams = spec.speculative is not None and spec.speculative.method == "ngram"
     return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") and not drafts_by_ngrams else "0"
+
+
+def _for_images(spec: ReplicaSpec) -> list[str]:
+    """Return the arguments for prompts with images.
+
+    vLLM sizes its caches for the largest image that its processor makes, and for a video, which no prompt has.
+    """
+    pixels = [] if spec.most_pixels is None else ["--mm-processor-kwargs", json.dumps({"max_pixels": spec.most_pixels})]
+    return ["--limit-mm-per-prompt", json.dumps({"video": 0}), *pixels]
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
@@ -148,7 +161,7 @@ class VLLMDialect:
             *("--logprobs-mode", "processed_logprobs"),
             *("--middleware", GENERATE),
             # Among its statistics is how many of the drafted tokens are accepted.
-            *(["--disable-log-stats"] if spec.speculative is None else []),
+            *([] if spec.counts else ["--disable-log-stats"]),
             *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
@@ -157,6 +170,7 @@ class VLLMDialect:
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *([] if spec.speculative is None else ["--speculative-config", _speculation(spec.speculative)]),
             *([] if spec.quantization is None else ["--quantization", spec.quantization]),
+            *(_for_images(spec) if spec.sees else []),
             *(["--enable-sleep-mode"] if spec.can_sleep else []),
             *(["--gpu-memory-utilization", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_over_nodes(spec.node),
@@ -164,8 +178,8 @@ class VLLMDialect:
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Which of its model runners returns routes depends on vLLM's release, which chooses it by itself.
-        runner = {} if spec.returns_routes else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
+        # Which of its model runners returns routes or sees images depends on vLLM's release, which chooses by itself.
+        runner = {} if spec.returns_routes or spec.sees else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
         if chosen := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
             runner = {"VLLM_USE_V2_MODEL_RUNNER": chosen}
         return {
@@ -186,6 +200,8 @@ class VLLMDialect:
         if spec.drafts_by_layers and not spec.load_weights:
             files = draft_files(resolve_model_folder(spec.path))
             self._on_workers(http, "fivefold_load_draft", {"files": files})
+        if spec.sees and not spec.loads_files:
+            self._on_workers(http, "fivefold_load_tower", {"files": tower_files(resolve_model_folder(spec.path))})
 
     def request(self, ask: Ask, sampling: SamplingParams, end_token_ids: Sequence[int]) -> dict[str, Any]:
         first = 0 if ask.routes is None else ask.routes.first
@@ -229,11 +245,11 @@ class VLLMDialect:
         routes = None if form is None else np.frombuffer(packed[n_numbers:], form[0]).reshape(form[1])
         return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens), routes)
 
-    def drafts(self, http: HttpClient) -> tuple[int, int]:
-        counts = {b"draft": 0, b"accepted": 0}
-        for kind, count in _DRAFTS.findall(http.send("GET", "/metrics")):
-            counts[kind] += int(float(count))
-        return counts[b"draft"], counts[b"accepted"]
+    def counts(self, http: HttpClient) -> ServerCounts:
+        counts = ServerCounts()
+        for name, count in _COUNT.findall(http.send("GET", "/metrics")):
+            counts += ServerCounts(**{_COUNTS[name]: int(float(count))})
+        return counts
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

@@ -29,7 +29,7 @@ from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.config.methods import LOSSES
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 
-BATCHES = 100
+BATCHES = 50
 """Random batches for each loss."""
 
 Scalar = torch.Tensor

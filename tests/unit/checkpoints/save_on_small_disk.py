@@ -20,6 +20,7 @@ from fivefold.bridge.pieces import Piece
 from fivefold.checkpoints.checkpointer import Checkpointer, Schedule
 from fivefold.checkpoints.manifest import verify
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
+from fivefold.checkpoints.writer import CheckpointWriter
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state.dcp_files import WrittenPart
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange
@@ -81,16 +82,8 @@ def attempt(store: CheckpointStore, step: int) -> str | None:
     schedule = Schedule(RECIPE.recover, total_steps=9, steps_per_epoch=9)
     notes: list[str] = []
     try:
-        with Checkpointer(
-            RECIPE,
-            store,
-            {TRAINER: Weights()},
-            PhaseTimers(),
-            schedule=schedule,
-            history=None,
-            note=notes.append,
-            is_ours=lambda: True,
-        ) as saving:
+        writer = CheckpointWriter(RECIPE, store, {TRAINER: Weights()}, PhaseTimers(), notes.append, lambda: True)
+        with Checkpointer(writer, schedule=schedule, history=None) as saving:
             saving.begin(run_state(step, kept_metric=None), {})
             saving.commit()
             saving.finish()

@@ -15,6 +15,7 @@ from fivefold.checkpoints.checkpointer import Checkpointer, Schedule
 from fivefold.checkpoints.manifest import FileEntry, Manifest, verify
 from fivefold.checkpoints.run_state import RunState
 from fivefold.checkpoints.store import TRAINER, CheckpointStore
+from fivefold.checkpoints.writer import CheckpointWriter
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state.dcp_files import WrittenPart
 from fivefold.observe.errors import RunFailed
@@ -64,16 +65,10 @@ def checkpointer(folder: Path, *owners: Weights, notes: list[str] | None = None,
     note = ([] if notes is None else notes).append
     store = CheckpointStore(folder)
     by_folder = dict(zip((TRAINER, "critic"), owners, strict=False))
-    return Checkpointer(
-        recipe,
-        store,
-        by_folder,
-        PhaseTimers(),
-        schedule=schedule,
-        history=None,
-        note=note,
-        is_ours=lambda: not (folder / TAKEN_OVER).exists(),
+    writer = CheckpointWriter(
+        recipe, store, by_folder, PhaseTimers(), note, is_ours=lambda: not (folder / TAKEN_OVER).exists()
     )
+    return Checkpointer(writer, schedule=schedule, history=None)
 
 
 def steps(folder: Path) -> list[int]:

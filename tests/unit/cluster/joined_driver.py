@@ -27,6 +27,7 @@ if __name__ == "__main__":
     scheduler = SchedulerConfig(type="ray", address=address, wait_s=engines.SOON_S)
     devices = [Device(0, 0), Device(0, 1)]
     with Session.open(scheduler, ClusterConfig(n_gpus_per_node=3), Path(logs), PhaseTimers()) as session:
-        groups = session.launch(Role("actor", devices, engines.Engine), Role("rollout", devices[::-1], engines.Engine))
+        roles = (Role("actor", devices, engines.Engine), Role("rollout", devices[::-1], engines.Engine))
+        groups = session.launch(*roles) if "launch" in sys.argv else {}
         seen = {name: group.call(engines.Engine.environment, "CUDA_VISIBLE_DEVICES") for name, group in groups.items()}
     print(json.dumps({"refused": refused, "seen": seen}))

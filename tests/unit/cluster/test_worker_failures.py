@@ -17,6 +17,7 @@ from fivefold.cluster.role import Role
 from fivefold.cluster.session import Session
 from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
+from tests.rows import long
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_an_exception_that_cannot_be_pickled_is_reported_as_text(session: Sessio
         launch(session, 1).call(Engine.raise_unpicklable)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *long(signal.SIGSEGV)])
 def test_a_process_that_dies_ends_the_wait_for_the_others(session: Session, number: signal.Signals) -> None:
     group = launch(session, 2)
     pids = group.call(Engine.pid)
@@ -166,7 +167,7 @@ def test_a_build_that_fails_on_one_rank_is_named(session: Session) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [1, *long(0)])
 def test_a_generator_that_raises_ends_the_stream_and_is_named(session: Session, failing_rank: int) -> None:
     stream = launch(session, 2).stream(Engine.items_then_raise, 4, failing_rank)
     with pytest.raises(WorkerError, match="the generator broke") as caught:

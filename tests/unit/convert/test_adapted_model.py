@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen2Config
 from typer.testing import CliRunner, Result
 
 from fivefold.cli.main import app
@@ -81,3 +83,91 @@ def test_adapters_that_do_not_fit_are_refused(adapted: tuple[Path, Path, torch.T
     result = fivefold("convert", model, "--adapters", adapters, "--to", "torch_dist", "-o", tmp_path / "merged")
     assert "does not go with --adapters" in result.output
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_merged_model_is_taken_apart_into_what_was_merged(
+    adapted: tuple[Path, Path, torch.Tensor], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    model, adapters, logits = adapted
+    fivefold("convert", model, "--adapters", adapters, "-o", tmp_path / "merged")
+    result = fivefold("convert", tmp_path / "merged", "--base", model, "--rank", "4", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "6 adapters of rank 4. They lack 0.00%" in result.output
+    assert "Left out" not in result.output
+    with torch.no_grad():
+        loaded_again = peft.PeftModel.from_pretrained(loaded(model), tmp_path / "out").eval()
+        torch.testing.assert_close(loaded_again(input_ids=TOKENS).logits, logits, atol=1e-4, rtol=1e-4)
+    again = fivefold("convert", model, "--adapters", tmp_path / "out", "-o", tmp_path / "again")
+    assert again.exit_code == 0, again.output
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path / "again")(input_ids=TOKENS).logits, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_smaller_rank_lacks_is_told(adapted: tuple[Path, Path, torch.Tensor], tmp_path: Path) -> None:
+    model, _, _ = adapted
+    shutil.copytree(model, tmp_path / "trained")
+    before = load_file(model / "model.safetensors")
+    name, norm = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
+    u, _ = torch.linalg.qr(torch.randn(32, 3))
+    v, _ = torch.linalg.qr(torch.randn(48, 3))
+    added = u @ torch.diag(torch.tensor([4.0, 2.0, 0.5])) @ v.T
+    save_file(
+        {**before, name: before[name] + added, norm: before[norm] + 1},
+        tmp_path / "trained" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    result = fivefold("convert", tmp_path / "trained", "--base", model, "--rank", "1", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    residual = math.sqrt((4.0 + 0.25) / (16.0 + 4.0 + 0.25))
+    assert f"2 adapters of rank 1. They lack {residual:.2%} of what" in result.output
+    assert f"in {name}" in result.output
+    assert f"Left out: 1 tensors that differ and can have no adapter, such as {norm}" in result.output
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    a, b = (tensors[f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight"] for matrix in "AB")
+    torch.testing.assert_close(b @ a, 4.0 * torch.outer(u[:, 0], v[:, 0]), atol=1e-5, rtol=1e-4)
+    for arguments, says in (
+        (("--base", model), "--base needs the other: give --base and --rank"),
+        (("--base", model, "--rank", "1", "--dtype", "float32"), "--dtype does not go with --base"),
+        (("--base", model, "--rank", "1"), "pass --overwrite to replace it"),
+        (("--base", tmp_path / "trained", "--rank", "1", "--overwrite"), "give another --base"),
+    ):
+        refused = fivefold("convert", tmp_path / "trained", *arguments, "-o", tmp_path / "out")
+        assert refused.exit_code == 2, refused.output
+        assert says in " ".join(refused.output.split())
+
+
+def test_adapters_of_joint_experts_are_merged_and_taken_apart(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    matrices: dict[str, torch.Tensor] = {}
+    wanted = dict(before)
+    for kind, inputs, outputs in (("gate_up_proj", 16, 48), ("down_proj", 24, 16)):
+        name = f"model.layers.1.mlp.experts.{kind}"
+        a, b = torch.randn(3, 2, inputs), torch.randn(3, outputs, 2)
+        for e in range(3):
+            path = f"base_model.model.model.layers.1.mlp.experts.{e}.{kind}"
+            matrices |= {f"{path}.lora_A.weight": a[e].clone(), f"{path}.lora_B.weight": b[e].clone()}
+        wanted[name] = before[name] + 3.0 * torch.einsum("eri,eor->eio", a, b)
+    (tmp_path / "adapters").mkdir()
+    save_file(matrices, tmp_path / "adapters" / "adapter_model.safetensors")
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 6}))
+    result = fivefold("convert", tmp_path / "model", "--adapters", tmp_path / "adapters", "-o", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-5)
+    result = fivefold(
+        "convert", tmp_path / "merged", "--base", tmp_path / "model", "--rank", "2", "-o", tmp_path / "out"
+    )
+    assert "12 adapters of rank 2. They lack 0.00%" in result.output, result.output
+    fivefold("convert", tmp_path / "model", "--adapters", tmp_path / "out", "-o", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(again[name], tensor, atol=1e-4, rtol=1e-4)

@@ -19,6 +19,7 @@ from fivefold.data.prompts import load_prompts
 from fivefold.environments.agents.agent import Agent
 from fivefold.environments.agents.chat_game import ChatGame
 from fivefold.environments.agents.tools import Tools
+from fivefold.environments.agents.turn_game import TurnGame
 from fivefold.environments.game import Game
 from fivefold.environments.games.grid import GridGame
 from fivefold.environments.play import Player
@@ -82,12 +83,13 @@ def test_the_game_may_be_a_chat(snippet: Callable[[int, str], None]) -> None:
     assert sum(episode.rewards.values()) == 1.0
 
 
-def test_a_game_may_show_the_last_turns_alone(snippet: Callable[[int, str], None]) -> None:
+def test_each_turn_may_be_a_chat(snippet: Callable[[int, str], None]) -> None:
     snippet(0, "my_game.py")
     section = yaml.safe_load(blocks(PAGE, "yaml")[2])["environment"]
-    recipe = load_recipe(RECIPE, [f"environment={section}"], TrainRecipe)
-    assert recipe.environment is not None
-    assert recipe.environment.memory == 3
+    policy = Policy(lambda text: "7" if "1 turns are over" in text else "5")
+    episode = episode_of(TurnGame(environment(**section), tokenizer_of()), policy, "7", "Guess.")
+    assert len(episode.trajectories) == 2
+    assert sum(episode.rewards.values()) == 1.0
 
 
 def test_board_games_need_no_file() -> None:

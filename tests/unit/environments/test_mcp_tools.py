@@ -258,7 +258,8 @@ if sys.argv[2:]:
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_server_ends_with_the_process_of_its_run(command: Callable[..., str], is_killed: bool) -> None:
     # `sleep` reads nothing, and so would not see that its input has ended.
-    server = f"sh -c '{command()}; exec sleep 60'" if not is_killed else command()
+    bare = command(source=BARE.replace("TOOLS", "1"))
+    server = f"sh -c '{bare}; exec sleep 60'" if not is_killed else bare
     parent = [sys.executable, "-c", PARENT, server, *(["wait"] if is_killed else [])]
     with subprocess.Popen(parent, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
         assert process.stdout is not None

@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.engine.state.dcp_files import finish
 from fivefold.experience.waiting import Saved, read_waiting
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, ServerCounts
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
@@ -39,8 +39,8 @@ class TossingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
-    def take_drafts(self) -> tuple[int, int]:
-        return 0, 0
+    def take_counts(self) -> ServerCounts:
+        return ServerCounts()
 
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}

@@ -25,6 +25,7 @@ from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
 from tests.unit.experience.streams import BATCH, SAMPLES, STEPS, arithmetic, common, recipe_of
 
 N_PROMPTS = 9
+SAMPLING = SamplingParams.for_training(recipe_of())
 
 
 def prompt(index: int) -> Prompt:
@@ -47,9 +48,7 @@ def group(index: int, versions: list[int], draw: random.Random) -> Group:
         Sample(prompt(index), "text", "stop", length, length - 2, (version, version + 1))
         for length, version in zip(lengths, versions, strict=True)
     ]
-    found = Group(
-        samples[0].prompt, [GenerationRequest((1, index), 0)] * len(versions), SamplingParams.for_training(recipe_of())
-    )
+    found = Group(samples[0].prompt, [GenerationRequest((1, index), 0)] * len(versions), SAMPLING)
     found.add(Answer(0, 0, samples, batch))
     weights = {"a": 1.0, "b": 0.5}
     found.rewarded = [

@@ -15,7 +15,7 @@ from fivefold.planning.simulation.lengths import Lengths, log_normal
 from fivefold.planning.simulation.run import N_STEPS, N_WARM_UP, Setting, simulate
 from fivefold.roles import rollout_stream
 from fivefold.roles.responses import Job, Responses
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts
 from fivefold.types import Completion, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup
 from tests.unit.experience.streams import BATCH, SAMPLES, common, full_marks, recipe_of
@@ -58,8 +58,8 @@ class SleepingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
-    def take_drafts(self) -> tuple[int, int]:
-        return 0, 0
+    def take_counts(self) -> ServerCounts:
+        return ServerCounts()
 
     def take_lost(self) -> dict[int, GenerationRequest]:
         return {}

@@ -23,7 +23,7 @@ from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_w
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
 from fivefold.roles.responses import Job, Responses
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, ServerCounts, complete, group_requests
 from fivefold.types import Completion, Episode, FinishReason, Prompt
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
@@ -275,8 +275,8 @@ class LosingEngine:
     def take_restarts(self) -> list[str]:
         return []
 
-    def take_drafts(self) -> tuple[int, int]:
-        return 0, 0
+    def take_counts(self) -> ServerCounts:
+        return ServerCounts()
 
     def take_lost(self) -> dict[int, GenerationRequest]:
         lost, self._lost = self._lost, {}

@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from fivefold.families.read import read_shape
 from fivefold.families.registry import FAMILIES
 from fivefold.families.rope_scaling import RopeScaling
-from fivefold.rollout.vision import register_text_models
-
-register_text_models()
+from fivefold.rollout.hf_model import model_class
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -59,6 +57,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
     "qwen3_next": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
     "qwen3_vl": {"head_dim": 16},
+    "qwen2_5_vl": {},
     "qwen3_5": DELTA_NET,
     "qwen3_5_moe": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
     "glm4_moe": {
@@ -82,7 +81,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
-SEEING = {"qwen3_vl", "qwen3_5", "qwen3_5_moe"}
+SEEING = {"qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"}
 """Families whose files describe the language model inside a model that sees images."""
 
 
@@ -115,7 +114,7 @@ def test_parameters_are_those_of_the_transformers_model(family: str, tied: bool)
     config = raw(family, tie_word_embeddings=tied)
     hf_config = text_config_of(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = model_class(hf_config).from_config(hf_config)
     shape = read_shape(config)
     assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters()) + n_offsets(model)
     assert shape.tied_embeddings == tied
@@ -156,6 +155,24 @@ def test_vision_towers_have_the_parameters_and_tokens_of_the_transformers_model(
 def test_vision_towers_that_cannot_be_are_refused(keys: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=re.escape(error)):
         read_shape(raw("qwen3_vl") | keys)
+
+
+def test_published_files_of_qwen2_5_vl_have_the_language_model_at_the_top() -> None:
+    nested = raw("qwen2_5_vl", rope_theta=1e6, rope_scaling={"type": "mrope", "mrope_section": [2, 2, 2]})
+    vision = {"in_chans": 3, "hidden_size": 1280, "depth": 4, **nested["vision_config"]}
+    text = {key: value for key, value in nested["text_config"].items() if key != "model_type"}
+    flat = {"model_type": "qwen2_5_vl", **text, "vision_config": vision}
+    shape = read_shape(flat)
+    assert shape == read_shape({**nested, "vision_config": vision})
+    assert shape.vision is not None
+    assert (shape.vision.rope_sections, shape.vision.hidden, shape.rope_scaling) == ((2, 2, 2), 1280, None)
+    built = AutoConfig.for_model(**flat)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(built)
+    n_tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    assert shape.n_parameters + n_tower == sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"head_dim=7 is not supported"):
+        read_shape({**flat, "head_dim": 7})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

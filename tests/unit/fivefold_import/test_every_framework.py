@@ -283,6 +283,7 @@ SEEING = "Qwen/Qwen3-VL-8B-Instruct"
     [
         ("verl", [f"actor_rollout_ref.model.path={SEEING}", "data.val_files=test.parquet"], "data.image_key"),
         ("trinity", [f"model.model_path={SEEING}"], "buffer.explorer_input.taskset.format.image_key"),
+        ("siirl", [f"actor_rollout_ref.model.path={SEEING}", "data.val_files=test.parquet"], "data.image_key"),
     ],
 )
 def test_columns_of_images_are_mapped_for_models_that_see_them(
@@ -291,10 +292,42 @@ def test_columns_of_images_are_mapped_for_models_that_see_them(
     conversion = convert_words(framework, *words, f"{key}=pictures")
     assert conversion[key].outcome == "mapped"
     assert conversion.recipe["train_dataset.image_key"] == "pictures"
-    assert conversion.recipe.get("valid_dataset.image_key") == ("pictures" if framework == "verl" else None)
-    assert any("reach the embedded engine alone" in problem for problem in conversion.report.problems)
+    has_held_out = framework in ("verl", "siirl")
+    assert conversion.recipe.get("valid_dataset.image_key") == ("pictures" if has_held_out else None)
+    is_on_sglang = conversion.recipe["rollout.backend"].startswith("sglang")
+    assert any("reads images" in problem for problem in conversion.report.problems) == is_on_sglang
     without = convert_words(framework, *words)
     assert any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+
+
+def test_rolls_rows_have_their_images_in_the_column_that_its_code_reads() -> None:
+    data = "actor_train.data_args"
+    words = [f"{data}.file_name=train.parquet", f"{data}.image_max_pixels=9000", f"{data}.image_min_pixels=50"]
+    held_out = ["validation.data_args.file_name=test.parquet", "validation.data_args.image_max_pixels=8000"]
+    frozen = "actor_train.model_args.freeze_module_prefix"
+    given = [*words, *held_out, f"{frozen}=vision_model"]
+    conversion = convert_words("roll", f"pretrain={SEEING}", *given)
+    wanted = {"train_dataset.image_key": "images", "train_dataset.max_pixels": 9000, "train_dataset.min_pixels": 50}
+    wanted |= {"valid_dataset.image_key": "images", "valid_dataset.max_pixels": 8000}
+    assert {key: conversion.recipe.get(key) for key in wanted} == wanted
+    assert "train_dataset.answer_key" not in conversion.recipe
+    assert conversion[frozen].outcome == "implied"
+    assert not any("reads images" in problem for problem in conversion.report.problems)
+    texts = convert_words("roll", "pretrain=Qwen/Qwen3-8B", *given)
+    assert not any("image_key" in key or "pixels" in key for key in texts.recipe)
+    assert f"{data}.image_max_pixels" in texts.unsupported()
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_kinds_of_columns_are_mapped_if_they_are_images_alone(framework: Framework) -> None:
+    words = [f"hf_checkpoint={SEEING}", "prompt_data=train.parquet"]
+    conversion = convert_words(framework, *words, """multimodal_keys='{"image": "pictures"}'""")
+    assert conversion.recipe["train_dataset.image_key"] == "pictures"
+    assert any("do not reach SGLang" in problem for problem in conversion.report.problems)
+    for other in ('{"image": "pictures", "video": "films"}', '{"video": "films"}', "{"):
+        assert "multimodal_keys" in convert_words(framework, *words, f"multimodal_keys='{other}'").unsupported()
+    text = convert_words(framework, "hf_checkpoint=Qwen/Qwen3-8B", """multimodal_keys='{"image": "pictures"}'""")
+    assert "multimodal_keys" in text.unsupported()
 
 
 def test_a_model_that_reads_images_is_a_problem(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_servers_hold_indexers_and_their_keys_and_the_embedded_engine_holds_neit
 
 
 def test_a_model_is_planned_for_sequences_of_which_its_attention_sees_all() -> None:
-    assert plan_model("GLM-5", 512, gpu="h200").inputs.actor.work.sequence_length == 2048
-    assert plan_model("DeepSeek-V3", 512, gpu="h200").inputs.actor.work.sequence_length == 4096
+    actor = "megatron:(attn:p8t8d8|ffn:p8e64)"
+    assert plan_model("GLM-5", 512, gpu="h200", actor=actor).inputs.actor.work.sequence_length == 2048
+    assert plan_model("DeepSeek-V3", 512, gpu="h200", actor=actor).inputs.actor.work.sequence_length == 4096
     with pytest.raises(ValueError, match=r"--sequence-length 4096: the model .* up to index_topk=2048 tokens"):
         plan_model("GLM-5", 512, gpu="h200", changes=Changes(sequence_length=4096))

@@ -57,6 +57,17 @@ def test_the_embedded_rollout_has_the_tower() -> None:
     assert with_ - without == tower()
 
 
+def test_a_server_has_its_part_of_the_tower_and_room_for_a_prompt_of_images() -> None:
+    layout, gpu = parse_backend("vllm:d1t2"), find_gpu("h100-80g")
+    options = {"sequence_length": 64, "batch_size": 4, "element_bytes": 2}
+    with_, without = (rollout_memory(layout, shape, gpu, **options) for shape in (SEEING, TEXT))  # type: ignore[arg-type]
+    assert with_.weights - without.weights == tower() // 2
+    assert SEEING.vision is not None
+    features = 64 * SEEING.vision.out_hidden * (1 + SEEING.vision.n_deepstack) * 2
+    assert with_.workspace - without.workspace > features
+    assert without.kv_cache - with_.kv_cache == with_.weights + with_.workspace - without.weights - without.workspace
+
+
 def test_runs_without_images_have_none() -> None:
     keys = ["cluster.n_gpus_per_node=2"]
     texts = [*keys, "train_dataset.image_key=null", "valid_dataset=null"]

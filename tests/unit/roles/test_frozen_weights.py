@@ -25,13 +25,13 @@ KINDS = {"quickstart": TrainRecipe, "tiny-moe-sft": SFTRecipe, "quickstart-dpo":
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())
 def test_the_actor_of_every_command_freezes_what_its_section_names(name: str, kind: type[Recipe]) -> None:
     recipe = load_recipe(RECIPES / f"{name}.yaml", [f"actor.{FREEZE}"], kind)
-    assert trainer_specs(recipe, place(recipe), n_steps=1)["actor"].frozen == ("model.layers.*",)
+    assert trainer_specs(recipe, place(recipe), n_steps=1)["actor"].options.trained.frozen == ("model.layers.*",)
 
 
 def test_actor_and_critic_freeze_their_own_weights_and_a_reference_needs_none() -> None:
     keys = ["critic.path=package:tiny-moe", "critic.backend=megatron:d2", "actor.advantage=gae", "actor.kl_ctl=0.1"]
     recipe = load_recipe(RECIPES / "quickstart.yaml", [*keys, f"critic.{FREEZE}"], TrainRecipe)
     specs = trainer_specs(recipe, place(recipe), n_steps=1)
-    assert (specs["actor"].frozen, specs["critic"].frozen) == ((), ("model.layers.*",))
+    assert (specs["actor"].options.trained.frozen, specs["critic"].options.trained.frozen) == ((), ("model.layers.*",))
     assert specs["actor"].reference is not None, "the weights that are trained move away from it"
     assert roles_of(recipe)["ref"].trained is None

@@ -10,7 +10,7 @@ from fivefold.batch import Columns
 from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.responses import Job, Responses, Work, answers_of, load_metrics
 from fivefold.roles.rollout import ExpectedLengths
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts
 from fivefold.types import Episode, Prompt, Sample, Trajectory
 
 SAMPLING = SamplingParams(16, 0, False, 1.0, 1.0, 0, (), ())
@@ -56,8 +56,13 @@ def test_a_report_becomes_the_samples_of_its_jobs_and_reports_together_a_batch()
         "replica_tokens/min": 0.0,
         "replica_tokens/max": 3.0,
     }
-    drafting = [replace(reports[0][0], drafts=(6, 3)), replace(reports[1][0], drafts=(2, 2))]
-    assert load_metrics([Work.of(report) for report in drafting], 4.0)["draft_acceptance"] == 5 / 8
+    drafting = [
+        replace(reports[0][0], counts=ServerCounts(6, 3, 10, 4)),
+        replace(reports[1][0], counts=ServerCounts(2, 2, 30, 14)),
+    ]
+    metrics = load_metrics([Work.of(report) for report in drafting], 4.0)
+    assert metrics["draft_acceptance"] == 5 / 8
+    assert metrics["prefix_cache_hits"] == 18 / 40
     assert Work.of(drafting[0]) - Work.of(drafting[0]) + Work.of(drafting[1]) == Work.of(drafting[1])
     assert Columns.of(first).lengths_N.tolist() == [3, 2]
 

@@ -101,7 +101,7 @@ def test_the_trainer_leaves_a_group_for_the_next_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nccl_sender, "NcclLink", NotedLink)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    worker: Any = SimpleNamespace(engine=Weights(), spec=SimpleNamespace(timeout_s=1.0))
+    worker: Any = SimpleNamespace(engine=Weights(), spec=SimpleNamespace(options=SimpleNamespace(timeout_s=1.0)))
     sends, route = SendsWeights(worker), Route(TRANSPORTS["nccl"], "float32", checksum=False)
     links: list[Any] = []
     for n_left in range(3):

@@ -16,7 +16,7 @@ from fivefold.roles import rollout_worker
 from fivefold.roles.responses import Job
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.weight_sync import ReceivesWeights
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts
 from fivefold.types import Prompt
 from tests.unit.rollout.conftest import spec_of
 
@@ -53,8 +53,8 @@ class Engine:
     def take_restarts(self) -> list[str]:
         return []
 
-    def take_drafts(self) -> tuple[int, int]:
-        return 0, 0
+    def take_counts(self) -> ServerCounts:
+        return ServerCounts()
 
     def take_lost(self) -> dict[int, Any]:
         return {}

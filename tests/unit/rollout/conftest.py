@@ -28,6 +28,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5Config,
@@ -108,6 +109,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config={**COMMON, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         vision_config={**VISION, "depth": 3, "initializer_range": 0.4, "deepstack_visual_indexes": [0, 2]},
         tie_word_embeddings=True,
+        **SIGHT,
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={
+            **COMMON,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]},
+        },
+        vision_config={**VISION, "depth": 3, "initializer_range": 0.4, "window_size": 8, "fullatt_block_indexes": [1]},
         **SIGHT,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(

@@ -63,14 +63,19 @@ UNUSED = "unused"
 REFUSAL = "refusal"
 """File in the folder: while it exists, weights are refused with the status in it."""
 
-DRAFTS = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
+COUNTS = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="a b"}} 99.0
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a b"}} {drafted}
 vllm:spec_decode_num_draft_tokens_created{{engine="0",model_name="a b"}} 1.79e+09
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="a b"}} {accepted}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="a b",position="0"}} 88.0
+vllm:prefix_cache_queries_total{{engine="0",model_name="a b"}} {queries}
+vllm:prefix_cache_queries_created{{engine="0",model_name="a b"}} 1.79e+09
+vllm:prefix_cache_hits_total{{engine="0",model_name="a b"}} {hits}
+vllm:external_prefix_cache_hits_total{{engine="0",model_name="a b"}} 77.0
 """
-"""What vLLM tells of drafts among its metrics; here each request has three, two of which are accepted."""
+"""What vLLM tells of tokens among its metrics. Here each request has three drafts, two of which are accepted, and 20
+tokens of a prompt, 16 of which are in the cache."""
 
 STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
@@ -128,7 +133,7 @@ FLAVOURS = {
             "--max-num-seqs --max-model-len --generation-config --logprobs-mode --uvicorn-log-level --load-format "
             "--gpu-memory-utilization --weight-transfer-config --worker-extension-cls --scheduler-cls "
             "--middleware --uds --nnodes --node-rank --master-addr --master-port --max-loras --max-lora-rank "
-            "--speculative-config"
+            "--speculative-config --limit-mm-per-prompt --mm-processor-kwargs"
         ),
         switches=_words(
             "--disable-log-stats --disable-uvicorn-access-log --enable-sleep-mode --enforce-eager "
@@ -310,6 +315,9 @@ class FakeServer:
         if (self.folder / STUCK).exists():
             threading.Event().wait()
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
+        for image in body.get("images", ()):
+            checksum = hashlib.sha256(Path(image["path"]).read_bytes()).hexdigest()
+            self.log.write(kind="image", sha256=checksum, **image)
         # No pause comes between the wait for the end of one and the look at what the server has.
         with self.changed:
             is_cut_short = self._is_cut_short(prompt, n_pauses, n_holds)
@@ -335,7 +343,7 @@ class FakeServer:
     def _routes(self, body: dict[str, Any], tokens: Sequence[int], n_pauses: int) -> list[list[list[int]]] | None:
         """Return the experts of all tokens but the last one, by layer, as far as a request asks for them."""
         is_vllm = self.flavour.prompt == "token_ids"
-        if "--enable-return-routed-experts" not in self.options:
+        if not self.options["--enable-return-routed-experts"]:
             return None
         model = json.loads((Path(self.options["--model" if is_vllm else "--model-path"]) / "config.json").read_text())
         n_layers, top_k = model["num_hidden_layers"], model["num_experts_per_tok"]
@@ -472,7 +480,7 @@ class FakeServer:
         if method == "fivefold_unused_adapters":
             unused = self.folder / UNUSED
             return 200, {"results": json.loads(unused.read_text()) if unused.exists() else [[]]}
-        if method == "fivefold_load_draft":
+        if method in ("fivefold_load_draft", "fivefold_load_tower"):
             self.log.write(kind=method, files=kwargs["files"])
             return 200, {"results": [None]}
         if method == "fivefold_weight_checksum":
@@ -601,9 +609,14 @@ class FakeServer:
         return {
             "/health": None,
             "/version": {"version": ".".join(map(str, _release()))},
-            "/metrics": DRAFTS.format(drafted=3.0 * self.n_answered_ever, accepted=2.0 * self.n_answered_ever).encode(),
+            "/metrics": self.counts().encode(),
             **newer,
         }
+
+    def counts(self) -> str:
+        """Return what it has counted."""
+        n = float(self.n_answered_ever)
+        return COUNTS.format(drafted=3 * n, accepted=2 * n, queries=20 * n, hits=16 * n)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         status, problem = self.refusal(), "no such weights"

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fivefold.bridge.kept import draft_files
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.rollout import SpeculativeConfig
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import complete
+from fivefold.rollout.protocol import ServerCounts, complete
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.command import check_command, server_command
@@ -52,6 +54,8 @@ def test_vllm_is_told_how_to_draft_and_counts_what_it_accepts(
     assert json.loads(flags["--speculative-config"]) == wanted
     assert "--disable-log-stats" not in flags
     assert "--disable-log-stats" in flags_of(plain)
+    playing = replace(plain, environment=EnvironmentConfig(game="a.py:A", max_turns=2))
+    assert "--disable-log-stats" not in flags_of(playing)
     assert "--speculative-config" not in flags_of(plain)
 
 
@@ -176,8 +180,8 @@ def test_vllm_gets_what_drafts_once_at_its_start(
         served.update(2)
         for n in (4, 2):
             complete(engine, requests_of(n), sampling())
-            assert engine.take_drafts() == (3 * n, 2 * n)
-        assert engine.take_drafts() == (0, 0)
+            assert engine.take_counts() == ServerCounts(3 * n, 2 * n, 20 * n, 16 * n)
+        assert engine.take_counts() == ServerCounts()
         assert len(log.rows("fivefold_load_draft")) == 1
     engine.close()
 
@@ -192,6 +196,7 @@ class Draft(nn.Module):
         self.norm = nn.LayerNorm(3, bias=False)
         self.register_buffer("table", torch.arange(5.0))
         self.absorbed = self.proj.weight.detach().T.contiguous()
+        self.kv_cache = torch.zeros(1 << 40, device="meta")  # vLLM's, and not there while weights wake
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = set()
@@ -281,8 +286,8 @@ def test_the_draft_model_survives_sleep_and_shares_what_is_the_targets(inside: A
             slept.append(str(tags))
 
     worker, draft = Worker(), inside.draft_of(runner)
-    inside.keep_asleep(worker)
-    inside.keep_asleep(worker)  # a second time changes nothing
+    inside.keep_asleep(worker, inside.own_tensors)
+    inside.keep_asleep(worker, inside.own_tensors)  # a second time changes nothing
     assert len(inside.own_tensors(runner)) == 4
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     absorbed = draft.absorbed.clone()

@@ -151,7 +151,7 @@ def test_a_held_server_that_takes_long_goes_on_and_one_that_hangs_is_started_aga
     request = long_request(1)
     begin(held, {1: request})
     with monkeypatch.context() as stalled:
-        stalled.setattr(held.engine, "_spec", replace(held.spec, server_timeout_s=0.0))
+        stalled.setattr(held.engine._life, "_spec", replace(held.spec, server_timeout_s=0.0))
         assert held.posts_during(lambda: held.engine.collect(0.01)) == [BEAT]
     held.update(1)
     assert_sampled_at_one_go(request, collected(held, 1)[1], [0, 1])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers.process import ServerDied
+from tests.rows import long
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LATE, STUCK, write_python
 from tests.unit.rollout.served import BEAT, GENERATE, Served, lose, requests_of, sampling, start
@@ -61,7 +62,7 @@ def fail(served: Served, how: str) -> None:
         (served.folder / STUCK).touch()
 
 
-@pytest.mark.parametrize("how", ["hangs", "samples nothing"])
+@pytest.mark.parametrize("how", ["samples nothing", *long("hangs")])
 def test_a_server_that_hangs_is_started_again(
     how: str, served: Served, impatience: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

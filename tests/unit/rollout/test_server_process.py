@@ -23,6 +23,7 @@ from fivefold.rollout.servers.client import HttpClient, ServerGone, ServerHangs
 from fivefold.rollout.servers.place import SocketPlace, private_socket
 from fivefold.rollout.servers.port import Port, claim_port, listeners
 from fivefold.rollout.servers.process import GUARD, ServerProcess
+from tests.rows import long
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.fake_server import Log, write_python
 
@@ -90,7 +91,7 @@ def assert_gone(pids: Sequence[int]) -> None:
     assert left == []
 
 
-@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+@pytest.mark.parametrize("backend", ["sglang", *long("vllm")])
 def test_a_server_and_its_socket_end_with_a_process_that_is_killed(backend: str, tmp_path: Path) -> None:
     make = {"sglang": command_at, "vllm": command_with_socket}[backend]
     holder = subprocess.Popen(

@@ -607,7 +607,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     served.log.hang()
     if found == "no answers":
         with monkeypatch.context() as starting:
-            starting.setattr(engine, "_spec", replace(served.spec, server_timeout_s=0.2))
+            starting.setattr(engine._life, "_spec", replace(served.spec, server_timeout_s=0.2))
             starting.setattr(ServerLife, "wait_until_ready", never_again(ServerLife.wait_until_ready))
             assert engine.collect(0.3) == []
         assert not engine.has_weights

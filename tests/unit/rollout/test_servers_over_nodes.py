@@ -27,6 +27,7 @@ from fivefold.rollout.servers.process import ServerDied
 from fivefold.weights.device_buckets import DeviceBucket
 from fivefold.weights.table import TRANSPORTS
 from fivefold.weights.transport import Route
+from tests.rows import long
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import LONG, LONG_PROMPT, Log, write_python
@@ -144,8 +145,7 @@ def go_on_until_it_dies(engine: ServerEngine) -> None:
         engine.expect_transfer()
 
 
-@BOTH
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("node", "backend"), [(0, "sglang"), (1, "vllm"), *long((0, "vllm"), (1, "sglang"))])
 def test_a_node_whose_processes_die_takes_those_of_the_other_along(
     node: int,
     backend: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,9 @@ class Layerwise:
     def get_layerwise_info(self, layer: nn.Module) -> Any:
         return self.infos.setdefault(layer, Info())
 
+    def _get_weight_loader(self, parameter: Any) -> Any:
+        return getattr(parameter, "weight_loader", update)
+
     def _place_kernel_tensors(self, layer: nn.Module, info: Any) -> None:
         layer._parameters.update(info.kernel_tensors[0])
 
@@ -55,6 +59,7 @@ class Layerwise:
             )
             for name, parameter in own.items():
                 if parameter is not None:
+                    assert self._get_weight_loader(parameter).__name__ != "online_process_loader"
                     layer._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     def load(self, layer: nn.Module, name: str, weight: torch.Tensor) -> None:
@@ -82,6 +87,7 @@ class GptOssForCausalLM(nn.Module):
         self.experts.quant_method = type("UnquantizedFusedMoEMethod", (), {})()  # type: ignore[assignment]
         self.attention, self.rotation = nn.Module(), nn.Module()
         self.attention.sinks = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.embed.bias.weight_loader = partial(update)  # as the norms of MiniMax-M2 have
         self.rotation.register_buffer("cache", torch.ones(2))
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from fivefold.config.problems import RecipeError
+from fivefold.config.schema.preferences import DPORecipe
+from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.rules.recipe import check_recipe
+from fivefold.rules.vision import most_pixels
 
 SEEING, TEXT = find_shape("package:tiny-vl"), find_shape("package:tiny-moe")
 BASE: dict[str, Any] = {
@@ -37,12 +40,22 @@ def test_the_plain_recipe_is_accepted() -> None:
     check_recipe(recipe(), SEEING)
     check_recipe(recipe(actor={"backend": "fsdp:d2"}), SEEING)
     check_recipe(recipe(actor={"backend": "megatron:p3"}), SEEING)
+    check_recipe(recipe(rollout={"backend": "vllm:d1t2"}), SEEING)
 
 
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"rollout": {"backend": "vllm:d1"}}, "rollout.backend=vllm gets token ids alone"),
+        ({"rollout": {"backend": "sglang:d1"}}, "rollout.backend=sglang gets token ids alone; images reach vLLM and"),
+        ({"rollout": {"backend": "vllm:p2"}}, "has not been tried with pipeline stages of vLLM"),
+        (
+            {"rollout": {"backend": "vllm:d1", "speculative": {"method": "ngram"}}},
+            "has not been tried with rollout.speculative",
+        ),
+        (
+            {"rollout": {"backend": "vllm:d1", "quantization": "fp8_per_tensor"}},
+            "has not been tried with rollout.quantization",
+        ),
         (
             {"environment": GAME, "reward": {"fn": "environment"}},
             "answered in one turn, so drop the section environment",
@@ -55,6 +68,16 @@ def test_parts_that_images_do_not_reach_are_refused(sections: dict[str, Any], er
         check_recipe(recipe(**sections), SEEING)
 
 
+def test_images_are_bounded_by_the_largest_of_all_data_sets() -> None:
+    rows = {"path": "package:squares/test", "image_key": "images", "answer_key": "answer"}
+    texts = {"path": "package:arithmetic/test", "answer_key": "answer"}
+    given = recipe(train_dataset={"max_pixels": 400}, valid_dataset={**rows, "max_pixels": 900})
+    assert most_pixels(given) == 900
+    assert most_pixels(recipe(train_dataset={"max_pixels": 400}, valid_dataset=texts)) == 400
+    assert most_pixels(recipe(train_dataset={"max_pixels": 400}, valid_dataset=rows)) is None
+    assert most_pixels(recipe()) is None
+
+
 def test_models_that_read_text_alone_are_refused() -> None:
     with pytest.raises(RecipeError, match=re.escape("the actor's model (qwen3_moe) reads text alone")):
         check_recipe(recipe(actor={"path": "package:tiny-moe"}), TEXT)
@@ -65,6 +88,21 @@ def test_models_that_read_text_alone_are_refused() -> None:
             SEEING,
             {"ref": other},
         )
+
+
+@pytest.mark.parametrize("section", ["train_dataset", "valid_dataset"])
+def test_given_answers_to_images_need_models_that_see_them(section: str) -> None:
+    sections: dict[str, Any] = {"train_dataset": {"path": "a.parquet"}, "valid_dataset": {"path": "b.parquet"}}
+    sections[section]["image_key"] = "images"
+    actor = {"path": "package:tiny-vl", "backend": "megatron:d1"}
+    common = {"experiment_name": "answers", "total_train_steps": 1, "cluster": {"n_gpus_per_node": 4}, **sections}
+    fine_tuning = SFTRecipe.model_validate({**common, "actor": actor})
+    check_recipe(fine_tuning, SEEING)
+    with pytest.raises(RecipeError, match=rf"{section}\.image_key=images names images, and .* reads text alone"):
+        check_recipe(fine_tuning, TEXT)
+    preferences = DPORecipe.model_validate({**common, "actor": actor, "ref": {"path": "package:tiny-moe"}})
+    with pytest.raises(RecipeError, match=r"ref\.path=package:tiny-moe is a model that does not take images"):
+        check_recipe(preferences, SEEING, {"ref": replace(SEEING, vision=None)})
 
 
 def test_reward_models_are_refused() -> None:

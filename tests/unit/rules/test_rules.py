@@ -282,13 +282,16 @@ def test_gelu_is_not_fused_as_swiglu() -> None:
         ({"megatron": {"bridge_type": "mbridge"}}, "bridge_type=mbridge has no sliding windows, which gpt_oss needs"),
         ({"megatron": {"kernels": "te"}}, "actor.megatron.kernels=te has no attention sinks, which gpt_oss needs"),
         ({"attn_impl": "flash_attention_4"}, "has not been tried with the sliding windows and attention sinks of gpt"),
-        ({"lora": {}}, "actor.lora.experts=each does not work with the experts of gpt_oss"),
     ],
 )
 def test_what_windows_sinks_and_joint_experts_do_not_do_is_refused(section: dict[str, Any], message: str) -> None:
     actor, shape = {"path": "m", "backend": "megatron:d2"}, find_shape("gpt-oss-20b")
     check_recipe(recipe(actor=actor), shape)
-    check_recipe(recipe(actor={**actor, "lora": {"experts": "none"}}), shape)
+    check_recipe(recipe(actor={**actor, "lora": {}}), shape)
+    for transport in ("adapter", "served_adapter"):
+        rollout = {"backend": "vllm:d1", "weight_transport": transport}
+        with pytest.raises(RecipeError, match=f"weight_transport={transport} does not carry adapters of the experts"):
+            check_recipe(recipe(actor={**actor, "lora": {}}, rollout=rollout), shape)
     with pytest.raises(RecipeError, match=re.escape(message)):
         check_recipe(recipe(actor={**actor, **section}), shape)
 

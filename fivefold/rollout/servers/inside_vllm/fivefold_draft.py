@@ -11,7 +11,7 @@ Remove this when both model runners of vLLM read them with a separate load forma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def load_draft(runner: Any, files: dict[str, list[str]]) -> None:
     own = {name for name, parameter in draft.named_parameters() if _place(parameter) not in shared}
     with torch.inference_mode():
         initialize_layerwise_reload(draft)
-        loaded = draft.load_weights(_read(files))
+        loaded = draft.load_weights(read_tensors(files))
         finalize_layerwise_reload(draft, runner.speculative_config.draft_model_config)
     if missing := sorted(own - loaded):
         raise RuntimeError(
@@ -47,7 +47,8 @@ def load_draft(runner: Any, files: dict[str, list[str]]) -> None:
         )
 
 
-def _read(files: dict[str, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(files: dict[str, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of safetensors files, whose names are by the files' paths."""
     from safetensors import safe_open
 
     for path, names in files.items():
@@ -66,16 +67,24 @@ def draft_of(runner: Any) -> Any:
     return getattr(holder.model, "runnable", holder.model)
 
 
-def keep_asleep(worker: Any) -> None:
-    """Make vLLM's worker copy the draft model's tensors to host memory at its first sleep, and back when it wakes."""
-    if hasattr(worker, "fivefold_sleep"):
+def keep_asleep(worker: Any, find: Callable[[Any], list[torch.Tensor]]) -> None:
+    """Make vLLM's worker copy tensors to host memory at its first sleep, and back when it wakes.
+
+    Args:
+        worker: vLLM's worker.
+        find: returns tensors of its model runner. Several calls keep several functions' tensors.
+    """
+    if hasattr(worker, "fivefold_kept"):
+        worker.fivefold_kept[find] = None
         return
+    worker.fivefold_kept = {find: None}
     worker.fivefold_sleep, worker.fivefold_wake_up = worker.sleep, worker.wake_up
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def sleep(level: int = 1) -> None:
         if not copies:
-            copies.extend((tensor, tensor.to("cpu", copy=True)) for tensor in own_tensors(worker.model_runner))
+            kept = [tensor for find in worker.fivefold_kept for tensor in find(worker.model_runner)]
+            copies.extend((tensor, tensor.to("cpu", copy=True)) for tensor in kept)
         worker.fivefold_sleep(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
@@ -94,7 +103,7 @@ def own_tensors(runner: Any) -> list[torch.Tensor]:
     Some modules keep tensors that are neither parameters nor buffers, such as the matrices of latent attention.
     """
     draft, shared = draft_of(runner), _places(runner.get_model())
-    own = {} if draft is None else {_place(tensor): tensor for tensor in _tensors(draft)}
+    own = {} if draft is None else {_place(tensor): tensor for tensor in tensors_of(draft)}
     return [tensor for place, tensor in own.items() if place not in shared]
 
 
@@ -103,10 +112,12 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _places(model: Any) -> set[tuple[int, int]]:
-    return {_place(tensor) for tensor in _tensors(model)}
+    return {_place(tensor) for tensor in tensors_of(model)}
 
 
-def _tensors(model: Any) -> Iterator[torch.Tensor]:
+def tensors_of(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a model and its modules."""
     for module in model.modules():
-        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        yield from (value for value in own if isinstance(value, torch.Tensor) and value.numel())
+        own = {**vars(module), **module._buffers, **module._parameters}
+        own.pop("kv_cache", None)  # vLLM frees it asleep and maps it again later than the weights
+        yield from (value for value in own.values() if isinstance(value, torch.Tensor) and value.numel())

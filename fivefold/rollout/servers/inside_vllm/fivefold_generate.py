@@ -5,6 +5,7 @@ installed next to vLLM. vLLM's own endpoint makes two objects and about 140 byte
 thread, which takes longer than to compute the log-probs.
 
     POST /fivefold/generate     {"token_ids": [5, 6], "sampling_params": {"logprobs": 0, ...}}
+                                with "images" among the tokens as `fivefold_images` describes
 
     200     one line of JSON,
                 {"n_tokens": 3, "finish_reason": "stop", "has_logprobs": true, "versions": [[4, 2], [5, 1]]}
@@ -77,6 +78,23 @@ class AdaptersRefused(Exception):
     """The engine did not take adapters."""
 
 
+class OtherPrompt(Exception):
+    """The engine completed other tokens than the request's."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for."""
+
+    token_ids: list[int]
+    """The prompt's."""
+    params: SamplingParams
+    layers: list[int] | None
+    """Layers whose routes it asks for; None: of none."""
+    images: list[dict[str, Any]]
+    """The images among its tokens."""
+
+
 @dataclass(eq=False)
 class Running:
     """A request that the engine has."""
@@ -126,7 +144,7 @@ class Generate:
             await _send(send, *reply)
 
     async def _generate(self, engine: Any, body: bytes) -> bytes:
-        token_ids, params, layers = _request(body)
+        asked = _request(body)
         if self._version is not None:
             # vLLM looks these up before it takes its first request. With them, it takes one without waiting, so that a
             # hold finds it there.
@@ -134,7 +152,7 @@ class Generate:
         while True:
             await self._goes_on.wait()
             name = f"fivefold-{uuid4().hex}"
-            work = asyncio.create_task(_output(engine, self._prompt(token_ids), params, name, self._adapters))
+            work = asyncio.create_task(_output(engine, self._prompt(asked), asked, name, self._adapters))
             running = Running(name, work, self._version)
             self._running.add(running)
             try:
@@ -145,7 +163,7 @@ class Generate:
             if not work.cancelled():  # only `_hold` has cancelled it
                 output = work.result()
                 self._n_answered += len(output.token_ids)
-                return _packed(output, running, layers)
+                return _packed(output, running, asked.layers)
 
     async def _beat(self, engine: Any, body: bytes) -> bytes:
         """Return once the engine has sampled a token of a request, or if it has none."""
@@ -158,12 +176,17 @@ class Generate:
         """Return how many tokens have been sampled since the start. One whose answer is on the way may be missing."""
         return self._n_answered + sum(_n_tokens(engine, running) or 0 for running in self._running)
 
-    def _prompt(self, token_ids: list[int]) -> Any:
+    def _prompt(self, asked: Asked) -> Any:
+        salt = {}
         if self._version is not None:
-            return tokens_input(token_ids, cache_salt=f"weights {self._version}")
-        if self._adapters_version is not None:
-            return tokens_input(token_ids, cache_salt=f"adapters {self._adapters_version}")
-        return tokens_input(token_ids)
+            salt = {"cache_salt": f"weights {self._version}"}
+        elif self._adapters_version is not None:
+            salt = {"cache_salt": f"adapters {self._adapters_version}"}
+        if not asked.images:
+            return tokens_input(asked.token_ids, **salt)
+        from fivefold_images import prompt_with  # by requests with images
+
+        return prompt_with(asked.images, asked.token_ids, salt)
 
     async def _take_adapters(self, engine: Any, body: bytes) -> bytes:
         """Let the engine read adapters, in place of the last ones.
@@ -253,12 +276,12 @@ async def _reply(work: Awaitable[bytes]) -> Reply:
         return 400, str(error).encode()
     except (EngineDeadError, EngineGenerateError) as error:
         return 500, repr(error.__cause__ or error).encode()
-    except (WrongLogprobs, AdaptersRefused) as error:
+    except (WrongLogprobs, AdaptersRefused, OtherPrompt) as error:
         return 500, str(error).encode()
 
 
-def _request(body: bytes) -> tuple[list[int], SamplingParams, list[int] | None]:
-    """Return prompt and sampling parameters of a request, and the layers whose routes it asks for; None: it does not.
+def _request(body: bytes) -> Asked:
+    """Return what a request asks for.
 
     Raises:
         ValueError: it has another form, or parameters that vLLM does not know or take.
@@ -279,15 +302,24 @@ def _request(body: bytes) -> tuple[list[int], SamplingParams, list[int] | None]:
         raise ValueError(f"a request is token_ids and sampling_params of vLLM's names and types: {error!r}") from error
     if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
         raise ValueError("token_ids must be a list of integers")
-    return token_ids, params, request.get("route_layers")
+    return Asked(token_ids, params, request.get("route_layers"), request.get("images", []))
 
 
-async def _output(engine: Any, prompt: Any, params: SamplingParams, name: str, adapters: LoRARequest | None) -> Any:
-    """Return the finished completion, in the engine's form."""
+async def _output(engine: Any, prompt: Any, asked: Asked, name: str, adapters: LoRARequest | None) -> Any:
+    """Return the finished completion, in the engine's form.
+
+    Raises:
+        OtherPrompt: it completes other tokens than the request's, among which there are images.
+    """
     final = None
-    async for output in engine.generate(prompt, params, name, lora_request=adapters):
+    async for output in engine.generate(prompt, asked.params, name, lora_request=adapters):
         final = output
     assert final is not None
+    if asked.images and list(final.prompt_token_ids) != asked.token_ids:
+        raise OtherPrompt(
+            f"vLLM made {len(final.prompt_token_ids)} tokens of a prompt with images that has {len(asked.token_ids)}, "
+            "or has changed some: its completions would not be the trainer's, so use rollout.backend=transformers:d1"
+        )
     return final.outputs[0]
 
 

@@ -2,6 +2,11 @@
 
 It imports nothing of Fivefold, as `fivefold_weights`, which uses it.
 
+Symptom: an update of MiniMax-M2 ends with "'functools.partial' object has no attribute '__name__'".
+Cause: vLLM 0.25 recognizes its own loaders by their names, and the norms over all heads have partials, which have none.
+Instead: loaders without a name get one.
+Remove this when an update of MiniMax-M2 in vLLM works without it.
+
 Symptom: the experts, their biases and the attention sinks of GPT-OSS keep the random weights of `--load-format dummy`.
     vLLM 0.25 warns "Failed to load weights", and generates with them.
 Cause: an update puts parameters on the meta device until their loaders have seen every tensor. GPT-OSS's model copies
@@ -14,13 +19,15 @@ Remove the first part when the oldest release that is admitted loads in place (`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 COPIED = ("GptOssForCausalLM",)
 """Models that copy tensors into parameters."""
 NOT_SENT = ("indexer", "visual")
 """Parts of the names of layers that no trainer sends: they change nothing as long as attention is dense, or a server
-gets no images."""
+gets no images; `fivefold_tower` loads what sees them."""
 
 
 def guard_updates(engine: Any, model: Any, layerwise: Any, *, is_random: bool) -> None:
@@ -35,6 +42,7 @@ def guard_updates(engine: Any, model: Any, layerwise: Any, *, is_random: bool) -
     if hasattr(engine, "fivefold_start"):
         return
     engine.fivefold_start, engine.fivefold_finish = engine.start_weight_update, engine.finish_weight_update
+    layerwise._get_weight_loader = partial(_named, layerwise._get_weight_loader)
     is_first = is_random
 
     def start_weight_update(*args: Any, **kwargs: Any) -> None:
@@ -74,6 +82,13 @@ def lost_layers(model: Any, layerwise: Any) -> list[str]:
             loaded |= places
     # The output layer may have the embedding's parameter.
     return [name for name, places in waiting.items() if places - loaded and not any(part in name for part in NOT_SENT)]
+
+
+def _named(loader_of: Callable[[Any], Any], parameter: Any) -> Any:
+    loader = loader_of(parameter)
+    if not hasattr(loader, "__name__"):
+        loader.__name__ = type(loader).__name__
+    return loader
 
 
 def _is_copied_into(layer: Any) -> bool:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from fivefold_draft import keep_asleep, load_draft
+from fivefold_draft import keep_asleep, load_draft, own_tensors
 from fivefold_reload import guard_updates
+from fivefold_tower import load_tower, tower_tensors
 
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 """Name of an expert's tensor: the layer's, the expert's number, the projection's."""
@@ -63,7 +64,16 @@ class WorkerWeights:
             files: names of tensors in safetensors files, by the files' paths.
         """
         load_draft(self.model_runner, files)
-        keep_asleep(self)
+        keep_asleep(self, own_tensors)
+
+    def fivefold_load_tower(self, files: dict[str, list[str]]) -> None:
+        """Load the weights of the tower that sees images, and keep them from now on.
+
+        Args:
+            files: names of tensors in safetensors files, by the files' paths.
+        """
+        load_tower(self.model_runner, files)
+        keep_asleep(self, tower_tensors)
 
     def fivefold_watch_weights(self) -> None:
         """Begin to look at the weights that the model loads."""
