@@ -55,6 +55,18 @@ def _optimizer(draft: Draft, key: str) -> None:
             draft.unsupported(key, reasons.ADAMW)
 
 
+def _preferences_loss(draft: Draft, key: str) -> None:
+    """Convert the loss of DPO; IPO's log-ratios are divided by the answers' lengths, DPO's are sums."""
+    match draft.get(key):
+        case "sigmoid":
+            draft.mapped(key, "actor.loss_type", "sigmoid")
+        case "ipo":
+            draft.recipe["actor.average_log_prob"] = True
+            draft.mapped(key, "actor.loss_type", "ipo", "and average_log_prob, as AReaL's IPO is by the token")
+        case other:
+            draft.unsupported(key, f"{other!r} is not offered; there are sigmoid and ipo")
+
+
 def _bridge(draft: Draft, key: str) -> None:
     """Convert what loads the weights: megatron-bridge if it is asked for; AReaL's default is mbridge."""
     if draft.get(key) == "megatron-bridge":

@@ -48,6 +48,7 @@ from fivefold_import.trinity.rules import (
 )
 from fivefold_import.trinity.sft_mixing import convert_mix, is_mixed
 from fivefold_import.trinity.trainer import (
+    critics_batches,
     finish,
     micro_batches,
     override_layout,
@@ -356,7 +357,7 @@ def _batches(draft: Draft, n_samples: int) -> None:
         else:
             draft.mapped(key, "actor.ppo_n_minibatches", step // update, f"{tasks}*{n_samples} experiences a step")
     micro_batches(draft)
-    verl_tree.critics_batches(draft, TREE, sequence_length(draft), batch=None)
+    critics_batches(draft)
     verl_tree.passes_without_gradients(draft, TREE, sequence_length(draft))
 
 

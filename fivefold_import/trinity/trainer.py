@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fivefold_import import adapters, megatron, reasons
 from fivefold_import.checkpoints import note_kept
+from fivefold_import.critic import ForCritic, has_critic
 from fivefold_import.draft import Draft, Rule
 from fivefold_import.settings import TOKEN_BUDGET_KEY, warmup
 from fivefold_import.trinity.rules import TREE
@@ -53,6 +54,19 @@ def micro_batches(draft: Draft) -> None:
     if TOKEN_BUDGET_KEY not in draft.recipe:
         verl_tree.micro_batches(draft, TREE, sequence_length(draft))
     draft.implied(sequences, "the token budget counts")
+
+
+def critics_batches(draft: Draft) -> None:
+    """Convert the critic's batches, whose micro-batches have a token budget where the trainer's have."""
+    tokens, dynamic = (TREE + CRITIC + name for name in ("ppo_max_token_len_per_gpu", "use_dynamic_bsz"))
+    of_trainer = draft.get("trainer.use_dynamic_bsz") is not False and not draft.writes(dynamic)
+    if has_critic(draft) and of_trainer and draft.writes(tokens):
+        budget = draft.read(tokens, whole) * draft.plans["critic"].get("cp")
+        ForCritic(draft).mapped(tokens, TOKEN_BUDGET_KEY, budget, "trainer.use_dynamic_bsz is the critic's too")
+        draft.implied(
+            TREE + CRITIC + "ppo_micro_batch_size_per_gpu", f"trainer.use_dynamic_bsz is on, so {tokens} counts"
+        )
+    verl_tree.critics_batches(draft, TREE, sequence_length(draft), batch=None)
 
 
 def sequence_length(draft: Draft) -> int | None:

@@ -319,3 +319,23 @@ def test_gsm8k_has_the_columns_that_areals_reader_takes(tmp_path: Path) -> None:
     other = convert_text("areal", tmp_path, "train_dataset: {path: some/where, type: rl}\n")
     assert "train_dataset.prompt_key" not in other.recipe
     assert any("chooses columns" in note for note in other.report.notes)
+
+
+def test_losses_of_preferences_are_read_in_the_actors_section(tmp_path: Path) -> None:
+    """AReaL's IPO divides log-ratios by the answers' lengths: the recipe averages them too, and its DPO sums them."""
+    text = (
+        "actor: {{path: m, beta: 0.3, loss_type: {loss}}}\nref: {{beta: 0.1}}\ntrain_dataset: {{path: d, type: dpo}}\n"
+    )
+    by_token = convert_text("areal", tmp_path, text.format(loss="ipo"))
+    assert by_token.report.unsupported == []
+    assert by_token.recipe["actor.loss_type"] == "ipo"
+    assert by_token.recipe["actor.average_log_prob"] is True
+    assert by_token.recipe["actor.beta"] == 0.3
+    sums = convert_text("areal", tmp_path, text.format(loss="sigmoid"))
+    assert "actor.average_log_prob" not in sums.recipe
+    assert sums.report.unsupported == []
+
+
+def test_sequences_that_are_padded_there_are_packed(tmp_path: Path) -> None:
+    conversion = convert_text("areal", tmp_path, "actor: {path: m, pad_to_maximum: true}\n")
+    assert conversion["actor.pad_to_maximum"].outcome == "implied"

@@ -71,7 +71,7 @@ def test_a_schedule_that_is_left_out_is_that_of_the_framework() -> None:
         ("roll", [], {schedule: "linear", rate: 5e-5, decay: 0.0}),
         ("roll", ["actor_train.training_args.lr_scheduler_type=constant"], {rate: 5e-5, decay: 0.0}),
         ("areal", [], {rate: 1e-3, "actor.optimizer.warmup_steps_proportion": 0.001}),
-        ("siirl", ["actor_rollout_ref.actor.strategy=megatron"], {schedule: "linear"}),
+        ("siirl", ["actor_rollout_ref.actor.strategy=megatron"], {}),
         ("siirl", ["actor_rollout_ref.actor.strategy=fsdp"], {}),
         ("verl", [], {}),
         ("trinity", [], {}),

@@ -17,7 +17,7 @@ TOLD: list[tuple[Framework, str, str]] = [
     ("areal", "actor: {path: m}\ntrain_dataset: {path: d, type: sft}\n", SFT),
     ("areal", "model: {path: m, backend: fsdp}\ntrain_dataset: {path: d}\n", SFT),
     ("areal", "python3 examples/math/gsm8k_sft.py --config x actor.path=m", SFT),
-    ("areal", "actor: {path: m}\nbeta: 0.1\ntrain_dataset: {path: d, type: dpo}\n", DPO),
+    ("areal", "actor: {path: m, beta: 0.1}\ntrain_dataset: {path: d, type: dpo}\n", DPO),
     ("areal", "actor: {path: m, is_critic: true}\n", RM),
     ("areal", "actor: {path: m, is_critic: false}\ntrain_dataset: {path: d, type: rl}\n", RL),
     ("areal", "python3 /sft/examples/gsm8k_grpo.py actor.path=m", RL),

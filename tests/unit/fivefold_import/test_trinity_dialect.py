@@ -181,3 +181,16 @@ def test_the_reward_of_countdown_has_a_counterpart() -> None:
     key = "buffer.explorer_input.taskset.default_reward_fn_type"
     conversion = convert_words("trinity", "model.model_path=m", f"{key}=countdown_reward")
     assert (conversion.recipe["reward.fn"], conversion[key].outcome) == ("countdown", "mapped")
+
+
+def test_a_critics_budget_counts_where_the_trainers_micro_batches_have_one(tmp_path: Path) -> None:
+    text = (
+        "algorithm: {algorithm_type: ppo}\nmodel: {model_path: some/model}\n"
+        "trainer: {use_dynamic_bsz: %s, trainer_config: {critic: {ppo_max_token_len_per_gpu: 32768, ppo_micro_batch_size_per_gpu: 4}}}\n"
+    )
+    key, budget = TREE + "critic.ppo_max_token_len_per_gpu", "critic.mb_spec.max_tokens_per_mb"
+    counted = convert_text("trinity", tmp_path, text % "true")
+    assert counted[key].to == budget
+    assert counted.recipe[budget] == 32768
+    assert counted[TREE + "critic.ppo_micro_batch_size_per_gpu"].outcome == "implied"
+    assert budget not in convert_text("trinity", tmp_path, text % "false").recipe

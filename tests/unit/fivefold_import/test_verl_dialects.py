@@ -437,3 +437,22 @@ def test_a_script_that_asks_for_gradient_checkpointing_fits_as_it_does_there(tmp
     fits = CliRunner().invoke(app, ["plan", str(recipe)])
     assert fits.exit_code == 0, fits.output
     assert CliRunner().invoke(app, ["plan", str(recipe), "actor.megatron.recompute=none"]).exit_code == 1
+
+
+def test_what_an_optimal_baseline_needs_is_always_computed() -> None:
+    words = [
+        "algorithm.adv_estimator=optimal_token_baseline",
+        f"{ROLLOUT}n=4",
+        f"{ACTOR}calculate_sum_pi_squared=True",
+    ]
+    conversion = convert_words("verl", *words)
+    assert conversion.recipe["actor.advantage"] == "optimal_token_baseline"
+    assert conversion[f"{ACTOR}calculate_sum_pi_squared"].outcome == "implied"
+
+
+def test_the_critic_of_newer_releases_has_its_options_of_fsdp_in_a_section_as_the_actors() -> None:
+    words = ["algorithm.adv_estimator=gae", f"{ACTOR}strategy=fsdp", "critic.strategy=fsdp", "critic.model.path=m"]
+    switches = ["critic.fsdp.param_offload=True", "critic.fsdp.optimizer_offload=False", "critic.fsdp.fsdp_size=-1"]
+    conversion = convert_words("verl", *words, *switches)
+    assert conversion["critic.fsdp.param_offload"].to == "critic.offload.params"
+    assert conversion["critic.fsdp.optimizer_offload"].outcome in ("mapped", "implied")
