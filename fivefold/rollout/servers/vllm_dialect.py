@@ -196,6 +196,8 @@ class VLLMDialect:
         }
 
     def prepare(self, http: HttpClient, spec: ReplicaSpec) -> None:
+        if spec.can_sleep:
+            self._on_workers(http, "fivefold_keep_features", {})
         # A server that waits for an actor's weights has random ones in these layers too.
         if spec.drafts_by_layers and not spec.load_weights:
             files = draft_files(resolve_model_folder(spec.path))

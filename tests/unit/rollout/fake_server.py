@@ -474,7 +474,12 @@ class FakeServer:
 
     def collective_rpc(self, body: dict[str, Any]) -> Reply:
         method, kwargs = body["method"], body.get("kwargs", {})
-        if method in ("fivefold_watch_weights", "fivefold_load_faster", "fivefold_guard_updates"):
+        if method in (
+            "fivefold_watch_weights",
+            "fivefold_load_faster",
+            "fivefold_guard_updates",
+            "fivefold_keep_features",
+        ):
             self.log.write(kind=method)
             return 200, {"results": [None]}
         if method == "fivefold_unused_adapters":

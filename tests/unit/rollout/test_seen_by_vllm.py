@@ -68,6 +68,8 @@ def test_a_server_gets_the_patches_of_each_request_and_the_tower_at_its_start(
     engine, log = start(spec), Log(tmp_path)
     weights = load_file(model / "model.safetensors")
     [loaded] = log.rows("fivefold_load_tower")
+    assert spec.can_sleep
+    assert len(log.rows("fivefold_keep_features")) == 1
     towers = {name for name in weights if name.startswith("model.visual.")}
     assert loaded["files"].keys() == {str(model / "model.safetensors")}
     assert set(*loaded["files"].values()) == towers != set()
@@ -366,6 +368,7 @@ def test_the_tower_comes_from_files_and_survives_sleep(
         model_runner=runner, sleep=lambda level: model.lose(), wake_up=lambda tags: calls.append(tags)
     )
     draft.keep_asleep(worker, tower.tower_tensors)
+    draft.keep_asleep(worker, tower.features)
     others = [torch.ones(2)]
     draft.keep_asleep(worker, lambda runner: others)  # what drafts tokens is kept as well
     for _ in range(2):

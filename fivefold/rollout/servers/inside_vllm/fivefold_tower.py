@@ -52,6 +52,10 @@ def load_tower(runner: Any, files: dict[str, list[str]]) -> None:
 
 
 def tower_tensors(runner: Any) -> list[torch.Tensor]:
-    """Return the tensors that no update brings: the tower's, and buffers of features."""
-    model = runner.get_model()
-    return [*tensors_of(getattr(model, TOWER)), *getattr(model, FEATURES, ())]
+    """Return the tower's tensors, which no update brings."""
+    return list(tensors_of(getattr(runner.get_model(), TOWER)))
+
+
+def features(runner: Any) -> list[torch.Tensor]:
+    """Return the buffers of features, which prompts without images read too; none if the model has none."""
+    return list(getattr(runner.get_model(), FEATURES, ()))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from fivefold_draft import keep_asleep, load_draft, own_tensors
 from fivefold_reload import guard_updates
-from fivefold_tower import load_tower, tower_tensors
+from fivefold_tower import features, load_tower, tower_tensors
 
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 """Name of an expert's tensor: the layer's, the expert's number, the projection's."""
@@ -74,6 +74,11 @@ class WorkerWeights:
         """
         load_tower(self.model_runner, files)
         keep_asleep(self, tower_tensors)
+
+    def fivefold_keep_features(self) -> None:
+        """Keep the buffers through which a model gets features of images, zeros without any, while the server sleeps."""
+        if features(self.model_runner):
+            keep_asleep(self, features)
 
     def fivefold_watch_weights(self) -> None:
         """Begin to look at the weights that the model loads."""
