@@ -76,7 +76,7 @@ class WorkerWeights:
         keep_asleep(self, tower_tensors)
 
     def fivefold_keep_features(self) -> None:
-        """Keep the buffers through which a model gets features of images, zeros without any, while the server sleeps."""
+        """Keep the buffers of features of images, zeros without any, while the server sleeps."""
         if features(self.model_runner):
             keep_asleep(self, features)
 
