@@ -12,6 +12,7 @@ by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or large
     ratio       log w_t: its sum stands for the product, and its mean for the geometric mean
     k2          (log w_t)^2 / 2
     k3          w_t - 1 - log w_t, whose mean estimates KL(q, p_old)
+    error       max(w_t, 1 / w_t), by how much the two differ as a factor (NeMo-RL's multiplicative probability error)
     binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
 
 or by their second moment over the mini-batch (`SecondMomentMask`). `veto_below` leaves out the
@@ -47,7 +48,7 @@ from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.corrections import RolloutCorrectionConfig
 
 Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
-MaskBy = Literal["ratio", "k2", "k3", "binary_kl"]
+MaskBy = Literal["ratio", "k2", "k3", "error", "binary_kl"]
 SMALLEST = 1e-8
 """Least probability of "any other" token in a logarithm."""
 KEPT_TOKENS = "second_moment_kept"
@@ -163,6 +164,8 @@ class RolloutCorrection:
                 return log_w_T
             case "k2" | "k3":
                 return kl_estimate(zero_T, log_w_T, self.mask_by)
+            case "error":
+                return bounded_exp(log_w_T.abs())
             case "binary_kl":
                 q_T, p_T = (
                     logs_T.detach().exp().clamp(SMALLEST, 1.0 - SMALLEST) for logs_T in (rollout_T, rollout_T + log_w_T)

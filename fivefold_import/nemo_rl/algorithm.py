@@ -125,10 +125,29 @@ def convert_loss(draft: Draft) -> None:
     draft.sets(key, "actor.loss_aggregation", "token_mean" if by_token else "sequence_mean")
 
 
-def convert_correction(draft: Draft) -> None:
-    """Convert the weights for the mismatch of rollout and trainer, which are off unless the source switches them on."""
+def convert_advantage_bounds(draft: Draft, section: str) -> None:
+    """Convert the bounds of advantages, which are off unless the source has some."""
+    least, most = (f"{section}advantage_clip_{side}" for side in ("low", "high"))
+    written = [key for key in (least, most) if draft.get(key) is not None]
+    if len(written) == 2 and draft.read(least, number) == -draft.read(most, number) < 0:
+        draft.sets(most, "actor.advantage_clip", draft.read(most, number))
+        draft.implied(least, f"{most} bounds both sides")
+    for key in written:
+        draft.unsupported(key, "actor.advantage_clip bounds both sides alike")
+    draft.all_implied(f"{section}advantage_clip_*", "advantages have no bounds")
+
+
+def convert_correction(draft: Draft, section: str) -> None:
+    """Convert weights and masks for the mismatch of rollout and trainer, which are off unless the source has some."""
+    error = f"{section}seq_logprob_error_threshold"
+    if draft.get(error) is not None:
+        keys = {"mask": "geometric", "mask_by": "error", "mask_above": draft.read(error, number)}
+        correct_rollout(draft, error, keys, "sequences that are left out still count in the loss's divisor")
+    draft.implied(error, "no sequence is left out")
     if not draft.read(CORRECTS, flag, False):
-        draft.sets(CORRECTS, f"{CORRECTION}method", "none")
+        if f"{CORRECTION}mask" not in draft.recipe:
+            draft.sets(CORRECTS, f"{CORRECTION}method", "none")
+        draft.implied(CORRECTS, f"{error} leaves sequences out, and nothing has another weight")
         return
     level = "sequence" if draft.read(BY_SEQUENCE, flag, False) else "token"
     correct_rollout(draft, CORRECTS, {"weight": level})
@@ -140,6 +159,9 @@ def convert_correction(draft: Draft) -> None:
     name = str(draft.get(kind, "tis"))
     if name == "tis":
         keys = {"weight_cap": above} | ({"weight_floor": below} if below > 0 else {})
+    elif name in ("icepop", "seq-mask-tis") and f"{CORRECTION}mask" in draft.recipe:
+        draft.unsupported(kind, f"there is one mask, and {error} has another")
+        return
     elif name in ("icepop", "seq-mask-tis"):
         keys = {"mask": "token" if name == "icepop" else "geometric", "mask_above": above, "mask_below": below}
     else:

@@ -14,6 +14,7 @@ from fivefold_import.dialect import Conversion, Dialect
 from fivefold_import.draft import Draft
 from fivefold_import.nemo_rl import files
 from fivefold_import.nemo_rl.algorithm import (
+    convert_advantage_bounds,
     convert_correction,
     convert_distillation,
     convert_estimator,
@@ -65,7 +66,8 @@ def convert(draft: Draft) -> None:
         convert_estimator(draft, section)
         convert_kl(draft, section)
         convert_loss(draft)
-        convert_correction(draft)
+        convert_correction(draft, section)
+        convert_advantage_bounds(draft, section)
         convert_rewards(draft, section)
     trainers, rollout = n_devices(draft)
     lay_out_rollout(draft, rollout)

@@ -40,11 +40,12 @@ class RolloutCorrectionConfig(Section):
     of w; `second_moment`: the tokens of the largest (log w)^2, until its mean over a mini-batch is at most `mask_above`
     (M2PO); null: leave out none."""
     mask_by: Annotated[
-        Literal["ratio", "k2", "k3", "binary_kl"],
+        Literal["ratio", "k2", "k3", "error", "binary_kl"],
         reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
     ] = "ratio"
     """What `mask` compares with its bounds: w, or a divergence of the token, whose sum, mean or largest value over a
-    sequence then counts: (log w)^2 / 2, w - 1 - log w, or the divergence of this token against all others."""
+    sequence then counts: (log w)^2 / 2, w - 1 - log w, the larger of w and 1 / w, or the divergence of this token
+    against all others."""
     mask_above: Annotated[PositiveFloat | None, reads_if(given("mask"))] = None
     """Upper bound of `mask`; null: none."""
     mask_below: Annotated[

@@ -254,6 +254,7 @@ CORRECTIONS = [
     RolloutCorrection("token", 1.1, "token", 0.02, mask_by="k2", weight_floor=0.9),
     RolloutCorrection(None, None, "sequence", 0.05, mask_by="k3"),
     RolloutCorrection(None, None, "geometric", 0.02, mask_by="k3"),
+    RolloutCorrection(None, None, "geometric", 1.1, mask_by="error"),
     RolloutCorrection("sequence", None, "largest", 0.05, mask_by="k2", weight_floor=0.5),
     RolloutCorrection(None, None, "largest", 1.3, 0.5),
     RolloutCorrection(None, None, "token", 0.01, mask_by="binary_kl"),
@@ -305,7 +306,7 @@ def measured(by: str, trainer: float, rollout: float) -> float:
             (exp(x), 1 - exp(x)) if exp(x) < 1 - 1e-8 else (1 - 1e-8, 1e-8) for x in (trainer, rollout)
         )
         return max(p * log(p / q) + p_other * log(p_other / q_other), q * log(q / p) + q_other * log(q_other / p_other))
-    return {"ratio": exp(d), "k2": d * d / 2, "k3": exp(d) - 1 - d}[by]
+    return {"ratio": exp(d), "k2": d * d / 2, "k3": exp(d) - 1 - d, "error": exp(abs(d))}[by]
 
 
 def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:

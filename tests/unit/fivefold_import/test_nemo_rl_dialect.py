@@ -342,3 +342,20 @@ def test_a_prompt_and_its_response_have_a_bound_together() -> None:
     assert conversion.report.problems == ()
     short = convert_words("nemo_rl", words[0], f"{key}=512")
     assert (short.recipe["gconfig.max_tokens"], short.recipe["train_dataset.max_length"]) == (512, 511)
+
+
+def test_sequences_with_a_large_error_are_left_out_and_advantages_have_bounds() -> None:
+    words = ["grpo.seq_logprob_error_threshold=2", "grpo.advantage_clip_low=-20", "grpo.advantage_clip_high=20"]
+    conversion = convert_fixture("nemo_rl", BASE, words)
+    correction = "actor.rollout_correction."
+    found = {key.removeprefix(correction): conversion.recipe[key] for key in conversion.recipe if correction in key}
+    assert found == {"method": "custom", "mask": "geometric", "mask_by": "error", "mask_above": 2}
+    assert conversion.recipe["actor.advantage_clip"] == 20
+    assert conversion.report.unsupported == []
+
+    words = ["loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=icepop"]
+    words += ["loss_fn.truncated_importance_sampling_ratio=2.0", "grpo.seq_logprob_error_threshold=2"]
+    both = convert_fixture("nemo_rl", BASE, [*words, "grpo.advantage_clip_low=-5", "grpo.advantage_clip_high=20"])
+    keys = {entry.key for entry in both.report.unsupported}
+    assert {"loss_fn.truncated_importance_sampling_type", "grpo.advantage_clip_low", "grpo.advantage_clip_high"} <= keys
+    assert "actor.advantage_clip" not in both.recipe
