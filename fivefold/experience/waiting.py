@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SAMPLED_WITH = (
     "gconfig.greedy",
+    "gconfig.max_tokens",
     "gconfig.min_new_tokens",
     "gconfig.stop",
     "gconfig.stop_token_ids",

@@ -66,7 +66,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
 BLOCKS = {
-    "agents.md": ["python", *["yaml"] * 3, "python", "yaml", "python", "json", "yaml", "python"],
+    "agents.md": ["python", *["yaml"] * 4, "python", "yaml", "python", "json", "yaml", "python"],
     "README.md": ["yaml", "", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],

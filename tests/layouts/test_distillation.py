@@ -133,7 +133,7 @@ def pupil(
         **{name: column for name, column in second_teacher(tokens_TK.shape[1]).items() if name != "whole"},
     )
     over = "full" if tokens_TK.shape[1] == VOCAB else "top_k"
-    loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction, BETA, 2))
+    loss = PolicyLoss(TEMPERATURE, Reinforce(), distillation=Distillation(COEFF, over, direction, BETA, n_teachers=2))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         metrics = engine.forward_backward_of(batch, loss)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from fivefold.bridge.hf_reader import resolve_model_folder
 from fivefold.bridge.kept import draft_files, tower_files
 from fivefold.config.schema.rollout import SpeculativeConfig
+from fivefold.json_text import parsed
 from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
@@ -81,6 +82,12 @@ def _for_images(spec: ReplicaSpec) -> list[str]:
     """
     pixels = [] if spec.most_pixels is None else ["--mm-processor-kwargs", json.dumps({"max_pixels": spec.most_pixels})]
     return ["--limit-mm-per-prompt", json.dumps({"video": 0}), *pixels]
+
+
+def _passes_features(spec: ReplicaSpec) -> bool:
+    """Return whether the model passes features of images to its first layers, which it also does without images."""
+    config = parsed((resolve_model_folder(spec.path) / "config.json").read_text())
+    return bool((config.get("vision_config") or {}).get("deepstack_visual_indexes"))
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
@@ -196,7 +203,7 @@ class VLLMDialect:
         }
 
     def prepare(self, http: HttpClient, spec: ReplicaSpec) -> None:
-        if spec.can_sleep:
+        if spec.can_sleep and _passes_features(spec):
             self._on_workers(http, "fivefold_keep_features", {})
         # A server that waits for an actor's weights has random ones in these layers too.
         if spec.drafts_by_layers and not spec.load_weights:
