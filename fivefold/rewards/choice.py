@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from fivefold.rewards.reward import after_thoughts
+from fivefold.rewards.reward import GradedReward, after_thoughts
 
 BOX = re.compile(r"\\boxed\{([^}]+)\}")
 CUE = "answer is"
@@ -16,7 +15,7 @@ CUE = "answer is"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(GradedReward):
     """Compares the first capital letter of the answer with the first character of the ground truth.
 
         response "so it is \\boxed{B}"      ground truth B     right
@@ -34,24 +33,6 @@ class Choice:
     """Reward of another answer in a box."""
     wrong_unboxed: float = 0.0
     """Reward of another answer without a box."""
-
-    def __post_init__(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            ValueError: one that is no finite number.
-        """
-        for field in fields(self):
-            if not math.isfinite(value := getattr(self, field.name)):
-                raise ValueError(f"reward.kwargs.{field.name}={value} must be a finite number")
-
-    @property
-    def n_at_once(self) -> int:
-        """Number of responses to judge at the same time: threads would not make a comparison of texts faster."""
-        return 1
-
-    def check_machine(self) -> None:
-        """Accept every machine."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth that no letter can equal.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fivefold.rewards.reward import after_thoughts
+from fivefold.rewards.reward import GradedReward, after_thoughts
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MOST_CHARACTERS = 500
@@ -25,7 +24,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(GradedReward):
     """Computes the last expression between answer tags, exactly.
 
         response "<answer>(44 + 19) + 35</answer>"    ground truth {"target": 98, "numbers": [44, 19, 35]}    right
@@ -39,24 +38,6 @@ class Countdown:
     """Reward of any other answer in tags."""
     untagged: float = 0.0
     """Reward of a response without an answer in tags."""
-
-    def __post_init__(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            ValueError: one that is no finite number.
-        """
-        for field in fields(self):
-            if not math.isfinite(value := getattr(self, field.name)):
-                raise ValueError(f"reward.kwargs.{field.name}={value} must be a finite number")
-
-    @property
-    def n_at_once(self) -> int:
-        """Number of responses to judge at the same time: threads would not make arithmetic faster."""
-        return 1
-
-    def check_machine(self) -> None:
-        """Accept every machine."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth without a target or numbers.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from fivefold.rewards.reward import accepted_answers, as_text
+from fivefold.rewards.reward import QuickReward, accepted_answers, as_text
 
 ARTICLES = ("a", "an", "the")
 
 
 @dataclass(frozen=True)
-class ExactMatch:
+class ExactMatch(QuickReward):
     """Compares texts; white space around them does not count.
 
         pattern=None                response " 42\\n"                 ground truth 42        1.0
@@ -43,14 +43,6 @@ class ExactMatch:
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"reward.kwargs.pattern={self.pattern!r} is not a regular expression: {error}") from error
-
-    @property
-    def n_at_once(self) -> int:
-        """Number of responses to judge at the same time: threads would not make a comparison of texts faster."""
-        return 1
-
-    def check_machine(self) -> None:
-        """Accept every machine."""
 
     def __call__(self, response: str, ground_truth: Any, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
         """Return 1.0 for a right answer and 0.0 for any other."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from fivefold.json_text import parsed
-from fivefold.rewards.reward import after_thoughts
+from fivefold.rewards.reward import QuickReward, after_thoughts
 
 FUNCTION = "func_name"
 SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s")
@@ -170,16 +170,8 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 
 
 @dataclass(frozen=True)
-class Instructions:
+class Instructions(QuickReward):
     """1 for a response that does what the ground truth asks; thoughts up to the last `</think>` do not count."""
-
-    @property
-    def n_at_once(self) -> int:
-        """Number of responses to judge at the same time: threads would not make it faster."""
-        return 1
-
-    def check_machine(self) -> None:
-        """Accept every machine: only some instructions need a library, which their ground truths ask for."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuse a ground truth that is no known instruction.

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.rewards.reward import QuickReward
+
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(QuickReward):
     """Counts runs of `n` words, split at white space, in lower case.
 
     n=3    "a b c d"            0.0, two different runs
@@ -26,14 +28,6 @@ class Repetition:
         """
         if self.n < 1:
             raise ValueError(f"reward.kwargs.n={self.n} must be at least 1")
-
-    @property
-    def n_at_once(self) -> int:
-        """Number of responses to judge at the same time: threads would not make it faster."""
-        return 1
-
-    def check_machine(self) -> None:
-        """Accept every machine."""
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Accept every ground truth, which is not looked at."""

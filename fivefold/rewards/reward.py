@@ -93,6 +93,32 @@ class BuiltIn(Protocol):
         """
 
 
+class QuickReward:
+    """A reward of few instructions, which threads would not make faster, and which needs nothing of the machine."""
+
+    @property
+    def n_at_once(self) -> int:
+        """Number of responses that are judged at the same time."""
+        return 1
+
+    def check_machine(self) -> None:
+        """Accept every machine."""
+
+
+class GradedReward(QuickReward):
+    """A quick reward whose arguments are the numbers that it gives."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            ValueError: one that is no finite number.
+        """
+        for name, value in vars(self).items():
+            if not math.isfinite(value):
+                raise ValueError(f"reward.kwargs.{name}={value} must be a finite number")
+
+
 @dataclass(frozen=True)
 class ScoredByModel:
     """The reward is the score of the recipe's reward model, which reads tokens and has separate processes."""
