@@ -85,9 +85,10 @@ def _for_images(spec: ReplicaSpec) -> list[str]:
 
 
 def _passes_features(spec: ReplicaSpec) -> bool:
-    """Return whether the model passes features of images to its first layers, which it also does without images."""
+    """Return whether the model may pass features of images to its first layers, which it also does without images."""
     config = parsed((resolve_model_folder(spec.path) / "config.json").read_text())
-    return bool((config.get("vision_config") or {}).get("deepstack_visual_indexes"))
+    vision = config.get("vision_config")
+    return bool(vision) and vision.get("deepstack_visual_indexes") != []
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
