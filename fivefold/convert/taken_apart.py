@@ -123,7 +123,7 @@ class _Found:
         self.matrices: dict[str, tuple[Tensor, Tensor]] = {}
         """A and B of each weight that can have them."""
         self.residuals: dict[str, tuple[float, float]] = {}
-        """Of each weight that differs, the norm of what its adapter lacks, and of its difference."""
+        """The norm of what an adapter lacks, and of the difference, by each weight that differs."""
         self.others: list[str] = []
 
     @property

@@ -14,8 +14,7 @@ from fivefold.environments.agents.chat import Chat
 from fivefold.environments.agents.parsing import load_parser
 from fivefold.environments.agents.session import Refused, Session
 from fivefold.environments.environment import Client, Task
-from fivefold.environments.game import KEY, load_game, opening_of, step_of
-from fivefold.environments.user_code import UserCalls, row_arguments
+from fivefold.environments.game import KEY, UserGames
 from fivefold.types import Episode
 
 if TYPE_CHECKING:
@@ -36,11 +35,10 @@ class ChatGame:
         Raises:
             ValueError: there is no such class, it is no game, or the tokenizer has no chat template.
         """
-        self._make = load_game(config)
+        self._games = UserGames(config)
         self._config = config.model_copy(update={"keep_thinking": True})
         self._tokenizer = tokenizer
         self._parser = load_parser(config.parser, tokenizer)
-        self._calls = UserCalls(KEY, str(config.game), config.timeout_s)
         check_template(tokenizer)
 
     async def run(self, task: Task, client: Client) -> Episode:
@@ -49,10 +47,9 @@ class ChatGame:
         Raises:
             EnvironmentFailed: the game raised an error, took too long, or returned something of another form.
         """
-        prompt, call, calls = task.prompt, self._calls.call, self._calls
-        game = await call(prompt, self._make)
-        opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
-        first = self._message(opening_of(calls, prompt, game.reset, opening), 1, task)
+        prompt = task.prompt
+        game, opening = await self._games.opened(task)
+        first = self._message(opening, 1, task)
         *before, last = (dict(message) for message in prompt.chat)
         if last.get("role") == "user":
             messages = [*before, {**last, "content": f"{last['content']}\n{first}"}]
@@ -63,13 +60,11 @@ class ChatGame:
         states: list[str] = []
         try:
             while True:
-                if hasattr(game, "state"):
-                    states.append(str(await call(prompt, game.state)))
+                if (state := await game.state()) is not None:
+                    states.append(state)
                 reply = await chat.answer({"messages": messages})
                 answer = reply["choices"][0]["message"]
-                observation, reward, done = step_of(
-                    calls, prompt, game.step, await call(prompt, game.step, answer["content"] or "")
-                )
+                observation, reward, done = await game.step(answer["content"] or "")
                 rewards.append(reward)
                 if done:
                     break

@@ -15,8 +15,7 @@ from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.environments.agents.chat_game import check_template
 from fivefold.environments.agents.tree import Continuation, Tree
 from fivefold.environments.environment import Client, Task
-from fivefold.environments.game import KEY, load_game, opening_of, step_of
-from fivefold.environments.user_code import UserCalls, row_arguments
+from fivefold.environments.game import UserGames
 from fivefold.types import Episode, StopReason
 
 if TYPE_CHECKING:
@@ -49,10 +48,9 @@ class TurnGame:
         Raises:
             ValueError: there is no such class, it is no game, or the tokenizer has no chat template.
         """
-        self._make = load_game(config)
+        self._games = UserGames(config)
         self._config = config
         self._tokenizer = tokenizer
-        self._calls = UserCalls(KEY, str(config.game), config.timeout_s)
         check_template(tokenizer)
 
     async def run(self, task: Task, client: Client) -> Episode:
@@ -61,10 +59,8 @@ class TurnGame:
         Raises:
             EnvironmentFailed: the game raised an error, took too long, or returned something of another form.
         """
-        prompt, call, calls = task.prompt, self._calls.call, self._calls
-        game = await call(prompt, self._make)
-        opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
-        observation = opening_of(calls, prompt, game.reset, opening)
+        prompt = task.prompt
+        game, observation = await self._games.opened(task)
         tree = Tree(self._tokenizer, prompt.text, prompt.token_ids)
         past: list[Past] = []
         states: list[str] = []
@@ -77,13 +73,12 @@ class TurnGame:
             if room <= 0:
                 reason = "context"
                 break
-            states.append(str(await call(prompt, game.state)) if hasattr(game, "state") else text)
+            state = await game.state()
+            states.append(text if state is None else state)
             completion = await client.complete(token_ids, task.sampling.within(room))
             turn = tree.add(Continuation(text, None, tuple(token_ids)), completion)
             past.append(Past(observation, turn.visible_text))
-            observation, reward, done = step_of(
-                calls, prompt, game.step, await call(prompt, game.step, turn.visible_text)
-            )
+            observation, reward, done = await game.step(turn.visible_text)
             rewards.append(reward)
             if done:
                 reason = "done"
