@@ -440,3 +440,15 @@ def test_environments_that_ask_once_are_plain_prompts(tmp_path: Path) -> None:
 )
 def test_environments_that_ask_otherwise_are_left_to_the_user(tmp_path: Path, old: str, new: str) -> None:
     assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, QUESTIONS.replace(old, new)).unsupported()
+
+
+@pytest.mark.parametrize(
+    ("model", "pixels"), [("Qwen/Qwen2.5-VL-7B-Instruct", 28), ("Qwen/Qwen3-VL-4B-Instruct", None)]
+)
+def test_boxes_are_scored_in_the_unit_of_the_model(tmp_path: Path, model: str, pixels: int | None) -> None:
+    worker = f"worker_cls: {WORKERS}.detection_reward_worker.DetectionRewardWorker"
+    text = f"rewards: {{boxes: {{{worker}, model_args: {{model_name_or_path: {model}}}, tag_included: [coco]}}}}\n"
+    conversion = converted(tmp_path, ROLES + text)
+    assert conversion.recipe["reward.fn"] == "detection"
+    assert conversion.recipe.get("reward.kwargs.pixels_per_token") == pixels
+    assert not [key for key in conversion.unsupported() if key.startswith("rewards.")]
