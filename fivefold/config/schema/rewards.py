@@ -59,10 +59,11 @@ class OneRewardConfig(Section):
     """A function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), `choice` (a letter), `countdown` (an expression), `instructions` (what a
-    program can check), `repetition` (words that come again), `judge` (the score that `reward.judge` writes, or a model
-    behind a URL), `http` (a service), `code` (tests in a sandbox), `model` (the score of `reward.model`), `environment`
-    (what `environment` gives), or your own function as `module:function` or `file.py:function`."""
+    """`exact_match`, `math` (math-verify), `choice` (a letter), `countdown` (an expression), `detection` (boxes),
+    `instructions` (what a program can check), `repetition` (words that come again), `judge` (the score that
+    `reward.judge` writes, or a model behind a URL), `http` (a service), `code` (tests in a sandbox), `model` (the score
+    of `reward.model`), `environment` (what `environment` gives), or your own function as `module:function` or
+    `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
