@@ -29,7 +29,7 @@ from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import remote_batch
 from fivefold.roles import trainer as trainer_module
-from fivefold.roles.trainer import Trainer
+from fivefold.roles.models import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.update import token_advantages
 
