@@ -142,7 +142,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return turns and sequences of episodes, and `episode/ended/<reason>`, the share of each reason why they ended.
+    """Return turns and sequences of episodes, what they took, and `episode/ended/<reason>`, the share of each reason.
 
     Without an environment there are none. What failed is in `episode/failed`, which the stream knows.
     """
@@ -155,7 +155,22 @@ def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "episode/turns/mean": fmean(turns),
         "episode/turns/max": float(max(turns)),
         "episode/sequences/mean": fmean(sample.n_sequences for sample in samples),
+        **effort_metrics(samples),
         **shares,
+    }
+
+
+def effort_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the calls of tools, the seconds of the user's code and the tokens by origin, in the mean of episodes."""
+    efforts = [sample.effort for sample in samples]
+    calls = [effort.calls for effort in efforts if effort.calls is not None]
+    return {
+        **({"episode/calls/mean": fmean(calls)} if calls else {}),
+        "episode/tool_seconds/mean": fmean(effort.seconds for effort in efforts),
+        "episode/tool_seconds/max": max(effort.seconds for effort in efforts),
+        "episode/tokens/model": fmean(sample.n_sampled for sample in samples),
+        "episode/tokens/given": fmean(effort.given - effort.template for effort in efforts),
+        "episode/tokens/template": fmean(effort.template for effort in efforts),
     }
 
 
