@@ -314,6 +314,10 @@ class TokenTexts:
             texts += self._next(token_ids, len(texts))
         return texts
 
+    def whole(self, spans: Sequence[list[int]]) -> list[str]:
+        """Return the text of each of several spans of tokens."""
+        return self._tokenizer.batch_decode(spans, clean_up_tokenization_spaces=False) if spans else []
+
     def _next(self, token_ids: Sequence[int], start: int) -> list[str]:
         """Return the texts of the token at `start` and of those that make one character with it."""
         for length in range(1, min(MOST_PARTS, len(token_ids) - start) + 1):
@@ -344,9 +348,18 @@ def token_values(batch: RemoteBatch, n: int, texts: TokenTexts) -> list[TokenVal
                 trainer_logprobs=_masked(columns.get(TRAINER), mask),
                 advantages=_masked(advantages, mask),
                 versions=columns["versions"][mask],
+                reads=_reads(columns["tokens"], mask, texts),
             )
         )
     return found
+
+
+def _reads(tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return what the model read between its turns, as `TokenValues` has it: all tokens between two sampled ones."""
+    (sampled,) = np.nonzero(mask)
+    gaps = np.flatnonzero(np.diff(sampled) > 1)
+    between = [tokens[sampled[gap] + 1 : sampled[gap + 1]].tolist() for gap in gaps]
+    return [{"at": int(gap) + 1, "text": text} for gap, text in zip(gaps, texts.whole(between), strict=True)]
 
 
 def _masked(values: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
