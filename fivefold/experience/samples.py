@@ -314,7 +314,7 @@ class TokenTexts:
             texts += self._next(token_ids, len(texts))
         return texts
 
-    def whole(self, spans: Sequence[list[int]]) -> list[str]:
+    def whole(self, spans: list[list[int]]) -> list[str]:
         """Return the text of each of several spans of tokens."""
         return self._tokenizer.batch_decode(spans, clean_up_tokenization_spaces=False) if spans else []
 
