@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.data.sampler import Outcome
 from fivefold.observe.sample_parts import TokenValues
 from fivefold.rewards.reward_set import RewardSet
@@ -290,6 +291,28 @@ def no_signal(samples: Sequence[Sample], metrics: Mapping[str, float]) -> str | 
         "samples.jsonl: the reward may not find the answer (reward.fn, reward.kwargs), responses may be cut off "
         "(gconfig.max_new_tokens; the metric truncated), or the prompts may be too hard or too easy. Later steps "
         "of this kind are not reported"
+    )
+
+
+MANY_SEQUENCES = 1.5
+"""Sequences of an episode, in the mean, from which on a note says what they cost."""
+
+
+def many_sequences(environment: EnvironmentConfig | None, metrics: Mapping[str, float]) -> str | None:
+    """Return what it costs that episodes are trained as several sequences; None: they are not, or the recipe asks so.
+
+    Args:
+        environment: the recipe's section.
+        metrics: metrics of a step.
+    """
+    n = metrics.get("episode/sequences/mean", 1.0)
+    if environment is None or environment.memory is not None or n < MANY_SEQUENCES:
+        return None
+    keep = "" if environment.keep_thinking else "; environment.keep_thinking=true keeps all that the model wrote"
+    return (
+        f"an episode is trained as {n:.1f} sequences in the mean, each with all that was read before: the chat "
+        f"template rewrites earlier turns, or the agent goes back (fivefold play shows where){keep}. Later steps are "
+        "not reported"
     )
 
 
