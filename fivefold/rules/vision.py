@@ -63,15 +63,13 @@ def _sampling_problems(recipe: TrainRecipe, given: str) -> Iterator[str]:
     if recipe.reward.model is not None:
         yield f"{given}: reward models read text alone, so drop reward.model"
     layout = next(each for each in recipe_allocation(recipe).roles if each.role == "rollout")
-    if layout.backend == "sglang":
-        yield (
-            f"{given}: rollout.backend=sglang gets token ids alone; images reach vLLM and the embedded engine, so set "
-            "it to vllm:d1 or transformers:d1"
-        )
-    if layout.backend != "vllm":
+    if layout.backend == "transformers":
         return
     if layout.pp > 1:
-        yield f"{given} has not been tried with pipeline stages of vLLM: drop p from rollout.backend, or use t"
+        yield (
+            f"{given} has not been tried with pipeline stages of {layout.backend}: drop p from rollout.backend, or "
+            "use t"
+        )
     untried = {"speculative": recipe.rollout.speculative, "quantization": recipe.rollout.quantization}
     for name in [name for name, value in untried.items() if value is not None]:
         yield f"{given} has not been tried with rollout.{name}: drop it, or use rollout.backend=transformers:d1"

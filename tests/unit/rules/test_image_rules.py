@@ -41,13 +41,14 @@ def test_the_plain_recipe_is_accepted() -> None:
     check_recipe(recipe(actor={"backend": "fsdp:d2"}), SEEING)
     check_recipe(recipe(actor={"backend": "megatron:p3"}), SEEING)
     check_recipe(recipe(rollout={"backend": "vllm:d1t2"}), SEEING)
+    check_recipe(recipe(rollout={"backend": "sglang:d1t2"}), SEEING)
 
 
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"rollout": {"backend": "sglang:d1"}}, "rollout.backend=sglang gets token ids alone; images reach vLLM and"),
-        ({"rollout": {"backend": "vllm:p2"}}, "has not been tried with pipeline stages of vLLM"),
+        ({"rollout": {"backend": "sglang:p2"}}, "has not been tried with pipeline stages of sglang"),
+        ({"rollout": {"backend": "vllm:p2"}}, "has not been tried with pipeline stages of vllm"),
         (
             {"rollout": {"backend": "vllm:d1", "speculative": {"method": "ngram"}}},
             "has not been tried with rollout.speculative",
