@@ -5,7 +5,7 @@ from __future__ import annotations
 from fivefold_import import reasons
 from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, has_turns, leave_open, limit, player
 from fivefold_import.draft import Draft, Rule
-from fivefold_import.roll import gem
+from fivefold_import.roll import gem, tools
 from fivefold_import.roll.games import GAME, are_known, convert_games
 from fivefold_import.roll.single_turns import asks_once, convert_lengths, convert_questions
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
@@ -57,6 +57,8 @@ def convert_agents(draft: Draft) -> None:
         draft.recipe["environment.game"] = GAME
     elif gem.guesses(draft):
         draft.recipe["environment.game"] = gem.GAME
+    elif tools.uses_tool(draft):
+        draft.recipe["environment.game"] = tools.GAME
     else:
         leave_open(draft, _player(draft))
     _groups(draft)
@@ -68,6 +70,9 @@ def convert_agents(draft: Draft) -> None:
         return
     if gem.guesses(draft):
         gem.convert_guessing(draft, step_of(draft)[0])
+        return
+    if tools.uses_tool(draft):
+        tools.convert_questions_with_tool(draft)
         return
     draft.notes.append(
         "ROLL's environments make their tasks themselves; here each group starts from a row of train_dataset, and an "

@@ -10,7 +10,7 @@ from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft, Role
-from fivefold_import.roll import agents, files, gem, given
+from fivefold_import.roll import agents, files, gem, given, tools
 from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.games import READER as GAMES_READER
 from fivefold_import.roll.images import convert_frozen_tower, convert_images
@@ -62,7 +62,7 @@ ADVANTAGE_KEYS = (
     "whiten_advantages",
 )
 """Keys that make advantages of rewards."""
-OWN_ROWS = (GAMES_READER, gem.GAME_READER, gem.READER)
+OWN_ROWS = (GAMES_READER, gem.GAME_READER, gem.READER, tools.READER)
 """Readers that make rows themselves, with answers as verl has them."""
 ANSWERS = "ground_truth"
 """The column that holds the answer in ROLL's rows."""

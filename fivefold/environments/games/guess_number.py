@@ -54,7 +54,7 @@ def rows(
 class GuessNumber:
     """Each answer has a guess in a box; the reward is 1 for the right one.
 
-    An observation has all hints so far, so that a turn can be a chat of its own (`environment.memory: 0`). The game
+    An observation has all hints so far, so that a turn can be a separate chat (`environment.memory: 0`). The game
     ends with -0.1 after an answer without a guess, and after the last turn with 1 less the distance by the range, or 0
     for a guess outside of it.
     """

@@ -499,6 +499,37 @@ def test_problems_of_reasoning_gym_are_plain_prompts_with_its_score(tmp_path: Pa
     assert not [key for key in recipe if key.startswith(("environment.", "actor.credit", "train_dataset.answer_key"))]
 
 
+WITH_TOOL = QUESTIONS.replace(
+    "    env_config:",
+    "    tool_wrapper:\n      wrapper_args: {max_tool_uses: 3, tool_reward: 0.1}\n"
+    "      tool_configs: [{tool_id: python_code, tool_args: {timeout: 5, sandbox_type: none}}]\n    env_config:",
+).replace("actor_infer: {", "actor_infer: {generating_args: {stop_strings: [</code>], temperature: 1.0}, ")
+
+
+def test_questions_with_one_tool_are_a_game_in_a_chat(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, WITH_TOOL)
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    options = {"tool": "code", "question_key": "q", "answer_key": "a", "max_uses": 3, "tool_reward": 0.1}
+    for section in ("train_dataset", "valid_dataset"):
+        assert recipe[f"{section}.reader"] == "fivefold.environments.games.tagged_tools:rows"
+        found = {key.rpartition(".")[2]: recipe[key] for key in recipe if f"{section}.reader_kwargs." in key}
+        assert found == {**options, "success_reward": 0, "timeout_s": 5}
+    assert recipe["environment.game"] == "fivefold.environments.games.tagged_tools:TaggedTool"
+    assert recipe["environment.turn_template"] == "{observation} In {braces}."
+    assert (recipe["environment.max_turns"], recipe["gconfig.stop"]) == (10, ["</code>"])
+    facts = (
+        WITH_TOOL.replace("roll_math", "roll_qa")
+        .replace("python_code", "search")
+        .replace("sandbox_type: none", "search_url: http://x/y, topk: 2")
+    )
+    recipe = convert_text("roll", tmp_path, facts).recipe
+    assert recipe["train_dataset.reader_kwargs.search_url"] == "http://x/y"
+    assert recipe["train_dataset.reader_kwargs.n_documents"] == 2
+    for old, new in (("python_code", "mcp"), ("roll_math", "roll_qa")):
+        assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, WITH_TOOL.replace(old, new)).unsupported()
+
+
 @pytest.mark.parametrize(
     ("model", "pixels"), [("Qwen/Qwen2.5-VL-7B-Instruct", 28), ("Qwen/Qwen3-VL-4B-Instruct", None)]
 )
