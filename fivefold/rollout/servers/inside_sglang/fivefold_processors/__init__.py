@@ -1,1 +1,1 @@
-"""What SGLang takes in the place of its own processors of images (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
+"""What SGLang takes in place of the processors of images that come with it (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
