@@ -101,6 +101,7 @@ def _gemma3(draw: random.Random) -> Config:
     return {
         **base,
         "tie_word_embeddings": True,
+        "pad_token_id": None,  # whose embedding would learn nothing in transformers
         "query_pre_attn_scalar": draw.choice((5, 24)),
         "sliding_window": draw.choice((2, 5, 40)),
         "layer_types": _kinds(draw, base, "sliding_attention", "full_attention"),
