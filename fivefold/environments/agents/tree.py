@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fivefold.environments.transcript import Transcript
-from fivefold.types import Completion, Episode, Move, StopReason, Trajectory
+from fivefold.types import Completion, Effort, Episode, Move, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,7 +161,8 @@ class Tree:
         total: Counter[str] = Counter()
         for own in rewards:
             total.update(own)
-        return Episode(tuple(made), reason, dict(total), len(self.turns), moves)
+        effort = Effort(given=sum(len(turn.given) for turn in self.turns))
+        return Episode(tuple(made), reason, dict(total), len(self.turns), moves, effort)
 
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else ()
