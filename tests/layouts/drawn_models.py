@@ -189,6 +189,8 @@ def drawn(family: str, seed: int) -> Drawn:
         layout = f"megatron:(attn:{attention}|ffn:{p}{within}{tp * cp})"
     else:
         layout = f"megatron:{attention or 'd1'}"
+    if draw.random() < 0.25:
+        layout = draw.choice(("fsdp:d2", "fsdp:c2", "fsdp:t2"))
     return Drawn(family, config_class, config, layout)
 
 
