@@ -29,7 +29,7 @@ from fivefold.weights.stream import stacked
 from tests.servers.test_real_servers import DTYPE, ON_CUDA, assert_close, route_of, sampling, spec_of, start
 
 PACKAGED = Path(__file__).resolve().parents[2] / "fivefold" / "models" / "tiny-vl"
-MERGE, PATCH_VALUES, VOCABULARY = 2, 96, 20
+MERGE, VOCABULARY = 2, 20
 IMAGE, VIDEO = 4, 5
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
 FAMILIES = {
@@ -48,7 +48,8 @@ FAMILIES = {
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    # SGLang runs no other size of patches.
+    "qwen2_5_vl": {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14},
     "qwen3_5": {"num_position_embeddings": 64},
 }
 KINDS = [
@@ -86,7 +87,7 @@ def save_models(family: str, make: Callable[[str], Path]) -> tuple[Path, Path]:
         shutil.copytree(PACKAGED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(first)
     weights = text_weights(first)
-    # With 0.15 for Qwen2.5-VL as well, transformers in bfloat16 would be 0.5 nats away from float32.
+    # With 0.15 for Qwen2.5-VL as well, transformers in bfloat16 would be 0.3 nats away from float32.
     noise = 0.03 if family == "qwen2_5_vl" else 0.15
     save_hf(second, ((name, weight + noise * torch.randn_like(weight)) for name, weight in weights.items()), first)
     # In the form of published files, which servers read.
@@ -137,7 +138,8 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if variable not in os.environ:
         pytest.skip(f"{variable} names no Python that has {backend}")
     folders = save_models(family, tmp_path_factory.mktemp)
-    spec = replace(spec_of(backend, os.environ[variable], folders[0], transport), sees=True, most_pixels=16384)
+    spec = spec_of(backend, os.environ[variable], folders[0], transport)
+    spec = replace(spec, sees=True, most_pixels=1024 * patch_size(folders[0]) ** 2)
     if family == "qwen3_5" and backend == "vllm" and ON_CUDA:
         spec = replace(spec, arguments=(*spec.arguments, "--gdn-prefill-backend=triton"))
     engine = start(spec)
@@ -145,8 +147,14 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
-def image(seed: int, start: int, rows: int, columns: int) -> PlacedImage:
-    patches = np.random.default_rng(seed).normal(size=(rows * columns * MERGE**2, PATCH_VALUES))
+def patch_size(folder: Path) -> int:
+    """Return the pixels on each side of a patch."""
+    return int(AutoConfig.from_pretrained(folder).vision_config.patch_size)
+
+
+def image(seed: int, start: int, rows: int, columns: int, side: int) -> PlacedImage:
+    """Return an image whose patches have `side` pixels on each side, in 3 channels and 2 frames."""
+    patches = np.random.default_rng(seed).normal(size=(rows * columns * MERGE**2, 6 * side**2))
     return PlacedImage(patches.astype(np.float32), seed, start, rows, columns)
 
 
@@ -158,16 +166,20 @@ def request_of(seed: int, length: int, *images: PlacedImage) -> GenerationReques
     return GenerationRequest(tuple(tokens), seed, images=images)
 
 
-def requests() -> list[GenerationRequest]:
+def requests(side: int) -> list[GenerationRequest]:
     """Return groups of two with one image, several and none; some have the same tokens and other images."""
-    prompts = [
-        (40, image(1, 3, 4, 5)),
-        (40, image(2, 3, 4, 5)),
-        (90, image(1, 0, 4, 5), image(3, 30, 2, 9), image(5, 70, 1, 1)),
-        (190, image(4, 20, 12, 13)),
-        (25,),
+    prompts: list[tuple[int, list[tuple[int, int, int, int]]]] = [
+        (40, [(1, 3, 4, 5)]),
+        (40, [(2, 3, 4, 5)]),
+        (90, [(1, 0, 4, 5), (3, 30, 2, 9), (5, 70, 1, 1)]),
+        (190, [(4, 20, 12, 13)]),
+        (25, []),
     ]
-    return [request_of(2 * i + j, length, *images) for i, (length, *images) in enumerate(prompts) for j in range(2)]
+    return [
+        request_of(2 * i + j, length, *(image(*each, side) for each in images))
+        for i, (length, images) in enumerate(prompts)
+        for j in range(2)
+    ]
 
 
 @torch.no_grad()
@@ -193,7 +205,7 @@ def logprobs(
 def check(seeing: Seeing, model: PreTrainedModel) -> None:
     """Compare log-probs. In transformers, bfloat16 changes them by 0.02 to 0.04 in the mean, and other images by 0.12
     (Qwen3.5), 1.1 and 1.3."""
-    asked = requests()
+    asked = requests(patch_size(seeing.folders[0]))
     completions = complete(seeing.engine, asked, replace(sampling(), bad_token_ids=(IMAGE, VIDEO)))
     pairs = list(zip(asked, completions, strict=True))
     actual = [torch.tensor(completion.logprobs) for completion in completions]

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from fivefold.bridge.hf_reader import resolve_model_folder
@@ -17,6 +18,9 @@ from fivefold.json_text import parsed
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address
 from fivefold.rollout.servers.dialect import Dialect
+
+RAW_PATCH = 3 * 2 * 14 * 14
+"""Numbers of a patch that SGLang's Qwen2.5-VL takes for pixels."""
 
 
 def server_command(dialect: Dialect, spec: ReplicaSpec, address: Address) -> list[str]:
@@ -42,7 +46,9 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
             f"{spec.backend}, for example /opt/{spec.backend}/bin/python"
         )
     if spec.sees:
-        _check_positions(spec)
+        folder = resolve_model_folder(resolve_model_path(spec.path))
+        _check_positions(spec, folder)
+        _check_patches(spec, folder)
     written = {argument.split("=")[0].replace("_", "-") for argument in spec.arguments}
     if taken := _own_flags(dialect, spec) & written:
         raise ValueError(
@@ -51,13 +57,27 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
         )
 
 
-def _check_positions(spec: ReplicaSpec) -> None:
+def _check_patches(spec: ReplicaSpec, folder: Path) -> None:
+    """Refuse a tower that SGLang does not run: it takes patches of another size for features that it has computed.
+
+    Raises:
+        ValueError: naming the sizes.
+    """
+    vision = load_shape(folder).vision
+    if spec.backend != "sglang" or vision is None or not vision.is_windowed or vision.patch_values == RAW_PATCH:
+        return
+    raise ValueError(
+        f"{folder} has patches of {vision.patch_values} numbers, and SGLang runs the tower of Qwen2.5-VL only with "
+        f"{RAW_PATCH}, as published models have: set {spec.section}.backend=vllm:d1 or transformers:d1"
+    )
+
+
+def _check_positions(spec: ReplicaSpec, folder: Path) -> None:
     """Refuse a model's folder if the server reads other positions of images from it than the trainer has.
 
     Raises:
         ValueError: naming the key of its config.json.
     """
-    folder = resolve_model_folder(resolve_model_path(spec.path))
     config, vision = parsed((folder / "config.json").read_text()), load_shape(folder).vision
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

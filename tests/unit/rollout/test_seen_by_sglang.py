@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from torch import Tensor
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import sglang_dialect
-from fivefold.rollout.servers.command import server_command
+from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.rollout.servers.dialect import Ask
 from fivefold.rollout.servers.images import SharedImages
 from fivefold.vision.positions import positions_with
@@ -51,6 +53,23 @@ def test_a_server_gets_the_patches_of_each_request(model_folder: Folder, tmp_pat
         assert (row["n_tokens"], row["grid"]) == (meant.n_tokens, [meant.rows * MERGE, meant.columns * MERGE])
         assert not is_held(row["path"])
     assert [len(body.get("image_data", ())) for body in served.bodies()].count(0) == 1
+
+
+@pytest.mark.parametrize(("patch", "runs"), [(14, True), (4, False)])
+def test_sglang_runs_the_tower_of_qwen2_5_vl_with_patches_of_published_models_only(
+    model_folder: Folder, tmp_path: Path, patch: int, runs: bool
+) -> None:
+    """It takes all other patches for features, and embeds them as they are."""
+    folder = Path(shutil.copytree(model_folder("qwen2_5_vl"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= {"patch_size": patch, "window_size": 4 * patch, "temporal_patch_size": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = spec_of("sglang", folder, python=write_python(tmp_path / "server"), sees=True)
+    if runs:
+        check_command(DIALECT, spec)
+        return
+    with pytest.raises(ValueError, match=f"has patches of {6 * patch**2} numbers, and SGLang runs .* only with 1176"):
+        check_command(DIALECT, spec)
 
 
 def _weights(model: Path) -> dict[str, Tensor]:
