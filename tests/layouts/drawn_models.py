@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_reference import load_model
 from tiny_models import VOCAB, ZERO_CENTERED, _randomize
+
+from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.rollout.protocol import SamplingParams, complete, group_requests
+from fivefold.rollout.transformers_engine import TransformersEngine
+from tests.unit.rollout.conftest import byte_tokenizer
 
 Config = dict[str, Any]
 
@@ -207,3 +213,24 @@ def save_drawn(model: Drawn, folder: Path) -> None:
         if key.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.2, generator=generator)
     made.save_pretrained(folder)
+
+
+def generation_gap(folder: Path, seed: int) -> float:
+    """In a worker: return the largest difference between log-probs of the embedded engine's completions and Hugging
+    Face's of the same tokens."""
+    byte_tokenizer().save_pretrained(folder)
+    engine = TransformersEngine.from_path(
+        str(folder), dtype="float32", device="cpu", max_batch_size=3, tokenizer_path=None, load_weights=True
+    )
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, 60) for _ in range(draw.randint(1, 20))] for _ in range(6)]
+    sampling = SamplingParams.from_config(GenerationConfig(max_new_tokens=24))
+    completions = complete(engine, group_requests(prompts, 1, (seed,)), sampling)
+    model, gaps = load_model(folder).eval(), []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.from_numpy(completion.token_ids).long()[:, None]
+        expected = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
+        gaps.append(float((expected - torch.from_numpy(completion.logprobs)).abs().max()))
+    return max(gaps)

@@ -1,4 +1,4 @@
-"""Log-probs and gradients of drawn models on drawn layouts equal those of Hugging Face's model.
+"""Log-probs, gradients and completions of drawn models, on drawn layouts, are Hugging Face's.
 
 FIVEFOLD_DRAWN=100:140 python -m pytest tests/layouts/test_drawn_models.py -m long     (other seeds)
 """
@@ -27,7 +27,7 @@ CASES = [("gpt_oss", 0), *long(*((family, seed) for family in FAMILIES for seed 
 
 
 @pytest.mark.parametrize(("family", "seed"), CASES)
-def test_drawn_models_predict_and_learn_as_hugging_faces(
+def test_drawn_models_predict_learn_and_generate_as_hugging_faces(
     workers: Workers, tmp_path: Path, family: str, seed: int
 ) -> None:
     model, batch = drawn(family, seed), uneven_batch(seed)
@@ -41,3 +41,5 @@ def test_drawn_models_predict_and_learn_as_hugging_faces(
         assert (gap_T <= TOLERANCE * (1 + want_T.abs())).all(), (model, gap_T.max())
         assert result.loss == pytest.approx(want_loss, rel=TOLERANCE), model
     assert_close(results[0].gradients, want, 10 * TOLERANCE)
+    [gap] = alone.run(drawn_models.generation_gap, tmp_path / "model", seed)
+    assert gap < TOLERANCE, model

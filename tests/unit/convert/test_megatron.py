@@ -16,7 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyModel, save_tiny_model, tiny_config
-from transformers import DeepseekV3Config, DeepseekV32Config, Glm4MoeConfig, GptOssConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Qwen3VLMoeConfig,
+)
 from typer.testing import CliRunner, Result
 
 from fivefold.bridge.dcp_folder import DCPFolder
@@ -56,6 +63,24 @@ def test_there_and_back_is_bit_for_bit_the_same(family: str, tiny_model: MakeMod
     assert converted.keys() == model.weights.keys()
     assert all(torch.equal(converted[name], weight.bfloat16()) for name, weight in model.weights.items())
     assert load_shape(tmp_path / "hf") == replace(load_shape(model.folder), name="hf")
+
+
+def test_models_that_see_images_keep_the_tower_and_the_form_of_published_experts(tmp_path: Path) -> None:
+    text = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"num_position_embeddings": 4, "patch_size": 2, "deepstack_visual_indexes": [0]}
+    model = AutoModelForImageTextToText.from_config(Qwen3VLMoeConfig(text_config=text, vision_config=vision))
+    model.save_pretrained(tmp_path / "model")
+    there = fivefold("convert", tmp_path / "model", "--to", "torch_dist", "-o", tmp_path / "mcore")
+    assert there.exit_code == 0, there.output
+    back = fivefold("convert", tmp_path / "mcore", "--config", tmp_path / "model", "-o", tmp_path / "hf")
+    assert back.exit_code == 0, back.output
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 16, 24)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").state_dict()
+    assert again.keys() == model.state_dict().keys()
+    assert all(again[name].equal(tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.fixture
