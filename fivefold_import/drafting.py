@@ -75,6 +75,10 @@ def draft_of(
     return Drafted(dialect, draft, documents, len(values), n_strangers)
 
 
+DEFAULT_COLUMN = "data.image_key"
+"""The key of verl and siiRL whose default names the column of images."""
+
+
 def _settle_images(draft: Draft) -> None:
     """Map the columns of images, and add a problem for a model that reads images which none are given."""
     model = str(draft.recipe.get("actor.path", ""))
@@ -93,7 +97,13 @@ def _settle_images(draft: Draft) -> None:
         return
     if not is_seeing:
         draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name one, or a language model")
-    elif "train_dataset.image_key" not in draft.recipe:
+    sections = [name for name in ("train_dataset", "valid_dataset") if f"{name}.path" in draft.recipe]
+    if "train_dataset.image_key" in draft.recipe or not is_seeing:
+        return
+    if sections and (column := draft.get(DEFAULT_COLUMN)):
+        draft.recipe |= {f"{name}.image_key": column for name in sections}
+        draft.notes.append(f"image_key={column}, the default of {DEFAULT_COLUMN}: drop it if no row has images")
+    else:
         draft.problems.append(f"actor.path={model} reads images: name their column in train_dataset.image_key")
 
 

@@ -296,8 +296,10 @@ def test_columns_of_images_are_mapped_for_models_that_see_them(
     has_held_out = framework in ("verl", "siirl")
     assert conversion.recipe.get("valid_dataset.image_key") == ("pictures" if has_held_out else None)
     assert not any("reads images" in problem for problem in conversion.report.problems)
-    without = convert_words(framework, *words)
-    assert any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+    without = convert_words(framework, *words, "data.train_files=train.parquet")
+    is_open = any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+    assert is_open == (framework == "trinity"), "verl's and siiRL's default names a column"
+    assert without.recipe.get("train_dataset.image_key") == (None if is_open else "images")
 
 
 def test_rolls_rows_have_their_images_in_the_column_that_its_code_reads() -> None:
