@@ -320,6 +320,16 @@ def test_rolls_rows_have_their_images_in_the_column_that_its_code_reads() -> Non
     assert f"{data}.image_max_pixels" in texts.unsupported()
 
 
+def test_pictures_of_known_data_sets_are_read_whatever_the_models_name() -> None:
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B"
+    pictures = convert_words("verl", model, "data.train_files=/data/geo3k/train.parquet")
+    assert pictures.recipe["train_dataset.image_key"] == "images"
+    texts = convert_words("verl", model, "data.train_files=/data/gsm8k/train.parquet")
+    assert "train_dataset.image_key" not in texts.recipe
+    blind = convert_words("verl", "actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=geo3k.parquet")
+    assert "train_dataset.image_key" not in blind.recipe
+
+
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_kinds_of_columns_are_mapped_if_they_are_images_alone(framework: Framework) -> None:
     words = [f"hf_checkpoint={SEEING}", "prompt_data=train.parquet"]
