@@ -23,6 +23,7 @@ REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
 SERVER_SEEDS = 2**31
 """The server's own seed is taken modulo this, because the server seeds every library with it."""
+_COUNT = re.compile(rb"^([\w:]+)_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 LEAST_LOGPROB = -9000.0
 """A log-prob below this stands for minus infinity, for which some servers write -9999: no sampled token has it."""
 
@@ -97,6 +98,15 @@ class Answer:
                 f"the server answered {len(self.token_ids_T)} tokens with {n_usable} log-probs: every token needs a "
                 "number, and logits that are not finite (NaN or infinite) give none"
             )
+
+
+def counted(metrics: bytes, names: Mapping[bytes, str]) -> ServerCounts:
+    """Return counts in Prometheus' text form, each a field of `ServerCounts` by its `names`, over all their labels."""
+    counts = ServerCounts()
+    for name, count in _COUNT.findall(metrics):
+        if field := names.get(name):
+            counts += ServerCounts(**{field: int(float(count))})
+    return counts
 
 
 def integers(text: bytes) -> npt.NDArray[np.int32]:

@@ -24,6 +24,7 @@ from fivefold.rollout.servers.dialect import (
     Answer,
     Ask,
     AskedRoutes,
+    counted,
     finish_reason,
     floats,
     found,
@@ -54,6 +55,8 @@ _WEIGHTS, _CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 """SGLang's names for what it releases. It resumes each of them exactly once."""
 
 
+_COUNTS = {b"sglang:prompt_tokens": "prompt", b"sglang:cached_tokens": "cached"}
+"""SGLang's counts of tokens, among its metrics. Of drafts it tells shares alone."""
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _FINISH_REASON = re.compile(rb'"finish_reason":\s*\{\s*"type":\s*"(\w+)"')
 _LOGPROBS = re.compile(rb'"output_token_logprobs":\s*\[((?:[\s,]*\[[^\]]*\])*)\s*\]')
@@ -180,6 +183,7 @@ class SGLangDialect:
             *("--max-running-requests", str(spec.max_batch_size), "--context-length", str(spec.max_length + _KEPT)),
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
+            *(["--enable-metrics"] if spec.counts else []),
             *([] if _loads_files(spec) else ["--load-format", "dummy"]),
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
@@ -245,7 +249,7 @@ class SGLangDialect:
         )
 
     def counts(self, http: HttpClient) -> ServerCounts:
-        return ServerCounts()
+        return counted(http.send("GET", "/metrics"), _COUNTS)
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post("/pause_generation", {"mode": "abort"}, limit_s)

@@ -79,7 +79,7 @@ def test_the_recipe_loads_and_is_laid_out_on_its_cluster(tmp_path: Path) -> None
         assert trainers <= {"megatron", "fsdp"}, fixture
 
 
-@pytest.mark.parametrize("every", [8, *long(1)])
+@pytest.mark.parametrize("every", [12, *long(1)])
 @pytest.mark.parametrize("framework", get_args(Framework))
 def test_any_value_of_any_key_is_converted_or_refused_by_the_name_of_its_key(
     framework: Framework, every: int, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,6 @@ FAMILIES += [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
-    "qwen3_vl_moe",
 ]
 VOCABULARY = 67
 END = 2

@@ -58,8 +58,19 @@ def test_the_plain_recipe_is_accepted() -> None:
             "has not been tried with rollout.quantization",
         ),
         (
-            {"environment": GAME, "reward": {"fn": "environment"}},
-            "answered in one turn, so drop the section environment",
+            {"environment": {"agent": "agents.py:play"}, "reward": {"fn": "environment"}},
+            "an agent writes its own prompts",
+        ),
+        (
+            {
+                "environment": {**GAME, "turn_template": "{observation}{history}", "memory": 2},
+                "reward": {"fn": "environment"},
+            },
+            "an episode with images is one sequence, so drop environment.memory",
+        ),
+        (
+            {"environment": {"tools": "tools.py:Tools"}, "reward": {"fn": "environment"}},
+            "an episode with images is one sequence, so set environment.keep_thinking=true",
         ),
         ({"actor": {"megatron": {"kernels": "te"}}}, "has not been tried with actor.megatron.kernels=te"),
     ],

@@ -1,1 +1,1 @@
-"""What SGLang takes in the place of its own processors of images (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
+"""What takes the place of SGLang's processors of images (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
