@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,12 @@ def draft_of(
     return Drafted(dialect, draft, documents, len(values), n_strangers)
 
 
+DEFAULT_COLUMN = "data.image_key"
+"""The key of verl and siiRL whose default names the column of images."""
+OF_PICTURES = re.compile(r"geo(metry)?_?3k|clevr|virl39k|mmk12|orsta|mathvision", re.IGNORECASE)
+"""Names of data sets whose prompts have images, for models whose name does not say that they see."""
+
+
 def _settle_images(draft: Draft) -> None:
     """Map the columns of images, and add a problem for a model that reads images which none are given."""
     model = str(draft.recipe.get("actor.path", ""))
@@ -89,11 +96,18 @@ def _settle_images(draft: Draft) -> None:
             draft.mapped(key, "train_dataset.image_key", column)
             if "valid_dataset.path" in draft.recipe:
                 draft.recipe["valid_dataset.image_key"] = column
-    if not reads_images(model):
+    sections = [name for name in ("train_dataset", "valid_dataset") if f"{name}.path" in draft.recipe]
+    has_pictures = any(OF_PICTURES.search(str(draft.recipe[f"{name}.path"])) for name in sections)
+    if not reads_images(model) and not (is_seeing and has_pictures):
         return
     if not is_seeing:
         draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name one, or a language model")
-    elif "train_dataset.image_key" not in draft.recipe:
+    if "train_dataset.image_key" in draft.recipe or not is_seeing:
+        return
+    if sections and (column := draft.get(DEFAULT_COLUMN)):
+        draft.recipe |= {f"{name}.image_key": column for name in sections}
+        draft.notes.append(f"image_key={column}, the default of {DEFAULT_COLUMN}: drop it if no row has images")
+    else:
         draft.problems.append(f"actor.path={model} reads images: name their column in train_dataset.image_key")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fivefold.families.read import find_config, find_shape
+from fivefold.families.read import find_config, find_shape, has_only_sizes
 from fivefold.families.shape import ModelShape
 
 MOE_NAME = re.compile(
@@ -49,11 +49,15 @@ def is_moe(model: str) -> bool:
 
 
 def reads_images(model: str) -> bool:
-    """Return whether the model reads images or video, by its config.json or else by its name."""
+    """Return whether the model reads images or video, by its config.json or else by its name.
+
+    A model that also reads them, without a word of it in its name, is mostly trained on texts.
+    """
+    by_name = bool(IMAGE_NAME.search(model.rstrip("/").rpartition("/")[2]))
     try:
-        return "vision_config" in find_config(model)
+        return by_name if has_only_sizes(model) else "vision_config" in find_config(model)
     except ValueError:
-        return bool(IMAGE_NAME.search(model.rstrip("/").rpartition("/")[2]))
+        return by_name
 
 
 def sees(model: str) -> bool:

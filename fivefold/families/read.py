@@ -74,6 +74,15 @@ def find_shape(model: str) -> ModelShape:
     return replace(shape, max_positions=positions)
 
 
+def has_only_sizes(model: str) -> bool:
+    """Return whether nothing is known of a model but the sizes that ship with Fivefold.
+
+    Raises:
+        ValueError: nothing of that name.
+    """
+    return _config_file(model).parent == SHAPES
+
+
 def is_quantized(folder: Path) -> bool:
     """Return whether a folder has a config.json that says that the weights are quantized.
 

@@ -40,7 +40,6 @@ from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
-from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape
@@ -114,7 +113,11 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
-            scale = LossScale.of(config.dtype)
+            scale = None
+            if config.dtype == "float16":
+                from fivefold.engine.state.loss_scale import LossScale  # by models in float16
+
+                scale = LossScale()
             self.optimizer = Optimizer(
                 optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, options.total_steps, scale
             )
@@ -163,7 +166,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing.
         """
-        factor = self._trained("train").loss_scale.value
+        factor = self._trained("train").loss_factor
         self._require("params", "grads")
         if self._replay is not None:
             require_routes(share.batch)

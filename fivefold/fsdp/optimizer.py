@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
 from fivefold.engine.contract import StepResult
-from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import (
     AdamStep,
     OptimizerState,
@@ -27,6 +26,9 @@ from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.fsdp.groups import Groups
 from fivefold.fsdp.shards import Shard, Shards, local_elements
 from fivefold.fsdp.tensor_parallel import is_used_in_parts
+
+if TYPE_CHECKING:
+    from fivefold.engine.state.loss_scale import LossScale
 
 _LISTED = 8
 """Most parameters that a skipped step names."""
@@ -43,7 +45,7 @@ class Optimizer:
         groups: Groups,
         device: torch.device,
         total_steps: int,
-        scale: LossScale,
+        scale: LossScale | None,
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -54,7 +56,7 @@ class Optimizer:
             groups: the groups of this process.
             device: the device that the shards are on.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            scale: factor of the loss.
+            scale: factor of a float16 model's loss; None: it has none.
         """
         self._config = config
         self._decoupled = fields.decoupled_weight_decay
@@ -66,7 +68,7 @@ class Optimizer:
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
         self.loss_scale = scale
-        """Factor of the loss whose gradient is accumulated."""
+        """Factor of a float16 model's loss; None: the loss has none."""
         self._shards = [shard for shard in shards if shard.has_gradient]
         self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in shards.parameters.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
@@ -78,6 +80,11 @@ class Optimizer:
         options = self._options[len(shard.mapping.tensors[0].shape) > 1]
         return StateShard(shard.name, shard.tensor, shard.begin, shard.values_N, options)
 
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the loss whose gradient is accumulated."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
         rate = learning_rate(self.steps, self._config, self._total_steps)
@@ -85,9 +92,11 @@ class Optimizer:
             options["lr"] = rate
         self.steps += 1
         grads = [self._gradient(shard) for shard in self._shards]
-        scale, shown = self.loss_scale.value, self.loss_scale.shown
+        scale = self.loss_factor
+        shown = None if self.loss_scale is None else scale
         norm = self._gradient_norm(grads) / scale
-        self.loss_scale.after(is_finite=math.isfinite(norm))
+        if self.loss_scale is not None:
+            self.loss_scale.after(is_finite=math.isfinite(norm))
         if not math.isfinite(norm):
             names = self._non_finite(grads)
             self.zero_grad()

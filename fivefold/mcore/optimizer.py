@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import StepResult
-from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import (
     AdamStep,
     OptimizerState,
@@ -25,6 +25,9 @@ from fivefold.engine.state.optimizer_state import (
 )
 from fivefold.engine.state.slices import FixedSlice, StateSlice, state_slices
 from fivefold.mcore.releases import GRADIENTS_FOR_NORM
+
+if TYPE_CHECKING:
+    from fivefold.engine.state.loss_scale import LossScale
 
 
 class Optimizer:
@@ -41,7 +44,7 @@ class Optimizer:
         chunks: list[DistributedDataParallel],
         parameters: Parameters[Parameter],
         total_steps: int,
-        scale: LossScale,
+        scale: LossScale | None,
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -52,7 +55,7 @@ class Optimizer:
             chunks: the model's chunks.
             parameters: this rank's parameters.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            scale: factor of the loss.
+            scale: factor of a float16 model's loss; None: it has none.
         """
         self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in parameters.offsets]
         self._config = config
@@ -65,7 +68,7 @@ class Optimizer:
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
         self.loss_scale = scale
-        """Factor of the loss whose gradient is accumulated."""
+        """Factor of a float16 model's loss; None: the loss has none."""
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             megatron_config,
             chunks,
@@ -88,6 +91,11 @@ class Optimizer:
                 start = part._get_model_param_range_map(parameter)["param"].start
                 yield Shard(names[parameter], parameter, start, options["params"][order], options)
 
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the loss whose gradient is accumulated."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def step(self) -> StepResult:
         """Clip the gradient, update the weights, advance the schedule. A non-finite gradient changes no weight."""
         rate = learning_rate(self.steps, self._config, self._total_steps)
@@ -96,9 +104,11 @@ class Optimizer:
             group["lr"] = learning_rate(self.steps, self._config, self._total_steps, peak, end)
         self.steps += 1
         self.megatron.prepare_grads()
-        scale, shown = self.loss_scale.value, self.loss_scale.shown
+        scale = self.loss_factor
+        shown = None if self.loss_scale is None else scale
         norm = self._gradient_norm() / scale
-        self.loss_scale.after(is_finite=math.isfinite(norm))
+        if self.loss_scale is not None:
+            self.loss_scale.after(is_finite=math.isfinite(norm))
         if not math.isfinite(norm):
             names = self._non_finite()
             self.zero_grad()

@@ -24,7 +24,7 @@ def convert_frozen_tower(draft: Draft) -> None:
 def convert_images(draft: Draft) -> bool:
     """Convert the images of prompts, once the model is known; return whether rows have some."""
     model = str(draft.recipe.get("actor.path", ""))
-    is_seeing = reads_images(model) and sees(model)
+    is_seeing = sees(model) and (reads_images(model) or _shows_images(draft))
     for part, section in SECTIONS.items():
         if is_seeing and f"{section}.path" in draft.recipe:
             draft.recipe[f"{section}.image_key"] = COLUMN
@@ -37,3 +37,10 @@ def convert_images(draft: Draft) -> bool:
     if "train_dataset.image_key" in draft.recipe:
         draft.notes.append(f"image_key={COLUMN}, the column that holds the images in ROLL's rows")
     return "train_dataset.image_key" in draft.recipe
+
+
+def _shows_images(draft: Draft) -> bool:
+    """Return whether a source for a model whose name does not say that it sees has prompts with images."""
+    bounds = [key for part in SECTIONS for name in BOUNDS for key in draft.keys(f"{part}data_args.{name}")]
+    rewards = [value for key, value in draft.recipe.items() if key.startswith("reward.") and key.endswith(".fn")]
+    return bool(bounds) or "detection" in rewards

@@ -19,26 +19,13 @@ MOST = 2.0**32
 class LossScale:
     """The factor of the next update's loss; all ranks have the same one."""
 
-    def __init__(self, *, is_needed: bool) -> None:
-        """Begin; a model that needs no factor has 1 for ever."""
-        self.is_needed = is_needed
-        self.value = FIRST if is_needed else 1.0
+    def __init__(self) -> None:
+        """Begin."""
+        self.value = FIRST
         self._clean = 0
-
-    @classmethod
-    def of(cls, dtype: str) -> LossScale:
-        """Return the scale for a model of `dtype`."""
-        return cls(is_needed=dtype == "float16")
-
-    @property
-    def shown(self) -> float | None:
-        """The factor; None of a model that needs none."""
-        return self.value if self.is_needed else None
 
     def after(self, *, is_finite: bool) -> None:
         """Choose the next factor after an update."""
-        if not self.is_needed:
-            return
         self._clean = self._clean + 1 if is_finite else 0
         if not is_finite:
             self.value = max(1.0, self.value / 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch import Tensor
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.parameters import Parameters
 from fivefold.bridge.pieces import Piece
-from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import STATE_KINDS, StateKind
 from fivefold.engine.state.slices import FixedSlice, StateSlice
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
 from fivefold.engine.state.stored_state import StoredState
 from fivefold.layout.parallel import ParallelLayout
+
+if TYPE_CHECKING:
+    from fivefold.engine.state.loss_scale import LossScale
 
 _COUNTS = "counts"
 """Key of the optimizer's steps and updates, int64 [2], which rank 0 stores."""
@@ -43,8 +45,8 @@ class SavedOptimizer(Protocol):
     updates: int
     """Steps that changed the weights: Adam's own count, for its bias correction."""
 
-    loss_scale: LossScale
-    """Factor of the loss."""
+    loss_scale: LossScale | None
+    """Factor of a float16 model's loss."""
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
@@ -127,7 +129,7 @@ class TrainingState:
         if dist.get_rank() == 0:
             small[_COUNTS] = torch.tensor([self._optimizer.steps, self._optimizer.updates])
             small[_LAYOUT] = self._layout
-            if self._optimizer.loss_scale.is_needed:
+            if self._optimizer.loss_scale is not None:
                 small[_SCALE] = self._optimizer.loss_scale.saved()
         if not copy:
             return self._writer.write(folder, self._tensors(), small)
@@ -150,7 +152,7 @@ class TrainingState:
                 raise ValueError(f"{folder} holds no training state of Fivefold: it lacks {', '.join(sorted(missing))}")
             self._fill(kinds)
             self._optimizer.steps, self._optimizer.updates = files.read(_COUNTS, slice(0, 2)).tolist()
-            if self._optimizer.loss_scale.is_needed and _SCALE in files.names:
+            if self._optimizer.loss_scale is not None and _SCALE in files.names:
                 self._optimizer.loss_scale.restore(files.read(_SCALE, slice(0, 2)))
             self._optimizer.finish_loading()
             self._optimizer.zero_grad()

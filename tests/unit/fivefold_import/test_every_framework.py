@@ -296,8 +296,10 @@ def test_columns_of_images_are_mapped_for_models_that_see_them(
     has_held_out = framework in ("verl", "siirl")
     assert conversion.recipe.get("valid_dataset.image_key") == ("pictures" if has_held_out else None)
     assert not any("reads images" in problem for problem in conversion.report.problems)
-    without = convert_words(framework, *words)
-    assert any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+    without = convert_words(framework, *words, "data.train_files=train.parquet")
+    is_open = any("name their column in train_dataset.image_key" in problem for problem in without.report.problems)
+    assert is_open == (framework == "trinity"), "verl's and siiRL's default names a column"
+    assert without.recipe.get("train_dataset.image_key") == (None if is_open else "images")
 
 
 def test_rolls_rows_have_their_images_in_the_column_that_its_code_reads() -> None:
@@ -316,6 +318,16 @@ def test_rolls_rows_have_their_images_in_the_column_that_its_code_reads() -> Non
     texts = convert_words("roll", "pretrain=Qwen/Qwen3-8B", *given)
     assert not any("image_key" in key or "pixels" in key for key in texts.recipe)
     assert f"{data}.image_max_pixels" in texts.unsupported()
+
+
+def test_pictures_of_known_data_sets_are_read_whatever_the_models_name() -> None:
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B"
+    pictures = convert_words("verl", model, "data.train_files=/data/geo3k/train.parquet")
+    assert pictures.recipe["train_dataset.image_key"] == "images"
+    texts = convert_words("verl", model, "data.train_files=/data/gsm8k/train.parquet")
+    assert "train_dataset.image_key" not in texts.recipe
+    blind = convert_words("verl", "actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=geo3k.parquet")
+    assert "train_dataset.image_key" not in blind.recipe
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles"])

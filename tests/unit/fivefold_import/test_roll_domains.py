@@ -540,3 +540,16 @@ def test_boxes_are_scored_in_the_unit_of_the_model(tmp_path: Path, model: str, p
     assert conversion.recipe["reward.fn"] == "detection"
     assert conversion.recipe.get("reward.kwargs.pixels_per_token") == pixels
     assert not [key for key in conversion.unsupported() if key.startswith("rewards.")]
+
+
+@pytest.mark.parametrize(
+    ("worker", "column"),
+    [
+        ("detection_reward_worker.DetectionRewardWorker", "images"),
+        ("math_rule_reward_worker.MathRuleRewardWorker", None),
+    ],
+)
+def test_boxes_are_in_images_whatever_the_models_name(tmp_path: Path, worker: str, column: str | None) -> None:
+    text = f"rewards: {{boxes: {{worker_cls: {WORKERS}.{worker}, tag_included: [coco]}}}}\n"
+    conversion = converted(tmp_path, ROLES.replace("some/model", "Qwen/Qwen3.5-27B") + text)
+    assert conversion.recipe.get("train_dataset.image_key") == column
