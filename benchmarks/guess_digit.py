@@ -96,11 +96,10 @@ def learn(seed: int, args: argparse.Namespace) -> float:
     others = [each for each in player.model.parameters() if each.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr)
-    entropy = 0.0
     for step in range(args.steps):
         left = 1 - step / args.steps
-        bonus = args.entropy * (1 if args.constant else left) if entropy <= args.target else 0.0
-        cost, entropy = costs(player, player.play(GAMES), bonus)
+        bonus = args.entropy * (1 if args.constant else left)
+        cost = cost_of(player, player.play(GAMES), bonus, args.target)
         optimizer.zero_grad()
         cost.backward()
         torch.nn.utils.clip_grad_norm_(player.model.parameters(), 1.0)
@@ -111,8 +110,8 @@ def learn(seed: int, args: argparse.Namespace) -> float:
     return sum(each.reward for each in played) / len(played)
 
 
-def costs(player: Player, played: list[Played], entropy_coeff: float) -> tuple[Tensor, float]:
-    """Return the means over sampled tokens of -advantage * log-prob - entropy_coeff * entropy, and of the entropy."""
+def cost_of(player: Player, played: list[Played], entropy_coeff: float, most: float) -> Tensor:
+    """Return the mean over sampled tokens of -advantage * log-prob - entropy_coeff * min(entropy, most)."""
     rewards = torch.tensor([each.reward for each in played]).view(-1, GAMES)
     apart = rewards - rewards.mean(1, keepdim=True)
     advantages = (apart / (rewards.std(1, keepdim=True) + 1e-6)).flatten().tolist()
@@ -127,8 +126,8 @@ def costs(player: Player, played: list[Played], entropy_coeff: float) -> tuple[T
     rows, tokens = (torch.tensor(each) for each in zip(*((place[text], token) for text, token in sums), strict=True))
     gained = (torch.tensor(list(sums.values())) * logprobs[rows, tokens]).sum()
     entropy_of = -(logprobs.exp() * logprobs).sum(1)
-    entropy = (entropy_of * torch.tensor(list(reads.values()))).sum() / reads.total()
-    return -gained / reads.total() - entropy_coeff * entropy, float(entropy.detach())
+    bounded = (entropy_of.clamp(max=most) * torch.tensor(list(reads.values()))).sum()
+    return (-gained - entropy_coeff * bounded) / reads.total()
 
 
 def main() -> None:
@@ -137,7 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--entropy", type=float, default=0.15, help="weight of the bonus in the first step")
-    parser.add_argument("--target", type=float, default=2.2, help="entropy above which there is no bonus, in nats")
+    parser.add_argument("--target", type=float, default=2.2, help="entropy above which a token has no bonus, in nats")
     parser.add_argument("--constant", action="store_true", help="keep the weight")
     args = parser.parse_args()
     torch.set_num_threads(1)

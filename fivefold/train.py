@@ -23,6 +23,7 @@ from fivefold.experience.samples import (
     as_record,
     extremes,
     idle_shares,
+    many_sequences,
     no_signal,
     reward_metrics,
     sample_metrics,
@@ -123,7 +124,7 @@ class Reinforcement:
         self._recorded = recorder(recipe.profile, run.folder.profile, roles.trained)
         self._speed = StepSpeed.of(recipe, setup.ground, roles, run.screen.note)
         self._texts = TokenTexts(setup.ground.tokenizer)
-        self._was_told_of_no_signal = False
+        self._was_told_of_no_signal = self._was_told_of_sequences = False
 
     def needs_rollout_logprobs(self) -> bool:
         """Return whether the next loss reads the rollout's log-prob of every token."""
@@ -155,6 +156,9 @@ class Reinforcement:
         }
         if outcome.trained and not self._was_told_of_no_signal and (note := no_signal(experience.samples, metrics)):
             self._was_told_of_no_signal = True
+            self._run.screen.note(f"step {step}: {note}", style="yellow")
+        if not self._was_told_of_sequences and (note := many_sequences(self._setup.recipe.environment, metrics)):
+            self._was_told_of_sequences = True
             self._run.screen.note(f"step {step}: {note}", style="yellow")
         self._updated = outcome.state
         after = replace(outcome.state.stored(state), step=step, sampler=self.source.sampler_state, weight_version=step)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 FinishReason = Literal["stop", "length"]
 """Why a completion ended."""
-StopReason = FinishReason | Literal["done", "turns", "context", "time", "failed"]
+StopReason = FinishReason | Literal["done", "turns", "context", "time", "parse", "failed"]
 """Why an episode ended. One of a single turn ends as its completion does; of several turns: the environment said so
 (`done`), it had as many turns as it may have (`turns`), no room for another one (`context`), no time (`time`), or the
 environment raised an error (`failed`), and the episode leaves its group."""
@@ -241,6 +241,21 @@ class Move:
     """Names the state in which it was made: moves of a group in the same state can be compared."""
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What an episode took besides the tokens that were sampled."""
+
+    calls: int | None = None
+    """Tools that the model called; None: it has none to call."""
+    seconds: float = 0.0
+    """Time in which the user's code worked, without its waits for the model."""
+    given: int = 0
+    """Tokens that the model did not sample, each of them once though several sequences have it: prompts, answers of
+    tools and games, messages of users."""
+    template: int = 0
+    """Those among them that a chat template has written around the contents of messages."""
+
+
 @dataclass(frozen=True, eq=False)
 class Episode:
     """What an environment makes of one task."""
@@ -256,6 +271,8 @@ class Episode:
     """Number of completions."""
     moves: Sequence[Move] = ()
     """Its completions in the order in which they were made; empty: there is but one turn."""
+    effort: Effort = Effort()
+    """What it took."""
     failure: str | None = None
     """What failed, of one that ended as `failed`."""
 
@@ -318,6 +335,8 @@ class Sample:
     """Of several turns: all that comes after the prompt, with the environment's answers in ⟦brackets⟧."""
     moves: Sequence[Move] = ()
     """As in `Episode`."""
+    effort: Effort = Effort()
+    """As in `Episode`."""
 
     @property
     def reward(self) -> float:
@@ -368,4 +387,5 @@ class Sample:
             self.n_sequences,
             self.transcript,
             self.moves,
+            self.effort,
         )

@@ -60,6 +60,8 @@ class PolicyLoss:
     length: int = 1
     """Tokens by which the aggregation `sequence_sum_fixed` divides."""
     entropy_coeff: float = 0.0
+    entropy_most: float | None = None
+    """Entropy in nats above which a token has no more bonus; None: any has."""
     kl_coeff: float = 0.0
     kl_estimator: KLEstimator = "k3"
     correction: RolloutCorrection | None = None
@@ -178,7 +180,9 @@ class PolicyLoss:
         """Return the costs with the entropy bonus, the KL penalty and the divergence from a teacher."""
         sums: Sums = {}
         if self.entropy_gradient:
-            cost_T = cost_T - self.entropy_coeff * entropy_T
+            # Clamped, an entropy above has no gradient.
+            bonus_T = entropy_T if self.entropy_most is None else entropy_T.clamp(max=self.entropy_most)
+            cost_T = cost_T - self.entropy_coeff * bonus_T
         if "ref_logprobs" in fields or self.kl_coeff:
             cost_T, sums = terms.with_kl(
                 cost_T,

@@ -16,10 +16,20 @@ ModelPath = Annotated[
 NumberOfPrompts = Annotated[int, typer.Option("-n", min=1, help="Play the first N prompts, once each.")]
 
 
-def play(recipe: RecipePath, overrides: Overrides = None, model: ModelPath = None, n: NumberOfPrompts = 1) -> None:
+WithIds = Annotated[bool, typer.Option("--ids", help="Show the ids of tokens below their texts.")]
+
+
+def play(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: ModelPath = None,
+    n: NumberOfPrompts = 1,
+    ids: WithIds = False,
+) -> None:
     """Play episodes of a recipe, and show them turn by turn.
 
-    They are played in this process, and what is shown as the model's is what would be trained.
+    They are played in this process, and what is shown as the model's is what would be trained. Of an episode of several
+    sequences, each says where it leaves an earlier one.
 
     \\b
     Examples:
@@ -34,5 +44,5 @@ def play(recipe: RecipePath, overrides: Overrides = None, model: ModelPath = Non
         with large_imports():
             from fivefold.play import play as played
 
-        for episode in played(loaded, model, n):
+        for episode in played(loaded, model, n, with_ids=ids):
             typer.echo(episode)

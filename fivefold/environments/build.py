@@ -66,7 +66,7 @@ def check_environment(config: EnvironmentConfig | None, tokenizer: PreTrainedTok
         from fivefold.environments.agents.tools import check_template, load_tools
 
         load_tools(config.tools)
-        check_template(tokenizer)
+        check_template(tokenizer, config)
         load_parser(config.parser, tokenizer)
         return
     from fivefold.environments.game import load_game

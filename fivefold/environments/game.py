@@ -20,7 +20,7 @@ from fivefold.environments.given_rewards import named_rewards
 from fivefold.environments.transcript import Transcript
 from fivefold.environments.user_code import UserCalls, load_class, row_arguments
 from fivefold.rollout.tokenizer import decoded
-from fivefold.types import Episode, Move, Prompt, StopReason
+from fivefold.types import Effort, Episode, Move, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,9 @@ class Game:
                 f"prompt {prompt.index + 1} and its opening have {len(transcript)} tokens, and an episode may have "
                 f"environment.max_length={self._config.max_length}: raise it, or lower the data set's max_length"
             )
-        return Episode((transcript.trajectory(),), reason, dict(rewards), transcript.n_turns, moves)
+        trajectory = transcript.trajectory()
+        effort = Effort(given=len(trajectory.mask_T) - int(trajectory.mask_T.sum()))
+        return Episode((trajectory,), reason, dict(rewards), transcript.n_turns, moves, effort)
 
     def _encoded(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False) if text else []

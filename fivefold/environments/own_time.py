@@ -5,6 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass
+class Spent:
+    """Adds up the time that the user's code of one episode takes."""
+
+    seconds: float = 0.0
+
+
+SPENT: ContextVar[Spent | None] = ContextVar("spent", default=None)
+"""The sum of the episode that runs; None: nobody asks."""
 
 
 class OwnTime:
@@ -15,7 +28,7 @@ class OwnTime:
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: the limit."""
-        self._left = seconds
+        self._seconds = self._left = seconds
         self._n_waits = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limit: asyncio.Timeout | None = None
@@ -34,7 +47,14 @@ class OwnTime:
             try:
                 yield
             finally:
+                if self._n_waits == 0:
+                    self._left -= self._loop.time() - self._since
                 self._limit = None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the block took, without its waits."""
+        return self._seconds - self._left
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

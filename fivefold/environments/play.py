@@ -49,6 +49,8 @@ class Player:
         self._slow: set[_Session] = set()
         """Sessions that wait for something else than the engine, for longer than `settle_s`."""
         self._lost: dict[int, list[GenerationRequest]] = {}
+        self.waited_s = 0.0
+        """Seconds in which all episodes waited for something else than the engine."""
 
     @property
     def n_running(self) -> int:
@@ -61,7 +63,7 @@ class Player:
             _Session(task, self._calls, (number, index)) for index, task in enumerate(tasks)
         ]
         for session in sessions:
-            session.episode = self._loop.create_task(self._environment.run(session.task, session))
+            session.episode = self._loop.create_task(session.played(self._environment))
 
     def advance(self, seconds: float) -> list[tuple[int, list[Episode]]]:
         """Play until a job is done or lost, or about `seconds` have passed. What an environment raises is raised here.
@@ -80,8 +82,11 @@ class Player:
             if not waits_elsewhere and not self._calls.are_running:
                 return []
             most = min(left, PAUSE_S) if waits_elsewhere else left
+            began, is_idle = time.monotonic(), not self._calls.are_running
             if not self._calls.collect(most) and waits_elsewhere:
                 self._loop.run_until_complete(asyncio.sleep(most))
+            if is_idle:
+                self.waited_s += time.monotonic() - began
             self._run_coroutines()
             self._forget_lost()
             if self._lost or (left := deadline - time.monotonic()) <= 0:
@@ -116,7 +121,8 @@ class Player:
 
     def _settle(self) -> None:
         """Let coroutines that have just begun to wait for something else come to their next request or their end."""
-        deadline, before = time.monotonic() + self._settle_s, 0
+        began = time.monotonic()
+        deadline, before, is_idle = began + self._settle_s, 0, not self._calls.are_running
         while waiting := self._waiting_elsewhere() - self._slow:
             if len(waiting) != before:
                 deadline, before = time.monotonic() + self._settle_s, len(waiting)
@@ -124,6 +130,8 @@ class Player:
                 self._slow |= waiting
             self._loop.run_until_complete(asyncio.sleep(PAUSE_S / 10))
         self._slow &= self._waiting_elsewhere()
+        if is_idle:
+            self.waited_s += time.monotonic() - began
 
     def _waiting_elsewhere(self) -> set[_Session]:
         return {each for own in self._jobs.values() for each in own if each.waits_elsewhere}
@@ -169,9 +177,23 @@ class _Session:
     open: set[_Call] = field(default_factory=set)
     """The requests that are not answered."""
 
+    async def played(self, environment: Environment) -> Episode:
+        """Return the episode, with its images if it has some."""
+        episode = await environment.run(self.task, self)
+        if not self.task.images or all(each.images for each in episode.trajectories):
+            return episode
+        from fivefold.vision.places import with_images  # by those whose prompts have images
+
+        return with_images(episode, self.task.prompt, self.task.images)
+
     async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one completion (`Client`)."""
-        request = replace(self.task.request, token_ids=tuple(token_ids), images=self.task.images)
+        images = self.task.images
+        if images:
+            from fivefold.vision.places import image_token, placed_among  # by those whose prompts have images
+
+            images = placed_among(token_ids, images, image_token(self.task.prompt))
+        request = replace(self.task.request, token_ids=tuple(token_ids), images=images)
         if self.first_call is not None:
             request = replace(request, seed=turn_seed(request.seed, request.token_ids), begun=None)
         call = self.calls.ask(self.place, request, sampling or self.task.sampling)

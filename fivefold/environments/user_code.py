@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fivefold.config.user_code import load_user_object, one_process, user_traceback
-from fivefold.environments.own_time import OwnTime
+from fivefold.environments.own_time import SPENT, OwnTime
 from fivefold.types import Prompt
 
 MOST_THREADS = 512
@@ -77,6 +77,9 @@ class UserCalls:
             ) from None
         except Exception as error:  # a user's code may raise anything; the run ends with it
             raise self._raised(of, function, error) from error
+        finally:
+            if (spent := SPENT.get()) is not None:
+                spent.seconds += own.spent_s
 
     def _in_one_process(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with one_process(f"{self._what}: {function.__name__}"):

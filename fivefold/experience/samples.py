@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.data.sampler import Outcome
 from fivefold.observe.sample_parts import TokenValues
 from fivefold.rewards.reward_set import RewardSet
@@ -142,7 +143,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return turns and sequences of episodes, and `episode/ended/<reason>`, the share of each reason why they ended.
+    """Return turns and sequences of episodes, what they took, and `episode/ended/<reason>`, the share of each reason.
 
     Without an environment there are none. What failed is in `episode/failed`, which the stream knows.
     """
@@ -155,7 +156,22 @@ def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "episode/turns/mean": fmean(turns),
         "episode/turns/max": float(max(turns)),
         "episode/sequences/mean": fmean(sample.n_sequences for sample in samples),
+        **effort_metrics(samples),
         **shares,
+    }
+
+
+def effort_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the calls of tools, the seconds of the user's code and the tokens by origin, in the mean of episodes."""
+    efforts = [sample.effort for sample in samples]
+    calls = [effort.calls for effort in efforts if effort.calls is not None]
+    return {
+        **({"episode/calls/mean": fmean(calls)} if calls else {}),
+        "episode/tool_seconds/mean": fmean(effort.seconds for effort in efforts),
+        "episode/tool_seconds/max": max(effort.seconds for effort in efforts),
+        "episode/tokens/model": fmean(sample.n_sampled for sample in samples),
+        "episode/tokens/given": fmean(effort.given - effort.template for effort in efforts),
+        "episode/tokens/template": fmean(effort.template for effort in efforts),
     }
 
 
@@ -278,6 +294,28 @@ def no_signal(samples: Sequence[Sample], metrics: Mapping[str, float]) -> str | 
     )
 
 
+MANY_SEQUENCES = 1.5
+"""Sequences of an episode, in the mean, from which on a note says what they cost."""
+
+
+def many_sequences(environment: EnvironmentConfig | None, metrics: Mapping[str, float]) -> str | None:
+    """Return what it costs that episodes are trained as several sequences; None: they are not, or the recipe asks so.
+
+    Args:
+        environment: the recipe's section.
+        metrics: metrics of a step.
+    """
+    n = metrics.get("episode/sequences/mean", 1.0)
+    if environment is None or environment.memory is not None or n < MANY_SEQUENCES:
+        return None
+    keep = "" if environment.keep_thinking else "; environment.keep_thinking=true keeps all that the model wrote"
+    return (
+        f"an episode is trained as {n:.1f} sequences in the mean, each with all that was read before: the chat "
+        f"template rewrites earlier turns, or the agent goes back (fivefold play shows where){keep}. Later steps are "
+        "not reported"
+    )
+
+
 TRAINER = "old_logprobs"
 REPLACEMENT = "\ufffd"
 """Stands in a token's text for bytes that are a part of a character."""
@@ -298,6 +336,10 @@ class TokenTexts:
         while len(texts) < len(token_ids):
             texts += self._next(token_ids, len(texts))
         return texts
+
+    def whole(self, spans: list[list[int]]) -> list[str]:
+        """Return the text of each of several spans of tokens."""
+        return self._tokenizer.batch_decode(spans, clean_up_tokenization_spaces=False) if spans else []
 
     def _next(self, token_ids: Sequence[int], start: int) -> list[str]:
         """Return the texts of the token at `start` and of those that make one character with it."""
@@ -329,9 +371,18 @@ def token_values(batch: RemoteBatch, n: int, texts: TokenTexts) -> list[TokenVal
                 trainer_logprobs=_masked(columns.get(TRAINER), mask),
                 advantages=_masked(advantages, mask),
                 versions=columns["versions"][mask],
+                reads=_reads(columns["tokens"], mask, texts),
             )
         )
     return found
+
+
+def _reads(tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return what the model read between its turns, as `TokenValues` has it: all tokens between two sampled ones."""
+    (sampled,) = np.nonzero(mask)
+    gaps = np.flatnonzero(np.diff(sampled) > 1)
+    between = [tokens[sampled[gap] + 1 : sampled[gap + 1]].tolist() for gap in gaps]
+    return [{"at": int(gap) + 1, "text": text} for gap, text in zip(gaps, texts.whole(between), strict=True)]
 
 
 def _masked(values: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,7 @@ from fivefold.experience.group import Group
 from fivefold.roles.remote_batch import RemoteBatch, read_columns
 from fivefold.roles.responses import Answer
 from fivefold.rollout.protocol import Begun, GenerationRequest
-from fivefold.types import NOT_SAMPLED, FinishReason, Move, Prompt, Sample, StopReason
+from fivefold.types import NOT_SAMPLED, Effort, FinishReason, Move, Prompt, Sample, StopReason
 
 if TYPE_CHECKING:
     from fivefold.engine.state.dcp_files import WrittenPart
@@ -91,7 +91,12 @@ class SavedGroup:
         samples = [
             Sample(
                 prompt,
-                **{**each, "versions": tuple(each["versions"]), "moves": tuple(Move(*move) for move in each["moves"])},
+                **{
+                    **each,
+                    "versions": tuple(each["versions"]),
+                    "moves": tuple(Move(*move) for move in each["moves"]),
+                    "effort": Effort(*each.get("effort", ())),
+                },
             )
             for each in self.samples
         ]
@@ -377,5 +382,6 @@ def _fields(sample: Sample) -> dict[str, Any]:
         "n_turns": sample.n_turns,
         "n_sequences": sample.n_sequences,
         "transcript": sample.transcript,
+        "effort": astuple(sample.effort),
         "moves": [(move.start, move.n_tokens, dict(move.rewards), move.state) for move in sample.moves],
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ class TokenValues:
     """[n]: advantages; None if they are not known before the update."""
     versions: npt.NDArray[np.int32]
     """[n]: versions of the weights that sampled the tokens."""
+    reads: list[dict[str, Any]] = field(default_factory=list)
+    """What the model read between its turns: `text`, and the index `at` of the sampled token after it."""
 
 
 def part_name(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -121,6 +123,7 @@ def _schema() -> pyarrow.Schema:
             "trainer_logprobs": floats,
             "advantages": floats,
             "versions": pa.list_(pa.int32()),
+            "reads": pa.list_(pa.struct({"at": pa.int32(), "text": pa.string()})),
         }
     )
 
@@ -128,7 +131,8 @@ def _schema() -> pyarrow.Schema:
 def _stored(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row in the form of the schema, with texts that UTF-8 can encode."""
     rewards = [{"name": name, "value": value} for name, value in row["rewards"].items()]
-    return {name: encodable(value) for name, value in row.items()} | {"rewards": rewards}
+    reads = [{**read, "text": encodable(read["text"])} for read in row.get("reads") or ()]
+    return {name: encodable(value) for name, value in row.items()} | {"rewards": rewards, "reads": reads}
 
 
 def encodable(value: Any) -> Any:

@@ -219,6 +219,7 @@ def _shown(record: dict[str, Any], *, with_tokens: bool) -> dict[str, Any]:
         shown |= {name: _rounded(record.get(name)) for name in TOKEN_COLUMNS}
         versions = record.get("versions") or []
         shown["versions"] = versions if len(set(versions)) > 1 else None
+        shown["reads"] = record.get("reads") or None
     return {name: value for name, value in shown.items() if value is not None}
 
 

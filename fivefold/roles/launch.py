@@ -263,12 +263,19 @@ def replica_spec(
         route=route,
         adapters=_served(recipe, path) if route.transport.serves_adapters else None,
         deterministic=recipe.actor.is_deterministic,
-        needs_text=bool(recipe.gconfig.stop) or recipe.gconfig.min_new_tokens > 0,
+        needs_text=_needs_text(recipe),
         returns_routes=recipe.actor.router_replay == "rollout",
         sees=bool(image_keys(recipe)),
         most_pixels=most_pixels(recipe),
         environment=recipe.environment and recipe.environment.located(Path.cwd()),
     )
+
+
+def _needs_text(recipe: TrainRecipe) -> bool:
+    """Return whether completions may end at a text, which an agent may ask for too, or not at their end token."""
+    sampling, environment = recipe.gconfig, recipe.environment
+    has_agent = environment is not None and environment.agent is not None
+    return bool(sampling.stop) or sampling.min_new_tokens > 0 or has_agent
 
 
 def _served(recipe: TrainRecipe, path: str) -> ServedAdapters:

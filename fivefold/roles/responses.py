@@ -12,7 +12,7 @@ from fivefold.batch import cuts_of
 from fivefold.cluster.group import Remote
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.rollout.protocol import GenerationRequest, SamplingParams, ServerCounts
-from fivefold.types import NOT_SAMPLED, Cuts, Episode, Move, Prompt, Sample, StopReason
+from fivefold.types import NOT_SAMPLED, Cuts, Effort, Episode, Move, Prompt, Sample, StopReason
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,14 @@ class Responses:
     """What logs show of each episode of several turns."""
     moves: list[Sequence[Move]]
     """The moves of each episode of several turns."""
+    efforts: list[Effort]
+    """What each episode took."""
     cuts: Cuts | None
     """Tokens of each sequence of each episode; None: each episode is one sequence."""
     busy_s: float
     """Seconds of work since the report before."""
+    waited_s: float = 0.0
+    """Seconds among them in which all of its episodes waited for their environments, and none for the engine."""
     n_running: int = 0
     """Episodes that the replica has begun and that have not ended."""
     lost: Mapping[int, Sequence[GenerationRequest]] = field(default_factory=dict)
@@ -113,6 +117,7 @@ class Responses:
             turns=[episode.n_turns for episode in episodes],
             transcripts=transcripts or [None] * len(episodes),
             moves=[episode.moves for episode in episodes],
+            efforts=[episode.effort for episode in episodes],
             cuts=cuts_of(episodes),
             busy_s=busy_s,
         )
@@ -142,30 +147,19 @@ def answers_of(jobs: Sequence[Job], report: Responses, columns: Remote) -> list[
         samples = [
             Sample(
                 job.prompt,
-                text,
-                reason,
-                length,
-                n,
+                report.texts[index],
+                report.finish_reasons[index],
+                lengths[index],
+                sampled[index],
                 (oldest, newest),
-                rewards,
-                n_turns=n_turns,
-                n_sequences=n_sequences,
-                transcript=transcript,
-                moves=moves,
+                report.rewards[index],
+                n_turns=report.turns[index],
+                n_sequences=n_sequences_N[index],
+                transcript=report.transcripts[index],
+                moves=report.moves[index],
+                effort=report.efforts[index],
             )
-            for text, reason, length, n, (oldest, newest), rewards, n_turns, n_sequences, transcript, moves in zip(
-                report.texts[own],
-                report.finish_reasons[own],
-                lengths[own],
-                sampled[own],
-                versions[own],
-                report.rewards[own],
-                report.turns[own],
-                n_sequences_N[own],
-                report.transcripts[own],
-                report.moves[own],
-                strict=True,
-            )
+            for index, (oldest, newest) in enumerate(versions[own], start)
         ]
         place_N = np.full(len(report.texts), -1)
         place_N[own] = np.arange(end - start)
@@ -186,6 +180,8 @@ class Work:
 
     busy_s: float = 0.0
     """Seconds that it has worked."""
+    waited_s: float = 0.0
+    """Seconds among them in which all of its episodes waited for their environments."""
     n_tokens: int = 0
     """Tokens that it has sampled."""
     counts: ServerCounts = field(default_factory=ServerCounts)
@@ -194,13 +190,23 @@ class Work:
     @staticmethod
     def of(report: Responses) -> Work:
         """Return the work that a replica reports."""
-        return Work(report.busy_s, int(report.sampled_N.sum()), report.counts)
+        return Work(report.busy_s, report.waited_s, int(report.sampled_N.sum()), report.counts)
 
     def __add__(self, more: Work) -> Work:
-        return Work(self.busy_s + more.busy_s, self.n_tokens + more.n_tokens, self.counts + more.counts)
+        return Work(
+            self.busy_s + more.busy_s,
+            self.waited_s + more.waited_s,
+            self.n_tokens + more.n_tokens,
+            self.counts + more.counts,
+        )
 
     def __sub__(self, earlier: Work) -> Work:
-        return Work(self.busy_s - earlier.busy_s, self.n_tokens - earlier.n_tokens, self.counts - earlier.counts)
+        return Work(
+            self.busy_s - earlier.busy_s,
+            self.waited_s - earlier.waited_s,
+            self.n_tokens - earlier.n_tokens,
+            self.counts - earlier.counts,
+        )
 
 
 def load_metrics(work: Sequence[Work], seconds: float) -> dict[str, float]:
@@ -209,10 +215,12 @@ def load_metrics(work: Sequence[Work], seconds: float) -> dict[str, float]:
     tokens = [float(own.n_tokens) for own in work]
     counts = sum((own.counts for own in work), ServerCounts())
     accepted = {"draft_acceptance": counts.accepted / counts.drafted} if counts.drafted else {}
+    waited = sum(own.waited_s for own in work) / seconds / len(work)
     cached = {"prefix_cache_hits": counts.cached / counts.prompt} if counts.prompt else {}
     return {
         **accepted,
         **cached,
+        **({"environment_wait": waited} if waited else {}),
         "replica_busy/mean": sum(busy) / len(busy),
         "replica_busy/min": min(busy),
         "replica_tokens/min": min(tokens),

@@ -78,6 +78,7 @@ class RolloutWorker:
         for job in jobs:
             self._jobs[job.number] = job
             self._player.begin(job.number, tasks_of(job.prompt, job.requests, job.sampling))
+        waited = self._player.waited_s
         done = self._player.advance(seconds)
         report, columns = self._reported([(self._jobs.pop(number), episodes) for number, episodes in done], began)
         self._told = self._take_lost()
@@ -85,7 +86,9 @@ class RolloutWorker:
         if self._answers_beside and n_running:
             self._reported_at = time.perf_counter()
         counts = self.engine.take_counts() if done else ServerCounts()
+        waited = self._player.waited_s - waited
         report = replace(report, n_running=n_running, lost=self._told, has_weights=has_weights, counts=counts)
+        report = replace(report, waited_s=waited)
         return replace(report, restarts=self.engine.take_restarts()), columns
 
     def _take_lost(self) -> dict[int, list[GenerationRequest]]:

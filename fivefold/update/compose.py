@@ -190,7 +190,7 @@ def _loss_parts(recipe: TrainRecipe, loss: PolicyLoss, shape: ModelShape) -> Ite
             tells=not loss.old_is_rollout,
         )
     if actor.entropy_decay_steps is not None:
-        yield EntropyDecay(actor.entropy_coeff, actor.entropy_decay_steps)
+        yield EntropyDecay(actor.entropy_coeff, actor.entropy_decay_steps, actor.entropy_target)
     elif actor.entropy_target is not None:
         yield EntropyTarget()
     if actor.router_replay != "none":

@@ -22,24 +22,25 @@ class EntropyTarget(Part):
 
 @dataclass(frozen=True)
 class EntropyDecay(Part):
-    """Lets the weight of the entropy bonus fall linearly to 0, without a bonus above a target."""
+    """Lets the weight of the entropy bonus fall linearly to 0, without a bonus for tokens above a target."""
 
     first: float
     """Weight in step 1."""
     n_steps: int
     """Steps with a bonus."""
+    most: float | None
+    """Entropy in nats above which a token has no more bonus; None: any has."""
 
     def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
         """Weight the bonus of this step."""
-        return replace(loss, entropy_coeff=self._weight(step))
+        return replace(loss, entropy_coeff=self._weight(step), entropy_most=self.most)
 
     def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
         """Measure the weight."""
         return outcome.measured({"entropy_coeff": self._weight(step)})
 
     def _weight(self, step: Prepared) -> float:
-        is_low = step.state.algorithm.entropy_is_low
-        return self.first * max(0.0, 1.0 - (step.step - 1) / self.n_steps) if is_low else 0.0
+        return self.first * max(0.0, 1.0 - (step.step - 1) / self.n_steps)
 
 
 @dataclass(frozen=True)

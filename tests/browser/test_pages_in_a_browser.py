@@ -180,9 +180,12 @@ def test_a_live_page_follows_its_run(page: Page, tmp_path: Path) -> None:
                 [{"step": 4, "prompt": "p", "prompt_index": 1, "response": "anew", "reward": 1.0, "n_tokens": 1}]
             )
             ones = np.ones(1, np.float32)
-            samples.complete([TokenValues(["an", "ew"], -ones, -ones, ones, np.zeros(1, np.int32))])
+            reads = [{"at": 1, "text": "<1+2="}]
+            samples.complete([TokenValues(["an", "ew"], -ones, -ones, ones, np.zeros(1, np.int32), reads)])
         page.wait("document.querySelector('.row').textContent.includes('anew')")
         page.wait("document.querySelectorAll('.detail > [data-part=response] span').length === 2")
+        assert page.run("return document.querySelector('.detail > [data-part=response]').textContent") == "an<1+2=ew"
+        assert page.text(".detail > [data-part=response] .read") == "<1+2="
         page.wait("document.querySelector('[data-chart=Reward] .plot').data[0].y.at(-1) === 0.125")
         assert page.run("return window.sameDocument")
         assert page.errors() == []

@@ -16,7 +16,7 @@ from tests.forks import run_forked
 
 COMMAND = [sys.executable, "-m", "fivefold"]
 """The command line as a user starts it."""
-TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "bubble")
+TIMED = ("seconds", "per_second", "flops", "mfu", "hfu", "busy", "idle", "wait", "bubble")
 """Parts of the names of metrics that measure time, and so differ between runs of the same bits."""
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.checkpoints.store import EXPERIENCE, CheckpointStore
+from fivefold.experience.waiting import read_waiting
 from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
+from tests.forks import start_forked
+from tests.rows import long
 
 TRAIN = (
     "train", str(ROOT / "recipes" / "guess-digit.yaml"), "gconfig.n_samples=4", "evaluator.n_samples=4",
@@ -157,3 +164,35 @@ def test_turns_are_credited(keys: tuple[str, ...], tmp_path: Path, fivefold: Fiv
 def test_turns_are_credited_in_a_run_that_resumes(keys: tuple[str, ...], tmp_path: Path, fivefold: Fivefold) -> None:
     for n_steps in (2, 3):
         assert_credited(tmp_path / "guess-digit" / "credit", fivefold, keys, n_steps)
+
+
+@pytest.mark.parametrize(
+    ("backend", "door"),
+    [("megatron:p2", URL), *long(("megatron:t2", ()), ("megatron:d2e2", ()))],
+)
+def test_a_run_of_episodes_beside_steps_goes_on_after_a_kill(
+    backend: str, door: tuple[str, ...], tmp_path: Path, fivefold: Fivefold
+) -> None:
+    run = tmp_path / "guess-digit" / "killed"
+    keys = [*TRAIN, *place(run), f"actor.backend={backend}", "rollout.max_head_offpolicyness=1", *door]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    errors, checkpoints = tmp_path / "errors", CheckpointStore(run / "checkpoints")
+    first = start_forked(
+        [*keys, "total_train_steps=400"], cwd=ROOT, environment=environment, output=tmp_path / "output", errors=errors
+    )
+    while (latest := checkpoints.latest()) is None or latest.step < 2:
+        assert first.is_alive(), errors.read_text()
+        time.sleep(0.01)
+    first.kill()
+    first.join()
+    latest = checkpoints.latest()
+    assert latest is not None
+    waiting = read_waiting(latest.path / EXPERIENCE).groups
+    assert all(group.samples for group in waiting), "whole episodes survive"
+    last = latest.step + 2
+    result = fivefold(*keys, f"total_train_steps={last}")
+    assert result.returncode == 0, result.stderr + result.stdout
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert all(math.isfinite(row["grad_norm"]) and row["episode/turns/mean"] >= 1 for row in rows)
+    assert all(row["staleness/max"] <= 1 for row in rows)

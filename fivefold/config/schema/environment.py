@@ -63,7 +63,12 @@ class EnvironmentConfig(Section):
     keep_thinking: Annotated[bool, _OF_CHATS] = False
     """Whether a chat keeps all that the model wrote in earlier turns, thoughts included, so that it stays one sequence.
     false: what the chat template keeps of it."""
-    masked: list[Literal["turns", "context", "time"]] = []
+    parse_errors: Annotated[
+        Literal["end", "answer"], reads_if(given("tools"), "is for calls of tools, which an agent reads itself")
+    ] = "end"
+    """What becomes of an episode whose call of a tool cannot be read: `end` stops it with `parse`; with `answer`, the
+    model reads what is wrong, as of a tool that fails, and may try again."""
+    masked: list[Literal["turns", "context", "time", "parse"]] = []
     """Reasons to stop: no token of an episode that stopped for one of them is trained. Its reward still counts in the
     baseline of its group."""
     retries: NonNegative = 0

@@ -18,8 +18,8 @@ from fivefold.config.schema.engine import (
 from fivefold.config.schema.fields import (
     ONE_LINE,
     DeviceList,
-    Dtype,
     Fraction,
+    ModelDtype,
     NonNegative,
     NonNegativeFloat,
     Passes,
@@ -169,7 +169,8 @@ class ActorConfig(TrainedModelConfig):
     """Change of the adapted weight of the entropy after a step: upwards below the target, downwards above it."""
     entropy_decay_steps: Annotated[Positive | None, reads_if(differs("entropy_coeff", 0.0), warns=True)] = None
     """Steps over which the weight of the entropy bonus falls linearly from `entropy_coeff` to 0, in place of being
-    adapted by `entropy_step`; above `entropy_target` there is no bonus either. null: the weight does not fall."""
+    adapted by `entropy_step`; a token whose entropy is above `entropy_target` has no bonus. null: the weight does not
+    fall."""
     kl_ctl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference model; at 0, no reference model is loaded."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3", "abs"], reads_if(above_0("kl_ctl"), warns=True)] = "k3"
@@ -331,7 +332,7 @@ class FrozenReferenceConfig(RoleConfig):
     """Backend and layout of separate processes; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: Annotated[DeviceList | None, reads_if(given("backend"))] = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
-    dtype: Dtype | None = None
+    dtype: ModelDtype | None = None
     """Dtype of its weights and activations; null: `actor.dtype`."""
     mb_spec: MicroBatchConfig | None = None
     offload: bool = False

@@ -102,7 +102,7 @@ class Agent:
             session.close()
         if not session.tree.turns:
             raise self._calls.failed(task.prompt, self._agent, "asked the model for nothing that was answered")
-        return session.tree.episode(session.ended_by or reason, in_the_end(rewards, len(session.tree.turns)))
+        return session.episode(reason, in_the_end(rewards, len(session.tree.turns)))
 
     async def _result(self, own: OwnTime, prompt: Prompt, arguments: Mapping[str, Any]) -> Any:
         """Return what the agent returns; a coroutine runs in the agents' own loop."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
 from fivefold.environments.agents.parsing import Answer
-from fivefold.environments.agents.session import MODEL, Refused, Session
-from fivefold.environments.agents.tree import Turn
+from fivefold.environments.agents.session import MODEL, Refused, Session, before_stop
+from fivefold.environments.agents.tree import Continuation, Turn
 from fivefold.json_text import parsed
 
 _MARK = "\ue000answer\ue001"
@@ -43,15 +43,24 @@ class Chat:
             raise Refused(f"response_format={form!r} is not supported: leave it out")
         if body.get("tool_choice") == "none":
             tools = None
-        turn = await self._session.complete(self._rendered(messages, tools), body, has_special_tokens=True)
-        message = _message(self._session.parser(turn, tools or ()), len(self._answered))
+        answers = [self._answer(messages[:number], message) for number, message in enumerate(messages)]
+        text = self._rendered(messages, answers, tools)
+        turn = await self._session.complete(
+            text, body, has_special_tokens=True, written=lambda asked: _contents(messages, answers, asked)
+        )
+        answer = self._session.parser(turn, tools or ())
+        if tools and not any(each.turn is turn for each in self._answered):
+            self._session.n_calls = (self._session.n_calls or 0) + len(answer.calls)
+        content, stop = before_stop(answer.content, body)
+        message = _message(replace(answer, content=content), len(self._answered))
         reason = "tool_calls" if "tool_calls" in message else turn.completion.finish_reason
         self._answered.append(_Answered(messages, _canonical(message), turn))
-        return _reply("chat.completion", body, turn, {"message": message, "finish_reason": reason})
+        choice = {"message": message, "finish_reason": reason, **({} if stop is None else {"stop_reason": stop})}
+        choice |= {} if answer.problem is None else {"parse_error": answer.problem}
+        return reply_of("chat.completion", body, turn, choice)
 
-    def _rendered(self, messages: Sequence[Message], tools: Any) -> str:
+    def _rendered(self, messages: Sequence[Message], answers: Sequence[Turn | None], tools: Any) -> str:
         """Return messages as a text. Answers are written as they were sampled, however a client repeats them."""
-        answers = [self._answer(messages[:number], message) for number, message in enumerate(messages)]
         as_sampled = [
             {name: value for name, value in message.items() if value is not None}
             if answer is None
@@ -87,6 +96,12 @@ class Chat:
         return next(same, None)
 
 
+def _contents(messages: Sequence[Message], answers: Sequence[Turn | None], asked: Continuation) -> list[str]:
+    """Return the contents of messages among the new tokens of a request: after the last answer that it continues."""
+    known = [number for number, turn in enumerate(answers) if turn is not None and turn is asked.before]
+    return [message["content"] for message in messages[known[-1] + 1 if known else 0 :]]
+
+
 @dataclass(frozen=True)
 class _Answered:
     before: list[Message]
@@ -105,27 +120,10 @@ async def complete_text(session: Session, body: Mapping[str, Any]) -> dict[str, 
     if not isinstance(prompt, str):
         raise Refused(f"prompt={prompt!r:.80} must be one text")
     turn = await session.complete(prompt, body, has_special_tokens=False)
-    choice = {"text": turn.visible_text, "finish_reason": turn.completion.finish_reason}
-    return _reply("text_completion", body, turn, choice)
-
-
-async def complete_ids(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request to `/inference/v1/generate`, of tokens by tokens with their log-probs.
-
-    Raises:
-        Refused: see `Session.complete`; or the prompt is no list of tokens.
-    """
-    token_ids, n = body.get("token_ids"), len(session.tokenizer)
-    if not isinstance(token_ids, list) or not all(isinstance(token, int) and 0 <= token < n for token in token_ids):
-        raise Refused(f"token_ids={token_ids!r:.80} must be a list of numbers from 0 to {n - 1}")
-    turn = await session.complete_ids(token_ids, body.get("sampling_params") or {})
-    sampled = turn.completion
-    logprobs = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, logprob in zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
-    ]
-    choice = {"token_ids": sampled.token_ids.tolist(), "logprobs": {"content": logprobs}}
-    return _reply("generate", body, turn, {**choice, "finish_reason": sampled.finish_reason})
+    text, stop = before_stop(turn.visible_text, body)
+    choice = {"text": text, "finish_reason": turn.completion.finish_reason}
+    choice |= {} if stop is None else {"stop_reason": stop}
+    return reply_of("text_completion", body, turn, choice)
 
 
 def events(reply: Mapping[str, Any]) -> str:
@@ -202,7 +200,15 @@ def _message(answer: Answer, number: int) -> Message:
     return message
 
 
-def _reply(kind: str, body: Mapping[str, Any], turn: Turn, choice: Mapping[str, Any]) -> dict[str, Any]:
+def reply_of(kind: str, body: Mapping[str, Any], turn: Turn, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply to a request: one choice, and the counts of its tokens.
+
+    Args:
+        kind: OpenAI's name of its form.
+        body: the request.
+        turn: what was sampled.
+        choice: the answer in the request's form.
+    """
     n_prompt, n_sampled = len(turn.token_ids) - len(turn.completion.token_ids), len(turn.completion.token_ids)
     ids: dict[str, Any] = {}
     if body.get("return_token_ids"):

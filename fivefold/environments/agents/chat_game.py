@@ -75,7 +75,7 @@ class ChatGame:
                 raise ValueError(f"{KEY}, in an episode of prompt {prompt.index + 1}: {refusal}") from refusal
         finally:
             session.close()
-        return session.tree.episode(session.ended_by or "done", rewards, states[: len(rewards)] or None)
+        return session.episode("done", rewards, states[: len(rewards)] or None)
 
     def _message(self, observation: str, turn: int, task: Task) -> str:
         """Return what the model reads before a turn, counted from 1."""

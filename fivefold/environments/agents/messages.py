@@ -78,7 +78,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reply(chat: Mapping[str, Any]) -> dict[str, Any]:
     [choice] = chat["choices"]
-    message, usage = choice["message"], chat["usage"]
+    message, usage, stop = choice["message"], chat["usage"], choice.get("stop_reason")
     text = [{"type": "text", "text": message["content"]}] if message["content"] else []
     calls = [
         {
@@ -95,8 +95,8 @@ def _reply(chat: Mapping[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "model": chat["model"],
         "content": [*text, *calls],
-        "stop_reason": _REASONS[choice["finish_reason"]],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if stop else _REASONS[choice["finish_reason"]],
+        "stop_sequence": stop,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
 
@@ -118,7 +118,7 @@ def message_events(reply: Mapping[str, Any]) -> str:
             {"type": "content_block_delta", "index": index, "delta": delta},
             {"type": "content_block_stop", "index": index},
         ]
-    ending = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
+    ending = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
     events += [
         {"type": "message_delta", "delta": ending, "usage": {"output_tokens": reply["usage"]["output_tokens"]}},
         {"type": "message_stop"},

@@ -17,7 +17,8 @@ KEY = "environment.parser"
 HERMES = "hermes"
 _NO_FAMILY = ("auto", "default")
 """Names of renderers that look a model up by its hub name, or read nothing."""
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{_BEGIN}(.*?){_END}", re.DOTALL)
 """A call in the form that Qwen's and Hermes' templates teach."""
 
 
@@ -30,6 +31,8 @@ class Answer:
     """None: they are part of the content, if there are any."""
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Name and arguments of each call."""
+    problem: str | None = None
+    """What is wrong with a call that could not be read; None: nothing is."""
 
 
 Parser = Callable[[Turn, Sequence[Mapping[str, Any]]], Answer]
@@ -65,20 +68,32 @@ def hermes(turn: Turn, tools: Sequence[Mapping[str, Any]]) -> Answer:
     text = turn.visible_text
     if not tools:
         return Answer(text)
-    calls = [_json_call(found[1]) for found in _CALL.finditer(text)]
-    if not calls or None in calls:
+    if _BEGIN not in text:
         return Answer(text)
-    return Answer(_CALL.sub("", text).strip(), calls=tuple(call for call in calls if call is not None))
+    rest = _CALL.sub("", text)
+    if _BEGIN in rest:
+        return Answer(text, problem=f"a call has no end, {_END}")
+    try:
+        calls = tuple(_json_call(found[1]) for found in _CALL.finditer(text))
+    except ValueError as error:
+        return Answer(text, problem=str(error))
+    return Answer(rest.strip(), calls=calls)
 
 
-def _json_call(text: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and the arguments of a call; None: it is none."""
+def _json_call(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the arguments of a call.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
         call = parsed_object(text)
-    except ValueError:
-        return None
+    except ValueError as error:
+        raise ValueError(f"a call is no object of JSON: {error}") from error
     name, arguments = call.get("name"), call.get("arguments", {})
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError('a call must be {"name": a text, "arguments": an object}')
+    return name, arguments
 
 
 def _by_renderer(renderer: Any, turn: Turn, tools: Sequence[Mapping[str, Any]]) -> Answer:
@@ -88,5 +103,7 @@ def _by_renderer(renderer: Any, turn: Turn, tools: Sequence[Mapping[str, Any]]) 
     found = renderer.parse_response(sampled, tools=[tool["function"] for tool in tools] or None, prompt_ids=before)
     calls = [(call.name, call.arguments) for call in found.tool_calls if call.status == "ok"]
     if len(calls) < len(found.tool_calls) or not all(isinstance(arguments, dict) for _, arguments in calls):
-        return Answer(turn.visible_text)
+        wrong = ", ".join(sorted({str(call.status) for call in found.tool_calls if call.status != "ok"}))
+        problem = f"a call cannot be read: {wrong or 'its arguments are no object'}"
+        return Answer(turn.visible_text, problem=problem if tools else None)
     return Answer(found.content, found.reasoning_content, tuple(calls) if tools else ())

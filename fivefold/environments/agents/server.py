@@ -17,10 +17,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.environments.agents.chat import Chat, complete_ids, complete_text, events
+from fivefold.environments.agents.chat import Chat, complete_text, events
 from fivefold.environments.agents.messages import answer_messages, message_events
 from fivefold.environments.agents.responses import answer_response, response_events
 from fivefold.environments.agents.session import MODEL, Refused, Session
+from fivefold.environments.agents.token_routes import generate_as_sglang, generate_as_vllm, sglang_events
 from fivefold.environments.own_time import OwnTime
 from fivefold.json_text import parsed
 
@@ -99,12 +100,18 @@ class SessionServer:
         async def responses(request: Request) -> Response:
             return await self._answered(request, lambda found, body: answer_response(found.chat, body), response_events)
 
-        async def generate(request: Request) -> Response:
-            return await self._answered(request, lambda found, body: complete_ids(found.session, body))
+        async def of_vllm(request: Request) -> Response:
+            return await self._answered(request, lambda found, body: generate_as_vllm(found.session, body))
+
+        async def of_sglang(request: Request) -> Response:
+            return await self._answered(
+                request, lambda found, body: generate_as_sglang(found.session, body), sglang_events
+            )
 
         async def models(request: Request) -> Response:
-            self._found(request)
-            return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "fivefold"}]})
+            most = self._found(request).session.max_length
+            model = {"id": MODEL, "object": "model", "owned_by": "fivefold", "max_model_len": most}
+            return _json({"object": "list", "data": [model]})
 
         async def refused(request: Request, error: Exception) -> Response:
             assert isinstance(error, Refused)
@@ -118,7 +125,8 @@ class SessionServer:
                 Route(f"{root}/completions", completions, methods=["POST"]),
                 Route(f"{root}/messages", messages, methods=["POST"]),
                 Route(f"{root}/responses", responses, methods=["POST"]),
-                Route("/s/{secret}/inference/v1/generate", generate, methods=["POST"]),
+                Route("/s/{secret}/inference/v1/generate", of_vllm, methods=["POST"]),
+                Route("/s/{secret}/generate", of_sglang, methods=["POST"]),
                 Route(f"{root}/models", models),
             ],
             exception_handlers={Refused: refused},

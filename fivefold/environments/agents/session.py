@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
@@ -12,16 +13,22 @@ from fivefold.environments.agents.parsing import Parser
 from fivefold.environments.agents.tree import Continuation, Tree, Turn
 from fivefold.environments.environment import Client, Task
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.types import StopReason
+from fivefold.types import Episode, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL = "policy"
 """Name under which the model is served."""
-_OF_RECIPE = ("temperature", "top_p", "top_k")
+_OF_RECIPE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What the recipe decides: the log-probs that are trained on belong to its distribution."""
-_REFUSED = ("logit_bias", "seed", "stop", "best_of", "echo", "suffix", "prompt_logprobs", "frequency_penalty")
+_REFUSED = (
+    *("logit_bias", "seed", "sampling_seed", "best_of", "echo", "suffix", "prompt_logprobs", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "json_schema", "regex", "ebnf", "stop_regex"),
+)
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_NO_TOP_K = -1
+"""SGLang's and vLLM's `top_k` for no top-k."""
 
 
 class Refused(Exception):
@@ -31,6 +38,15 @@ class Refused(Exception):
         super().__init__(message)
         self.code = code
         self.status = status
+
+
+def _expanding(task: Task) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Return what makes the tokens of a chat with a task's images, made of its text."""
+    if not task.images:
+        return tuple
+    from fivefold.vision.places import expanded, image_token  # by those whose prompts have images
+
+    return partial(expanded, images=task.images, token=image_token(task.prompt))
 
 
 class Session:
@@ -57,21 +73,48 @@ class Session:
         self._client = client
         self._config = config
         self.keeps_thinking = config.keep_thinking
+        self.max_length = config.max_length
         self.tokenizer = tokenizer
         self.parser = parser
-        self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
+        self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids, _expanding(task))
         self._answers: dict[str | tuple[int, ...], asyncio.Task[Turn]] = {}
         """The turn of each prompt that was asked for: who asks again, as after a lost connection, gets the same one."""
         self.ended_by: StopReason | None = None
         """The limit that the episode has reached; None: none."""
+        self.n_calls: int | None = None
+        """Tools that the model has called; None: it was offered none."""
+        self._n_template = 0
 
-    async def complete(self, text: str, body: Mapping[str, Any], *, has_special_tokens: bool) -> Turn:
+    async def complete(
+        self,
+        text: str,
+        body: Mapping[str, Any],
+        *,
+        has_special_tokens: bool,
+        written: Callable[[Continuation], Sequence[str]] | None = None,
+    ) -> Turn:
         """Return the turn after `text`.
+
+        Args:
+            text: all that comes before the turn.
+            body: the request.
+            has_special_tokens: whether special tokens are written in it.
+            written: returns the contents of messages in the text's new tokens, where a template wrote all others; None:
+                there is no template.
 
         Raises:
             Refused: a limit of the episode is reached, or the request asks for what cannot be trained on.
         """
-        return await self._turn(text, body, lambda: self.tree.continued(text, has_special_tokens=has_special_tokens))
+
+        def continued() -> Continuation:
+            asked = self.tree.continued(text, has_special_tokens=has_special_tokens)
+            if written is not None:
+                contents = (self.tokenizer.encode(content, add_special_tokens=False) for content in written(asked))
+                # Next to a template's text, a token may hold the end of one and the beginning of the other.
+                self._n_template += max(0, len(asked.given) - sum(map(len, contents)))
+            return asked
+
+        return await self._turn(text, body, continued)
 
     async def complete_ids(self, token_ids: Sequence[int], body: Mapping[str, Any]) -> Turn:
         """Return the turn after tokens. Raises as `complete`."""
@@ -89,6 +132,14 @@ class Session:
                 )
             self._answers[key] = asyncio.ensure_future(self._sample(continued(), sampling))
         return await asyncio.shield(self._answers[key])
+
+    def episode(
+        self, reason: StopReason, rewards: Sequence[Mapping[str, float]], states: Sequence[str] | None = None
+    ) -> Episode:
+        """Return the episode, which ended for `reason` if it has not reached a limit; see `Tree.episode`."""
+        made = self.tree.episode(self.ended_by or reason, rewards, states)
+        effort = replace(made.effort, calls=self.n_calls, template=min(self._n_template, made.effort.given))
+        return replace(made, effort=effort)
 
     def close(self) -> None:
         """Let go of what has not been answered."""
@@ -120,11 +171,45 @@ class Session:
             )
         for name in _OF_RECIPE if not own.greedy else ():  # a greedy evaluation draws nothing
             asked, given = body.get(name), getattr(own, name)
-            if asked not in (None, given):
+            if asked not in (None, given) and not (name == "top_k" and asked == _NO_TOP_K and given == 0):
                 raise Refused(
                     f"{name}={asked!r} differs from gconfig.{name}={given!r}, which training needs: leave it out"
                 )
-        limits = [value for name in ("max_tokens", "max_completion_tokens") if (value := body.get(name)) is not None]
+        limits = [value for name in _LIMITS if (value := body.get(name)) is not None]
         if not all(isinstance(limit, int) and limit > 0 for limit in limits):
             raise Refused(f"max_tokens={limits[0]!r} must be a positive integer")
-        return replace(own, max_new_tokens=min([own.max_new_tokens, *limits]))
+        stop_ids = body.get("stop_token_ids") or []
+        if not isinstance(stop_ids, list) or not all(isinstance(token, int) for token in stop_ids):
+            raise Refused(f"stop_token_ids={stop_ids!r:.80} must be a list of tokens")
+        most = min([own.max_new_tokens, *limits])
+        return replace(
+            own,
+            max_new_tokens=most,
+            min_new_tokens=min(most, own.min_new_tokens),
+            stop=tuple(dict.fromkeys((*own.stop, *stops_of(body)))),
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stop_ids))),
+        )
+
+
+def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts at which a request asks to stop.
+
+    Raises:
+        Refused: they are no texts.
+    """
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused(f"stop={stops!r:.80} must be a text, or a list of texts that are not empty")
+    return tuple(stops)
+
+
+def before_stop(text: str, body: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return what a client sees of a text, and the stop text that has ended it; None: none has.
+
+    As everywhere, the client does not see the stop text. It stays among the tokens that were sampled, and with them in
+    what the model reads later.
+    """
+    ends = [(place, stop) for stop in stops_of(body) if (place := text.find(stop)) >= 0]
+    place, stop = min(ends, default=(len(text), None))
+    return text[:place], stop

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from fivefold.config.schema.environment import EnvironmentConfig, McpEntry
@@ -23,7 +24,7 @@ from fivefold.environments.environment import Client, Task
 from fivefold.environments.given_rewards import in_the_end, named_rewards
 from fivefold.environments.user_code import EnvironmentFailed, UserCalls, load_class, row_arguments
 from fivefold.json_text import parsed
-from fivefold.types import Episode, Prompt
+from fivefold.types import Episode, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,7 +120,7 @@ class Tools:
         self._tokenizer = tokenizer
         self._parser = load_parser(config.parser, tokenizer)
         self._calls = UserCalls(KEY, str(config.tools), config.timeout_s)
-        check_template(tokenizer)
+        check_template(tokenizer, config)
 
     async def run(self, task: Task, client: Client) -> Episode:
         """Let the model answer, with as many calls of tools as it makes.
@@ -139,27 +140,34 @@ class Tools:
             opening = await call(prompt, game.reset, **row_arguments(game.reset, prompt, task.request.seed))
             messages = self._opened(prompt, game.reset, messages, opening)
         session = Session(task, client, self._tokenizer, self._config, self._parser)
+        reason: StopReason = "done"
         try:
-            await self._converse(prompt, Chat(session), messages, {each.__name__: each for each in functions})
+            reason = await self._converse(prompt, Chat(session), messages, {each.__name__: each for each in functions})
         except Refused as refusal:
             if session.ended_by is None or not session.tree.turns:
                 raise ValueError(f"{KEY}, in an episode of prompt {prompt.index + 1}: {refusal}") from refusal
         finally:
             session.close()
         rewards = [] if game is None else [self._rewards(prompt, game.reward, await call(prompt, game.reward))]
-        return session.tree.episode(session.ended_by or "done", in_the_end(rewards, len(session.tree.turns)))
+        return session.episode(reason, in_the_end(rewards, len(session.tree.turns)))
 
     async def _converse(
         self, prompt: Prompt, chat: Chat, messages: list[Any], functions: Mapping[str, Callable[..., Any]]
-    ) -> None:
-        """Let the model answer until it calls no tool."""
+    ) -> StopReason:
+        """Let the model answer until it calls no tool. Return why it ended."""
         schemas = schemas_of(str(self._config.tools), list(functions.values()))
         while True:
             reply = await chat.answer({"messages": messages, "tools": schemas})
-            message = reply["choices"][0]["message"]
+            choice = reply["choices"][0]
+            message = choice["message"]
             messages.append(message)
+            if problem := choice.get("parse_error"):
+                if self._config.parse_errors == "end":
+                    return "parse"
+                messages.append(error_message(problem))
+                continue
             if not message.get("tool_calls"):
-                return
+                return "done"
             for call in message["tool_calls"]:
                 result = await self._result(prompt, functions, call["function"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
@@ -195,11 +203,16 @@ class Tools:
         return rewards
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def error_message(problem: str) -> dict[str, str]:
+    """Return what the model reads after a call that could not be read, which has no id to answer."""
+    return {"role": "tool", "content": f"Error: {problem}"}
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) -> None:
     """Refuse a chat template that does not write tools into the prompt: the model would never learn of them.
 
     Raises:
-        ValueError: there is no template, or it leaves them out.
+        ValueError: there is no template, it leaves them out, or it refuses what answers a call that cannot be read.
     """
     problem = f"{KEY} needs a chat template with tools, and the tokenizer of {tokenizer.name_or_path!r} has "
     if not tokenizer.chat_template:
@@ -208,3 +221,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "user", "content": "x"}]
     if "a_tool_of_fivefold" not in str(tokenizer.apply_chat_template(chat, tools=[schema], tokenize=False)):
         raise ValueError(f"{problem}one that leaves them out: use a model that was trained to call tools")
+    if config.parse_errors == "answer":
+        said = [*chat, {"role": "assistant", "content": "x"}, error_message("x")]
+        try:
+            tokenizer.apply_chat_template(said, tools=[schema], tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{KEY}: the chat template of {tokenizer.name_or_path!r} refuses a tool's message that answers no call "
+                f"({error}): set environment.parse_errors=end"
+            ) from error

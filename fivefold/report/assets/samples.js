@@ -148,7 +148,7 @@ class SampleBrowser {
     for (let i = 0; i < this.table.n; i++) if (prompt[i] === prompt[id]) (step[i] === step[id] ? group : others).push(i);
     const sample = await this.text(id), texts = await Promise.all(group.map((each) => this.text(each)));
     if (id !== this.chosen) return;
-    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", this.versions(id)], ["ended", { length: "at the limit", stop: "by itself" }[sample.finish_reason] || sample.finish_reason || "–"], ["source", sample.data_source]];
+    const scale = this.scale(texts), facts = [["reward", shown(this.value("reward", id))], ...this.rewardNames().map((name) => [name.slice(7), shown(this.value(name, id))]), ["step", this.value("step", id)], ["length", `${this.value("length", id)} ${this.run.samples.unit}`], ["weights of version", this.versions(id)], ["ended", { length: "at the limit", stop: "by itself", done: "by itself", turns: "out of turns", context: "out of context", time: "out of time", parse: "at a call that cannot be read", failed: "by an error of its environment" }[sample.finish_reason] || sample.finish_reason || "–"], ["source", sample.data_source]];
     const children = [
       element("h3", { text: "Prompt" }), element("pre", { class: "text", "data-part": "prompt", text: sample.prompt || "" }),
       element("h3", { text: "Completion" }), element("div", { class: "facts" }, ...facts.filter(([, value]) => value != null && value !== "–").map(([name, value]) => element("span", { text: `${name} ${value}` }))), this.completion(sample, scale), this.legend(sample, scale),
@@ -202,13 +202,24 @@ class SampleBrowser {
 
   completion(sample, scale) {
     const values = this.values(sample), text = element("pre", { class: "text", "data-part": "response" });
-    if (!sample.tokens || !values) { text.textContent = sample.response || ""; return text; }
+    if (!sample.tokens || !values) { text.append(...this.turns(sample)); return text; }
+    const reads = new Map((sample.reads || []).map((read) => [read.at, read.text]));
     sample.tokens.forEach((token, i) => {
+      if (reads.has(i)) text.append(this.read(reads.get(i)));
       const facts = [["log-prob", sample.rollout_logprobs], ["trainer", sample.trainer_logprobs], ["advantage", sample.advantages], ["version", sample.versions]].filter(([, list]) => list && list[i] != null).map(([name, list]) => `${name} ${list[i]}`);
       text.append(element("span", { text: token, title: [JSON.stringify(token), ...facts].join("\n"), style: `background:${this.colour(values[i], scale)}` }));
     });
     return text;
   }
+
+  /* Return the turns of an episode, with what the model read between them, which logs have in ⟦brackets⟧. */
+  turns(sample) {
+    const response = sample.response || "";
+    if (["stop", "length", undefined].includes(sample.finish_reason)) return [response];
+    return response.split(/⟦([^⟧]*)⟧/).map((part, i) => (i % 2 ? this.read(part) : part));
+  }
+
+  read(text) { return element("div", { class: "read", title: "read, not trained", text }); }
 
   legend(sample, scale) {
     const kind = this.colouring.value;

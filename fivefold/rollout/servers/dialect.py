@@ -23,6 +23,7 @@ REQUEST_SEEDS = 2**63
 """Seeds of requests are taken modulo this, because servers keep them in signed integers."""
 SERVER_SEEDS = 2**31
 """The server's own seed is taken modulo this, because the server seeds every library with it."""
+_COUNT = re.compile(rb"^([\w:]+)_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 LEAST_LOGPROB = -9000.0
 """A log-prob below this stands for minus infinity, for which some servers write -9999: no sampled token has it."""
 
@@ -99,6 +100,15 @@ class Answer:
             )
 
 
+def counted(metrics: bytes, names: Mapping[bytes, str]) -> ServerCounts:
+    """Return counts in Prometheus' text form, each a field of `ServerCounts` by its `names`, over all their labels."""
+    counts = ServerCounts()
+    for name, count in _COUNT.findall(metrics):
+        if field := names.get(name):
+            counts += ServerCounts(**{field: int(float(count))})
+    return counts
+
+
 def integers(text: bytes) -> npt.NDArray[np.int32]:
     """Return the numbers of a JSON array without its brackets, and without a Python object for each."""
     return np.fromstring(text.decode(), dtype=np.int32, sep=",")
@@ -142,6 +152,8 @@ class Dialect(Protocol):
     """Path to which requests are posted."""
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
+    images_key: str
+    """Key of a request for the images of its prompt."""
     adapters_of_one_rank: bool
     """Whether it takes adapters only if all layers' have the same rank."""
 

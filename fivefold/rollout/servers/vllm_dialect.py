@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from fivefold.layout.backends import BACKENDS
 from fivefold.rollout.protocol import SamplingParams, ServerCounts
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers.client import Address, HttpClient, json_of
-from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, finish_reason
+from fivefold.rollout.servers.dialect import REQUEST_SEEDS, SERVER_SEEDS, Answer, Ask, counted, finish_reason
 from fivefold.rollout.servers.place import Place, private_socket
 from fivefold.rollout.servers.vllm_weights import PAUSE, RESUME, VLLMWeights
 from fivefold.rollout.servers.weights import WeightLoader
@@ -48,11 +47,10 @@ WEIGHTS = "fivefold_weights.WorkerWeights"
 SCHEDULER = "fivefold_scheduler.scheduler"
 """What makes vLLM's scheduler there, which sends log-probs several at a time."""
 _COUNTS = {
-    b"spec_decode_num_draft_tokens": "drafted", b"spec_decode_num_accepted_tokens": "accepted",
-    b"prefix_cache_queries": "prompt", b"prefix_cache_hits": "cached",
+    b"vllm:spec_decode_num_draft_tokens": "drafted", b"vllm:spec_decode_num_accepted_tokens": "accepted",
+    b"vllm:prefix_cache_queries": "prompt", b"vllm:prefix_cache_hits": "cached",
 }  # fmt: skip
 """vLLM's counts of tokens, among its metrics."""
-_COUNT = re.compile(rb"^vllm:(" + b"|".join(_COUNTS) + rb")_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -144,6 +142,7 @@ class VLLMDialect:
     aliases = frozenset(
         {"-tp", "-pp", "-n", "-r", "-sc", "--headless", "--host", "--port", "--spec-method", "--spec-tokens"}
     )
+    images_key = "images"
     adapters_of_one_rank = False
 
     def place(self) -> Place:
@@ -256,10 +255,7 @@ class VLLMDialect:
         return Answer(token_ids_T, logprobs_T, finish_reason(head["finish_reason"]), _versions(head, n_tokens), routes)
 
     def counts(self, http: HttpClient) -> ServerCounts:
-        counts = ServerCounts()
-        for name, count in _COUNT.findall(http.send("GET", "/metrics")):
-            counts += ServerCounts(**{_COUNTS[name]: int(float(count))})
-        return counts
+        return counted(http.send("GET", "/metrics"), _COUNTS)
 
     def pause(self, http: HttpClient, limit_s: float) -> None:
         http.post(PAUSE, limit_s=limit_s)

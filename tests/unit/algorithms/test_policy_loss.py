@@ -185,6 +185,17 @@ def test_the_mismatch_is_over_the_tokens_whose_log_prob_the_rollout_gave() -> No
     )
 
 
+def test_tokens_above_the_bound_on_entropy_have_no_bonus() -> None:
+    batch, logprobs, entropy = make_batch()
+    entropy.requires_grad_()
+    most = float(entropy.detach()[batch.mask_T > 0].median())
+    total, _ = replace(BASE, entropy_coeff=0.3, entropy_most=most)(inputs_of(batch, logprobs, entropy))
+    [gradient] = torch.autograd.grad(total, entropy)
+    has_bonus = (batch.mask_T > 0) & (entropy <= most)
+    assert torch.equal(gradient, -0.3 * has_bonus.double())
+    assert 0 < has_bonus.sum() < (batch.mask_T > 0).sum()
+
+
 def test_a_kl_penalty_without_reference_is_an_error() -> None:
     batch, logprobs, entropy = make_batch()
     fields = {"advantages": batch.fields["advantages"]}
@@ -236,7 +247,9 @@ def test_from_config_reads_every_option() -> None:
         kl_estimator="k2",
         kl_clip=10.0,
     )
-    wanted = PolicyLoss(0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, 0.3, "k2", kl_clip=10.0)
+    wanted = PolicyLoss(
+        0.7, PPO(0.1, None, 3.0), "sequence_sum", 1024, 0.2, kl_coeff=0.3, kl_estimator="k2", kl_clip=10.0
+    )
     assert build_policy_loss(config, sampling) == wanted
     assert build_policy_loss(config, GenerationConfig(top_k=5)).rollout_is_truncated
     in_reward = config.model_copy(update={"kl_in": "reward", "eps_clip_higher": 0.28, "loss_length": 7})

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ class Policy(Scripted):
         super().__init__()
         self._answer, self._is_cut = answer, is_cut
         self.sampled: list[list[int]] = []
+        self.samplings: list[SamplingParams] = []
+
+    def submit(self, number: int, request: GenerationRequest, sampling: SamplingParams) -> None:
+        super().submit(number, request, sampling)
+        self.samplings.append(sampling)
 
     def collect(self, seconds: float) -> list[tuple[int, Completion]]:
         number = min(self.running)
@@ -423,7 +429,10 @@ BROKEN_CALL = {"function": {"name": "add", "arguments": "{"}}
         ({"n": 2}, "n=2 is not supported"),
         ({"temperature": 0.3}, r"temperature=0.3 differs from gconfig.temperature=1.0"),
         ({"seed": 3}, "seed=3 is not supported"),
-        ({"stop": ["x"]}, "stop=.* is not supported"),
+        ({"stop": ["x", 1]}, "stop=.* must be a text, or a list of texts"),
+        ({"stop_token_ids": "x"}, "stop_token_ids='x' must be a list of tokens"),
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+        ({"min_p": 0.1}, r"min_p=0.1 differs from gconfig.min_p=0.0"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
@@ -447,6 +456,39 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
     run(agent, Policy(lambda text: "ab"))
     [said] = found
     assert re.search(message, said), said
+
+
+class Stopped(Policy):
+    """Writes an action and the stop text after it, and no end token, as an engine that was asked to stop there."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda text: f"turn {text.count('Seen: ') + 1}, ab\nSeen: ", is_cut=True)
+
+    def collect(self, seconds: float) -> list[tuple[int, Completion]]:
+        return [(number, replace(whole, finish_reason="stop")) for number, whole in super().collect(seconds)]
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_what_a_stop_cuts_off_stays_among_the_tokens(run: Callable[..., list[Episode]], form: str) -> None:
+    def agent(base_url: str) -> float:
+        if form == "text":
+            first = post(base_url, "completions", prompt="go", stop="Seen: ")["choices"][0]
+            assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("turn 1, ab\n", "stop", "Seen: ")
+            last = post(base_url, "completions", prompt=f"go{first['text']}Seen: 7\n", stop=["Seen: "])
+            assert last["choices"][0]["text"] == "turn 2, ab\n"
+            return 1.0
+        body = {"max_tokens": 90, "stop_sequences": ["Seen: "]}
+        said = post(base_url, "messages", messages=[user("go")], **body)
+        assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "Seen: ")
+        assert said["content"] == [{"type": "text", "text": "turn 1, ab\n"}]
+        chat = [user("go"), {"role": "assistant", "content": "turn 1, ab\n"}, user("7")]
+        assert ask(base_url, chat, stop="Seen: ")["content"] == "turn 2, ab\n"
+        return 1.0
+
+    policy = Stopped()
+    [episode] = run(agent, policy)
+    assert trained(episode) == [policy.sampled[0] + policy.sampled[1]]
+    assert [sampling.stop for sampling in policy.samplings] == [("Seen: ",)] * 2
 
 
 def test_a_session_is_reached_by_its_url_alone_and_while_its_episode_lasts(run: Callable[..., list[Episode]]) -> None:

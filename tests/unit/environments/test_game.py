@@ -319,6 +319,9 @@ def test_nothing_is_trained_of_an_episode_whose_game_fails(
     if n_failures == 0:
         assert transcript_text(TOKENIZER, episode) == "5⟦<1+2=⟧2"
         assert episode.rewards == {"environment": 1.0}
+        n_sampled = int(episode.trajectories[0].mask_T.sum())
+        assert (episode.effort.given, episode.effort.calls) == (episode.n_tokens - n_sampled, None)
+        assert 0 < episode.effort.seconds < 5
         return
     assert (episode.finish_reason, episode.n_turns, episode.rewards) == ("failed", 0, {})
     assert "ConnectionError: the board is away" in transcript_text(TOKENIZER, episode)

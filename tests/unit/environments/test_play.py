@@ -139,6 +139,7 @@ def test_a_slow_tool_holds_up_no_other_episode() -> None:
     ended = [number for _ in range(20) for number, _ in player.advance(0.01)]
     assert ended == [1]
     assert player.n_running == 1
+    assert 0.1 < player.waited_s < 1, "after the other one, nobody waited for the engine"
     gate.set()
     assert list(played(player)) == [0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fivefold.environments.user_code import EnvironmentFailed
 from fivefold.rewards.sandbox.runner import missing
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.types import Episode
-from tests.unit.environments.test_agents import CHATML, TEMPLATE, Policy, task, texts, tokenizer_of, trained
+from tests.unit.environments.test_agents import CHATML, TEMPLATE, Policy, ids, task, texts, tokenizer_of, trained
 from tests.unit.environments.test_play import played
 
 ROOT = Path(__file__).parents[3]
@@ -101,6 +102,54 @@ def test_a_tool_that_fails_answers_the_model(run: Callable[..., Episode], said: 
     assert episode.rewards["right"] == 0.0
 
 
+BROKEN = [
+    ('<tool_call>\n{"name": "switch", "arguments": {\n</tool_call>', "a call is no object of JSON: "),
+    ('<tool_call>\n["switch"]\n</tool_call>', "a call is no object of JSON: "),
+    ('<tool_call>\n{"name": "switch", "argu', "a call has no end, </tool_call>"),
+    (
+        '<tool_call>\n{"name": "switch", "arguments": 3}\n</tool_call>',
+        'must be {"name": a text, "arguments": an object}',
+    ),
+    (call("switch") + "<tool_call>switch</tool_call>", "a call is no object of JSON"),
+]
+
+
+@pytest.mark.parametrize(("said", "problem"), BROKEN)
+def test_a_call_that_cannot_be_read_ends_the_episode_or_is_answered(
+    run: Callable[..., Episode], said: str, problem: str
+) -> None:
+    ended = run(Lamp, call("switch", times=3), said, "never said")
+    assert (ended.finish_reason, ended.n_turns, ended.effort.calls) == ("parse", 2, 1)
+    assert ended.rewards == {"right": 0.0, "switched": 3.0}
+    answered = run(Lamp, said, call("switch", times=3), call("switch"), "It is off.", parse_errors="answer")
+    assert (answered.finish_reason, answered.rewards["right"], answered.effort.calls) == ("done", 1.0, 2)
+    [text] = texts(answered)
+    [told] = [part for part in text.split("<|im_end|>\n") if part.startswith("<|im_start|>tool\nError: ")]
+    assert problem in told
+
+
+def test_what_an_episode_took_is_counted(run: Callable[..., Episode]) -> None:
+    class Slow(Lamp):
+        def look(self) -> str:
+            """Look at the lamp for a while."""
+            time.sleep(0.2)
+            return "it is off"
+
+    says = [call("look") + call("look"), call("look"), "It is off."]
+    episode = run(Slow, *says)
+    [text] = texts(episode)
+    written = ["Switch it on. Please.", *["it is off"] * 3]
+    n_given = len(episode.trajectories[0].mask_T) - sum(map(len, trained(episode)))
+    template = text
+    for part in (*says, *written):
+        template = template.replace(part, "", 1)
+    n_ends = len(says)  # end tokens that the model has sampled
+    assert episode.effort.calls == 3
+    assert episode.effort.given == n_given
+    assert episode.effort.template == n_given - sum(len(ids(part)) for part in written)
+    assert episode.effort.template == len(ids(template)) - n_ends
+
+
 def test_an_episode_that_reaches_a_limit_has_the_reward_of_what_it_did(run: Callable[..., Episode]) -> None:
     episode = run(Lamp, call("switch", times=2), call("switch", times=2), "never said", max_turns=2)
     assert (episode.finish_reason, episode.rewards["right"]) == ("turns", 1.0)
@@ -177,9 +226,16 @@ def test_what_is_no_tool_is_refused(source: str, name: Any, message: str, tmp_pa
 
 def test_a_template_without_tools_is_refused() -> None:
     with pytest.raises(ValueError, match="has one that leaves them out"):
-        check_template(tokenizer_of(TEMPLATE.replace("{{ tool | tojson }}", "")))
+        check_template(tokenizer_of(TEMPLATE.replace("{{ tool | tojson }}", "")), EnvironmentConfig(tools=["a:b"]))
     with pytest.raises(ValueError, match="has none: use an instruct model"):
-        check_template(load_tokenizer(str(ROOT / "fivefold" / "models" / "tiny-moe")))
+        check_template(load_tokenizer(str(ROOT / "fivefold" / "models" / "tiny-moe")), EnvironmentConfig(tools=["a:b"]))
+    refusing = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no id') }}{% endif %}",
+    )
+    check_template(tokenizer_of(refusing), EnvironmentConfig(tools=["a:b"]))
+    with pytest.raises(ValueError, match=r"no id.* set environment\.parse_errors=end"):
+        check_template(tokenizer_of(refusing), EnvironmentConfig(tools=["a:b"], parse_errors="answer"))
 
 
 def test_one_key_says_what_plays() -> None:

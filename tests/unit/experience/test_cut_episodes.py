@@ -11,7 +11,7 @@ from fivefold.environments.environment import Client, Task
 from fivefold.environments.play import Player
 from fivefold.roles import remote_batch
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.types import Episode, Move, Prompt, Trajectory
+from fivefold.types import Effort, Episode, Move, Prompt, Trajectory
 from tests.unit.experience.local_replicas import LocalGroup, LocalWorker
 from tests.unit.experience.streams import BATCH, SAMPLES, arithmetic, common, full_marks, recipe_of, saved
 
@@ -30,7 +30,7 @@ class AsksAgain:
             second = await client.complete(tokens)
             turns.append(Trajectory.single_turn(Prompt(task.prompt.index, "", tokens, None), second))
         moves = [Move(2, 1, {"turns": 1.0}, "first")]
-        return Episode(tuple(turns), "stop", {"turns": float(len(turns))}, moves=moves)
+        return Episode(tuple(turns), "stop", {"turns": float(len(turns))}, moves=moves, effort=Effort(2, 0.5, 7, 3))
 
 
 @pytest.mark.usefixtures("local_objects")
@@ -71,6 +71,7 @@ def test_groups_steps_and_checkpoints_count_episodes(age: int, tmp_path: Path) -
         answer = each.restored(group_.prompt)
         assert answer.batch.cuts == group_.batch.cuts
         assert [sample.rewards for sample in answer.samples] == [sample.rewards for sample in group_.samples]
+        assert [sample.effort for sample in answer.samples] == [Effort(2, 0.5, 7, 3)] * len(answer.samples)
         assert [list(sample.moves) for sample in answer.samples] == [list(sample.moves) for sample in group_.samples]
 
 

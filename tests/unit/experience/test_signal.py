@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from fivefold.experience.samples import no_signal
+from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.experience.samples import many_sequences, no_signal
 from fivefold.types import Prompt, Sample
 
 
@@ -28,3 +32,18 @@ def test_a_gradient_of_0_is_explained(rewards: tuple[float, ...], message: str) 
 def test_a_step_with_a_gradient_or_without_an_update_needs_no_word() -> None:
     assert no_signal(samples(0.0, 1.0), {"grad_norm": 1e-9}) is None
     assert no_signal(samples(0.0, 0.0), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "said"),
+    [
+        ({"agent": "a:b"}, 3.2, r"trained as 3\.2 sequences .* environment\.keep_thinking=true keeps"),
+        ({"agent": "a:b", "keep_thinking": True}, 3.2, r"fivefold play shows where\)\. Later"),
+        ({"agent": "a:b"}, 1.4, None),
+        ({"game": "a:b", "turn_template": "{observation}", "memory": 0}, 5.0, None),
+    ],
+)
+def test_a_template_that_cuts_episodes_is_told(fields: dict[str, Any], n: float, said: str | None) -> None:
+    note = many_sequences(EnvironmentConfig(**fields), {"episode/sequences/mean": n})
+    assert note is None if said is None else re.search(said, note or "")
+    assert many_sequences(None, {}) is None

@@ -66,3 +66,19 @@ def test_the_values_of_the_first_samples_come_from_all_pieces(monkeypatch: pytes
     ]
     assert [each.advantages.tolist() for each in found if each.advantages is not None] == [[0.5, 0.5], [-0.5]]
     assert [each.versions.tolist() for each in found] == [[3, 4], [4]]
+
+
+def test_what_is_read_between_turns_stands_before_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_batch, "fetch", lambda columns: columns)
+    text, mask = b"p5<1+2=37", np.array([0, 1, 0, 0, 0, 0, 0, 1, 1], np.bool_)
+    n = len(text)
+    values = {
+        "tokens": np.array(list(text)),
+        "mask": mask,
+        "versions": np.zeros(n, np.int32),
+        "rollout_logprobs": np.zeros(n, np.float32),
+    }
+    pieces = (Piece(Columns(np.array([n], np.int32), values), np.array([0])),)  # type: ignore[arg-type]
+    [found] = token_values(RemoteBatch(np.array([n]), np.array([3]), pieces), 1, TokenTexts(Bytes()))
+    assert found.tokens == ["5", "3", "7"]
+    assert found.reads == [{"at": 1, "text": "<1+2="}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def test_samples_are_lines_before_the_update_and_columns_behind_it(tmp_path: Pat
     with SampleLog(lines, parts) as log:
         log.write([record(1), record(1, "half \ud83d a pair", **{"reward/right": 1.0})])
         assert lines.read_text().count("\n") == 2
-        log.complete([values(-0.5, float("nan")), values(-1.0)])
+        between = [{"at": 1, "text": "half \ud83d"}]
+        log.complete([replace(values(-0.5, float("nan")), reads=between), values(-1.0)])
         assert not parts.exists()
         log.sync()
         log.write([record(2)])
@@ -52,6 +54,7 @@ def test_samples_are_lines_before_the_update_and_columns_behind_it(tmp_path: Pat
     assert first[1]["response"] == "half \\ud83d a pair"
     assert first[1]["advantages"] == [1.0]
     assert first[0]["versions"] == [7, 7]
+    assert [row["reads"] for row in first] == [[{"at": 1, "text": "half \\ud83d"}], []]
     # The update of step 2 failed, and its samples are there nevertheless.
     assert (second[0]["step"], second[0]["tokens"]) == (2, None)
 

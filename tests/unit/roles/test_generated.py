@@ -63,6 +63,8 @@ def test_a_report_becomes_the_samples_of_its_jobs_and_reports_together_a_batch()
     metrics = load_metrics([Work.of(report) for report in drafting], 4.0)
     assert metrics["draft_acceptance"] == 5 / 8
     assert metrics["prefix_cache_hits"] == 18 / 40
+    waiting = load_metrics([Work.of(replace(drafting[0], waited_s=1.0)), Work()], 4.0)
+    assert waiting["environment_wait"] == 1 / 8
     assert Work.of(drafting[0]) - Work.of(drafting[0]) + Work.of(drafting[1]) == Work.of(drafting[1])
     assert Columns.of(first).lengths_N.tolist() == [3, 2]
 

@@ -170,12 +170,10 @@ def test_the_weight_of_the_entropy_falls_to_0_if_the_recipe_says_so() -> None:
     outcome = updates(actor, ONE_UPDATE, *keys, steps=6)
     assert [loss.entropy_coeff for loss in actor.losses] == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0, 0.0])
     assert outcome.metrics["entropy_coeff"] == 0.0
-    actor = RecordingActor(entropy=2.0)
-    updates(actor, ONE_UPDATE, *keys, "actor.entropy_target=2.0", steps=3)
-    assert [loss.entropy_coeff for loss in actor.losses] == pytest.approx([0.2, 0.15, 0.1])
     actor = RecordingActor(entropy=2.1)
     updates(actor, ONE_UPDATE, *keys, "actor.entropy_target=2.0", steps=3)
-    assert [loss.entropy_coeff for loss in actor.losses] == pytest.approx([0.2, 0.0, 0.0]), "above the target"
+    assert [loss.entropy_coeff for loss in actor.losses] == pytest.approx([0.2, 0.15, 0.1])
+    assert [loss.entropy_most for loss in actor.losses] == [2.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ vllm:external_prefix_cache_hits_total{{engine="0",model_name="a b"}} 77.0
 """What vLLM tells of tokens among its metrics. Here each request has three drafts, two of which are accepted, and 20
 tokens of a prompt, 16 of which are in the cache."""
 
+SGLANG_COUNTS = """# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{{model_name="a b",is_streaming="false"}} {queries}
+sglang:cached_tokens_total{{model_name="a b",cache_source="device"}} {device}
+sglang:cached_tokens_total{{model_name="a b",cache_source="host"}} {host}
+sglang:num_requests_total{{model_name="a b"}} 5.0
+"""
+"""What SGLang tells, if it was asked to at its start: the same tokens of prompts, from two caches."""
+
 STATUS_AT_START = 3
 STATUS_IN_REQUEST = 7
 
@@ -164,7 +172,7 @@ FLAVOURS = {
         switches=_words(
             "--enable-memory-saver --sleep-on-idle --disable-radix-cache --skip-tokenizer-init "
             "--enable-return-routed-experts --enable-weights-cpu-backup --enable-lora --lora-strict-loading "
-            "--enable-draft-weights-cpu-backup"
+            "--enable-draft-weights-cpu-backup --enable-metrics"
         ),
         sampling_keys=_words(
             "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
@@ -315,7 +323,7 @@ class FakeServer:
         if (self.folder / STUCK).exists():
             threading.Event().wait()
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
-        for image in body.get("images", ()):
+        for image in body.get("images" if self.flavour.prompt == "token_ids" else "image_data", ()):
             checksum = hashlib.sha256(Path(image["path"]).read_bytes()).hexdigest()
             self.log.write(kind="image", sha256=checksum, **image)
         # No pause comes between the wait for the end of one and the look at what the server has.
@@ -609,7 +617,8 @@ class FakeServer:
         """Return what GET requests answer, by path."""
         version = {"weight_version": "default" if (self.folder / FORGETFUL).exists() else self.weight_version}
         if self.flavour.prompt == "input_ids":
-            return {"/health": None, "/health_generate": None, "/model_info": {"model_path": "", **version}}
+            told = {"/metrics": self.counts().encode()} if "--enable-metrics" in sys.argv else {}
+            return {"/health": None, "/health_generate": None, "/model_info": {"model_path": "", **version}, **told}
         newer = {"/weight_info": version} if self.is_newer else {}
         return {
             "/health": None,
@@ -621,6 +630,8 @@ class FakeServer:
     def counts(self) -> str:
         """Return what it has counted."""
         n = float(self.n_answered_ever)
+        if self.flavour.prompt == "input_ids":
+            return SGLANG_COUNTS.format(queries=20 * n, device=15 * n, host=n)
         return COUNTS.format(drafted=3 * n, accepted=2 * n, queries=20 * n, hits=16 * n)
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> Reply:

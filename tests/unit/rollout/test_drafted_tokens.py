@@ -186,6 +186,16 @@ def test_vllm_gets_what_drafts_once_at_its_start(
     engine.close()
 
 
+def test_sglang_counts_what_its_cache_had_of_prompts(drafting: Path, tmp_path: Path) -> None:
+    python = write_python(tmp_path / "server")
+    playing = EnvironmentConfig(game="a.py:A", max_turns=2)
+    engine = start(spec_of("sglang", drafting, python=python, environment=playing, load_weights=True))
+    for n in (4, 2):
+        complete(engine, requests_of(n), sampling())
+        assert engine.take_counts() == ServerCounts(prompt=20 * n, cached=16 * n)
+    engine.close()
+
+
 class Draft(nn.Module):
     """A model that drafts tokens as vLLM's do: it has the target's embedding."""
 
