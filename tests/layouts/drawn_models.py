@@ -101,6 +101,7 @@ def _gemma3(draw: random.Random) -> Config:
     return {
         **base,
         "tie_word_embeddings": True,
+        "pad_token_id": None,  # whose embedding would learn nothing in transformers
         "query_pre_attn_scalar": draw.choice((5, 24)),
         "sliding_window": draw.choice((2, 5, 40)),
         "layer_types": _kinds(draw, base, "sliding_attention", "full_attention"),
@@ -188,6 +189,8 @@ def drawn(family: str, seed: int) -> Drawn:
         layout = f"megatron:(attn:{attention}|ffn:{p}{within}{tp * cp})"
     else:
         layout = f"megatron:{attention or 'd1'}"
+    if draw.random() < 0.25:
+        layout = draw.choice(("fsdp:d2", "fsdp:c2", "fsdp:t2"))
     return Drawn(family, config_class, config, layout)
 
 

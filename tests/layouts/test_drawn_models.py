@@ -12,9 +12,9 @@ import drawn_models
 import hf_reference
 import megatron_cases
 import pytest
+from cases import case_of
 from compare import assert_close
 from drawn_models import FAMILIES, drawn
-from megatron_cases import Case
 from ragged import uneven_batch
 from worker_pool import Workers
 
@@ -31,7 +31,7 @@ def test_drawn_models_predict_and_learn_as_hugging_faces(
     workers: Workers, tmp_path: Path, family: str, seed: int
 ) -> None:
     model, batch = drawn(family, seed), uneven_batch(seed)
-    alone, case = workers(1), Case(model.layout)
+    alone, case = workers(1), case_of(model.layout)
     alone.run(drawn_models.save_drawn, model, tmp_path / "model")
     ((want_T, _),) = alone.run(hf_reference.logprobs_and_entropies, tmp_path / "model", batch, 1.0)
     ((want_loss, want),) = alone.run(hf_reference.gradients, tmp_path / "model", batch, SFTLoss(), tmp_path / "scratch")

@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 def _expanding(task: Task) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return what makes the tokens of a chat with a task's images, made of its text."""
+    """Return what makes the tokens of a chat with a task's images of its text's tokens."""
     if not task.images:
         return tuple
     from fivefold.vision.places import expanded, image_token  # by those whose prompts have images

@@ -1,1 +1,1 @@
-"""What SGLang takes in place of the processors of images that come with it (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
+"""What takes the place of SGLang's processors of images (`SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`)."""
