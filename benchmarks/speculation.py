@@ -41,8 +41,9 @@ from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.schema.rollout import GenerationConfig, SpeculativeConfig
 from fivefold.families.read import load_shape
 from fivefold.families.registry import find_family
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion

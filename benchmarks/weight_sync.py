@@ -30,10 +30,11 @@ from torch import Tensor
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
 from fivefold.rollout.hf_model import build_model
 from fivefold.rollout.hf_names import file_tensors
-from fivefold.rollout.protocol import SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.weights.device_buckets import DeviceBucket

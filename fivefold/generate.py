@@ -16,8 +16,9 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.data.prompts import render
 from fivefold.families.read import load_shape
 from fivefold.observe.errors import RunFailed
+from fivefold.rollout.contract import complete
 from fivefold.rollout.hf_model import check_size
-from fivefold.rollout.protocol import SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from fivefold.algorithms.metrics import Metric, Metrics, Number, merge_metrics
+from fivefold.algorithms.metrics import Metric, Metrics, Number, Reduction, merge_metrics
 from fivefold.families.shape import ModelShape
 
 UPDATE = "max"
@@ -25,9 +29,59 @@ def reduce_metrics(kept: Sequence[Metrics], *, counts: bool) -> Metrics:
         counts: whether this process contributes. Tensor- and context-parallel ranks compute the same loss, so only one
             of them does.
     """
-    gathered: list[Metrics] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, merge_metrics(_on_host(kept)) if counts else {})
-    return merge_metrics(gathered)
+    own = merge_metrics(_on_host(kept)) if counts else {}  # only a pipeline's last stage has any
+    gathered: list[Part | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, Part.of(own) if own else None)
+    return join_parts([part for part in gathered if part is not None])
+
+
+def join_parts(parts: Sequence[Part]) -> Metrics:
+    """Return what `merge_metrics` makes of all parts, with the same bits.
+
+    Parts of the same names, which nearly all ranks have, are added as arrays: a thousand ranks with a metric at a time
+    would take a third of a second.
+    """
+    if len({(part.names, part.reductions) for part in parts}) != 1:
+        return merge_metrics(part.metrics for part in parts)
+    values_PN3 = np.stack([part.values_N3 for part in parts])
+    total_N3 = values_PN3.cumsum(axis=0)[-1]  # one part after the other, unlike `sum`
+    reductions = parts[0].reductions.split(_BETWEEN)
+    for number, reduction in enumerate(reductions):
+        if reduction in _CHOOSING:
+            total_N3[number, 0] = _CHOOSING[reduction](values_PN3[:, number, 0].tolist())
+    return Part(parts[0].names, parts[0].reductions, total_N3).metrics
+
+
+_BETWEEN = "\n"
+_CHOOSING: Mapping[str, Callable[[list[float]], float]] = {"max": max, "min": min, "last": lambda values: values[-1]}
+"""What the reductions that do not add up make of the `sum` of all parts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The metrics of a rank, as few objects: each of another rank's takes some microseconds to unpickle."""
+
+    names: str
+    """The names of N metrics, with `_BETWEEN` between them."""
+    reductions: str
+    """Their reductions."""
+    values_N3: npt.NDArray[np.float64]
+    """Sum, weight and square of each."""
+
+    @staticmethod
+    def of(metrics: Metrics) -> Part:
+        """Return the metrics, at least one, whose numbers are on the host."""
+        rows = [(each.sum, each.weight, each.square) for each in metrics.values()]
+        reductions = _BETWEEN.join(each.reduce for each in metrics.values())
+        return Part(_BETWEEN.join(metrics), reductions, np.array(rows, np.float64))
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics, one by one."""
+        rows = zip(self.names.split(_BETWEEN), self.reductions.split(_BETWEEN), self.values_N3.tolist(), strict=True)
+        return {
+            name: Metric(total, weight, cast(Reduction, how), square) for name, how, (total, weight, square) in rows
+        }
 
 
 def _on_host(kept: Sequence[Metrics]) -> Iterable[Metrics]:

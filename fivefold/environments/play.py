@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fivefold.environments.environment import Environment, Task
-from fivefold.rollout.protocol import Begun, GenerationRequest, RolloutEngine, SamplingParams, turn_seed
+from fivefold.rollout.contract import RolloutEngine
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, turn_seed
 from fivefold.types import Completion, Episode, Prompt
 
 PAUSE_S = 0.005

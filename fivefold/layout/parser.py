@@ -73,13 +73,13 @@ def parse_role(text: str) -> RoleAllocation:
     return AllocationParser(text).single_role()
 
 
-def parse_backend(text: str, n_devices: int | None = None) -> ParallelLayout:
-    """Return the layout in one role's string, with `d*` filled from `n_devices`.
+def parse_backend(text: str) -> ParallelLayout:
+    """Return the layout in one role's string.
 
     Raises:
-        AllocationError: a string that cannot be read, or `d*` that `n_devices` does not fill.
+        AllocationError: a string that cannot be read, or that has `d*`.
     """
-    return parse_role(text).resolve(n_devices)
+    return parse_role(text).resolve()
 
 
 class AllocationParser:

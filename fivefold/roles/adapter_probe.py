@@ -19,7 +19,8 @@ from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.trainer_worker import TrainerWorker
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.types import Completion
 
 _B = adapter_name("", MATRICES[1])

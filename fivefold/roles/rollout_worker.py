@@ -18,8 +18,9 @@ from fivefold.environments.build import build_environment
 from fivefold.environments.play import SETTLE_S, Player, tasks_of
 from fivefold.environments.transcript import transcript_text
 from fivefold.roles.responses import Job, Responses
+from fivefold.rollout.contract import RolloutEngine
 from fivefold.rollout.engines import DIALECTS, build_engine
-from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, ServerCounts
+from fivefold.rollout.protocol import GenerationRequest, ServerCounts
 from fivefold.rollout.replica import FollowerAddress, ReplicaNode, ReplicaSpec
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.types import Episode

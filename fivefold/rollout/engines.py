@@ -8,7 +8,7 @@ import torch
 
 from fivefold.imports import large_imports
 from fivefold.layout.backends import backend_names
-from fivefold.rollout.protocol import RolloutEngine
+from fivefold.rollout.contract import RolloutEngine
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.command import check_command
 from fivefold.rollout.servers.dialect import Dialect

@@ -17,7 +17,8 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.generate import generate
 from fivefold.rewards.judge import Sampling
 from fivefold.roles.judge import sampling_of
-from fivefold.rollout.protocol import GenerationRequest, complete, question_seed
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest, question_seed
 from fivefold.rollout.tokenizer import decoded, load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed

@@ -25,7 +25,7 @@ from fivefold.families.read import load_shape
 from fivefold.families.served import ServedAdapters
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import tensors
-from fivefold.rollout.protocol import complete
+from fivefold.rollout.contract import complete
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.weights.buckets import pack
 from tests.servers.test_real_servers import (

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
-from fivefold.rollout.protocol import GenerationRequest, complete
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion, PlacedImage
 from fivefold.weights.ipc_buffers import IPCSender

@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion

@@ -25,7 +25,7 @@ from fivefold.planning.simulation.run import Outcome, OverlappedWeights, Setting
 from fivefold.planning.timing import HOST_LINK
 
 AGES = (0, 1, 2, 4)
-"""Values of `rollout.max_head_offpolicyness` that are compared."""
+"""Values of `rollout.max_head_offpolicyness` that are compared; gains are over the first one."""
 MOST_SPLITS = 15
 """Most numbers of training GPUs that are tried, evenly spaced."""
 
@@ -79,14 +79,13 @@ class LookAhead:
     """What context-parallel groups by length would save of the recipe's update; None: it has no such parallelism."""
 
 
-def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequence[int] = AGES) -> LookAhead:
+def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths) -> LookAhead:
     """Simulate a recipe on all splits of its GPUs.
 
     Args:
         recipe: the run.
         inputs: the inputs of its plan.
         lengths: lengths of its responses, cut off at the most tokens that the recipe samples.
-        ages: values of `rollout.max_head_offpolicyness`; gains are over the first one.
 
     Raises:
         ValueError: a recipe on CPU processes, or with more roles than an actor and a rollout, or more turns than the
@@ -109,7 +108,7 @@ def look_ahead(recipe: TrainRecipe, inputs: Inputs, lengths: Lengths, ages: Sequ
     if any(role.role == "actor" and role.cp > 1 for role in inputs.allocation.roles):
         given = recipe.train_dataset.max_length + lengths.given
         context = context_groups(inputs, _typical(estimate(inputs), given + lengths.mean), lengths, given)
-    return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, ages)), context)
+    return LookAhead(lengths, len(splits), tuple(fastest(splits, lengths, AGES)), context)
 
 
 def _most_sampled(recipe: TrainRecipe, lengths: Lengths) -> int:

@@ -68,9 +68,9 @@ class Canvas:
         )
 
 
-def text_width(text: str, size: float, *, mono: bool = False) -> float:
+def text_width(text: str, size: float) -> float:
     """Return the approximate width of a text in pixels."""
-    return len(text) * size * (0.61 if mono else 0.56)
+    return len(text) * size * 0.56
 
 
 def stage_colour(stage: int) -> str:

@@ -23,7 +23,8 @@ from fivefold.experience.waiting import BegunGroup, Saved, WaitingGroups, read_w
 from fivefold.observe.errors import RunFailed
 from fivefold.roles import remote_batch
 from fivefold.roles.responses import Job, Responses
-from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, ServerCounts, complete, group_requests
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, ServerCounts, group_requests
 from fivefold.types import Completion, Episode, FinishReason, Prompt
 from tests.rows import long
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker

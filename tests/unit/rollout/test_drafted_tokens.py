@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from fivefold.bridge.kept import draft_files
 from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.rollout import SpeculativeConfig
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import ServerCounts, complete
+from fivefold.rollout.protocol import ServerCounts
 from fivefold.rollout.replica import ReplicaSpec
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.command import check_command, server_command

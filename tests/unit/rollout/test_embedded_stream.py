@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fivefold.rollout import embedded_stream
-from fivefold.rollout.protocol import GenerationRequest, complete, group_requests
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest, group_requests
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
 from tests.unit.rollout.test_transformers_engine import engine_at, ragged_prompts, sampling, teacher_forced

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fivefold.rollout import embedded_stream
-from fivefold.rollout.protocol import complete, group_requests
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import group_requests
 from fivefold.types import UNKNOWN_EXPERT
 from tests.unit.rollout.test_transformers_engine import engine_at, ragged_prompts, sampling
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers import sglang_dialect
 from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.rollout.servers.dialect import Ask

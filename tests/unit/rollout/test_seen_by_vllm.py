@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fivefold.bridge.kept import tower_files
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, complete
+from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.rollout.servers.images import SharedImages

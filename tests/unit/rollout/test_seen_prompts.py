@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion, PlacedImage
 

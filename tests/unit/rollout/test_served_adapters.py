@@ -17,7 +17,8 @@ from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.families.read import load_shape
 from fivefold.families.served import ServedAdapters, sent_matrices
 from fivefold.families.shape import ModelShape
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers.client import ServerRefused
 from fivefold.rollout.servers.command import check_command
 from fivefold.rollout.servers.engine import ServerEngine

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fivefold
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, complete
+from fivefold.rollout.protocol import GenerationRequest
 from fivefold.rollout.servers import memory_share
 from fivefold.rollout.servers.command import check_command, server_command
 from fivefold.weights.table import TRANSPORTS

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fivefold.roles.responses import Job
-from fivefold.rollout.protocol import complete
+from fivefold.rollout.contract import complete
 from fivefold.rollout.servers import life
 from fivefold.types import Prompt
 from tests.unit.experience.local_replicas import EngineWorker

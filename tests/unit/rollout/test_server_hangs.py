@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from fivefold.rollout.protocol import complete
+from fivefold.rollout.contract import complete
 from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers.process import ServerDied
 from tests.rows import long

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import complete
 from fivefold.rollout.servers.command import server_command
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python

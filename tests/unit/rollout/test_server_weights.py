@@ -27,8 +27,9 @@ from torch import Tensor
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.cluster import failures
 from fivefold.config.schema.rollout import GenerationConfig
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import GenerationRequest, SamplingParams, complete
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams
 from fivefold.rollout.servers import dialect as dialects
 from fivefold.rollout.servers import life, sglang_dialect, updates, vllm_dialect
 from fivefold.rollout.servers import weights as weights_of_servers

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from fivefold.rollout.contract import complete
 from fivefold.rollout.engines import DIALECTS
-from fivefold.rollout.protocol import complete
 from fivefold.rollout.replica import ReplicaNode, ReplicaSpec
 from fivefold.rollout.servers import sglang_dialect
 from fivefold.rollout.servers.engine import ServerEngine

@@ -32,8 +32,9 @@ from transformers import (
 from fivefold.config.schema.rollout import GenerationConfig
 from fivefold.families.registry import find_family
 from fivefold.rollout import decode, forward, kv_cache
+from fivefold.rollout.contract import RolloutEngine, complete
 from fivefold.rollout.hf_model import build_model
-from fivefold.rollout.protocol import GenerationRequest, RolloutEngine, SamplingParams, complete, group_requests
+from fivefold.rollout.protocol import GenerationRequest, SamplingParams, group_requests
 from fivefold.rollout.tokenizer import load_tokenizer
 from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion
