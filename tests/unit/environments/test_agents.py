@@ -232,9 +232,11 @@ def test_a_call_of_another_form_is_text_that_the_agent_sees(run: Callable[..., l
         reply = post(base_url, "chat/completions", messages=[user("1+2?")], tools=TOOLS)
         assert reply["choices"][0]["message"] == {"role": "assistant", "content": answer}
         assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["choices"][0]["parse_error"].startswith("a call")
         return 0.0
 
-    run(agent, Policy(lambda text: answer))
+    [episode] = run(agent, Policy(lambda text: answer))
+    assert episode.finish_reason == "done", "the agent decides what becomes of it"
 
 
 def test_what_a_user_types_is_no_call_and_tools_that_are_not_offered_are_none(
