@@ -470,7 +470,7 @@ class Stopped(Policy):
         return [(number, replace(whole, finish_reason="stop")) for number, whole in super().collect(seconds)]
 
 
-@pytest.mark.parametrize("form", ["chat", "text"])
+@pytest.mark.parametrize("form", ["chat", "text", "tokens"])
 def test_what_a_stop_cuts_off_stays_among_the_tokens(run: Callable[..., list[Episode]], form: str) -> None:
     def agent(base_url: str) -> float:
         if form == "text":
@@ -478,6 +478,13 @@ def test_what_a_stop_cuts_off_stays_among_the_tokens(run: Callable[..., list[Epi
             assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("turn 1, ab\n", "stop", "Seen: ")
             last = post(base_url, "completions", prompt=f"go{first['text']}Seen: 7\n", stop=["Seen: "])
             assert last["choices"][0]["text"] == "turn 2, ab\n"
+            return 1.0
+        if form == "tokens":
+            root, sampling = base_url.removesuffix("/v1"), {"stop": ["Seen: "]}
+            first = post(root, "generate", input_ids=ids("go"), sampling_params=sampling)
+            assert (first["text"], first["meta_info"]["finish_reason"]["matched"]) == ("turn 1, ab\n", "Seen: ")
+            later = [*ids("go"), *first["output_ids"], *ids("7\n")]
+            assert post(root, "generate", input_ids=later, sampling_params=sampling)["text"] == "turn 2, ab\n"
             return 1.0
         body = {"max_tokens": 90, "stop_sequences": ["Seen: "]}
         said = post(base_url, "messages", messages=[user("go")], **body)
