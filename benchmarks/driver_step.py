@@ -48,9 +48,9 @@ from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
+from fivefold.roles.models import Trainer
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rollout.protocol import SamplingParams
 from fivefold.types import Prompt

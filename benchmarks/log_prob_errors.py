@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from random_model import write_config, write_tokenizer
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +125,7 @@ def by_vllm(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tensor:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a look at the device forbids forks
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    further: dict[str, Any] = dict(item.split("=", 1) for item in args.vllm)
+    further: dict[str, Any] = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in args.vllm)}
     engine = LLM(
         str(args.folder),
         dtype="bfloat16",

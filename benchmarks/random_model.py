@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fivefold.families.read import SHAPES
+from fivefold.families.read import SHAPES, load_shape
+from fivefold.families.tensors import kept_tensors
 
 
 def write_config(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
-    """Write the config.json of a shape in fivefold/families/shapes/. Returns its content.
+    """Write the config.json of a shape in fivefold/families/shapes/, and random indexers if it has some, which no
+    trainer draws. Returns the config.
 
     Args:
         model: name of the shape, without .json.
@@ -28,6 +32,9 @@ def write_config(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     (folder / "config.json").write_text(json.dumps(config))
+    if kept := kept_tensors(load_shape(folder)):
+        indexers = {name: 0.02 * torch.randn(full, dtype=torch.bfloat16) for name, full in kept.items()}
+        save_file(indexers, folder / "model.safetensors", {"format": "pt"})
     return config
 
 

@@ -253,8 +253,11 @@ def of_roll(draft: Draft) -> None:
             if cap is not None:
                 draft.mapped(own + "upper_bound", CORRECTION + "weight_cap", draft.read(own + "upper_bound", number))
     first = section + "filters.0."
-    if draft.get(first + "enabled", True) is True and draft.get(first + "diff_enabled") is not True:
+    if draft.get(first + "enabled") is True:
         _filter(draft, first)
+    elif draft.keys(first + "*"):
+        for key in draft.keys(first + "*"):
+            draft.implied(key, f"{first}enabled is not true")
     for key in draft.keys(section + "*"):
         reason = (
             "there is one mask, by the ratio of token, sequence or geometric mean, and weights by token or sequence"
@@ -262,10 +265,23 @@ def of_roll(draft: Draft) -> None:
         draft.unsupported(key, reason)
 
 
+LEVELS: Mapping[str, str] = {"token": "token", "segment": "turn", "sequence": "sequence", "geometric": "geometric"}
+"""Values of `agg_type`, with `mask`."""
+
+
 def _filter(draft: Draft, section: str) -> None:
-    level = str(draft.get(section + "agg_type", "token"))
-    if not draft.keys(section + "*") or level not in ("token", "sequence", "geometric"):
+    level = LEVELS.get(str(draft.get(section + "agg_type", "token")))
+    by_ratio = draft.get(section + "ratio_enabled", True) is True
+    by_difference = draft.get(section + "diff_enabled") is True
+    if not draft.keys(section + "*") or level is None or not by_ratio:
         return
     low, high = draft.read(section + "ratio_low", number, 0.8), draft.read(section + "ratio_high", number, 1.2)
+    keys: dict[str, Any] = {"mask": level, "mask_below": low, "mask_above": high}
+    if by_difference:
+        keys["difference_below"] = draft.read(section + "diff_low", number, -0.2)
+        keys["difference_above"] = draft.read(section + "diff_high", number, 0.2)
+    else:
+        for name in ("diff_low", "diff_high"):
+            draft.implied(section + name, "only diff_enabled reads this")
     for key in draft.keys(section + "*"):
-        correct_rollout(draft, key, {"mask": level, "mask_below": low, "mask_above": high})
+        correct_rollout(draft, key, keys)

@@ -76,7 +76,7 @@ def draft_of(
 
 
 def _settle_images(draft: Draft) -> None:
-    """Map the columns of images, and add a problem for a model that reads images which do not reach it."""
+    """Map the columns of images, and add a problem for a model that reads images which none are given."""
     model = str(draft.recipe.get("actor.path", ""))
     is_seeing = sees(model)
     for key in [*draft.keys("*image_key"), *draft.keys("multimodal_keys")]:
@@ -95,11 +95,6 @@ def _settle_images(draft: Draft) -> None:
         draft.problems.append(f"actor.path={model} reads images, but {NO_MULTIMODAL}: name one, or a language model")
     elif "train_dataset.image_key" not in draft.recipe:
         draft.problems.append(f"actor.path={model} reads images: name their column in train_dataset.image_key")
-    elif str(draft.recipe.get("rollout.backend", "")).startswith("sglang"):
-        draft.problems.append(
-            f"actor.path={model} reads images, which do not reach SGLang, and rollout.backend is sglang: set it to "
-            "vllm or transformers:d1"
-        )
 
 
 def _column_of_images(value: Any) -> str | None:

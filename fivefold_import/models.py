@@ -18,7 +18,7 @@ IMAGE_NAME = re.compile(
 )
 """Names of models that read images or video."""
 
-SEEING_NAME = re.compile(r"qwen(3|2\.5)-vl-(?!.*-?a\d+b)|qwen3\.[56]-", re.I)
+SEEING_NAME = re.compile(r"qwen(3|2\.5)-vl-|qwen3\.[56]-", re.I)
 """Names of models whose images are read here too."""
 
 UNREAD_NAME = re.compile(

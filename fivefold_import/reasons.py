@@ -78,7 +78,7 @@ NO_NESTED_COLUMNS = "a column holds a text or chat messages, and no mapping: pre
 
 # Models and training
 
-NO_MULTIMODAL = "of models that read more than text, Qwen2.5-VL, Qwen3-VL without experts and Qwen3.5 read images"
+NO_MULTIMODAL = "of models that read more than text, Qwen2.5-VL, Qwen3-VL and Qwen3.5 read images"
 NO_ADAPTERS = "all weights are trained, without adapters"
 MERGED = (
     "the rollout gets the weights with the adapters merged into them; rollout.weight_transport=served_adapter lets "

@@ -129,7 +129,9 @@ LR_SCHEDULE = one_of(
     constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine", wsd="wsd", WSD="wsd"
 )
 DTYPE = one_of(
-    bfloat16="bfloat16", bf16="bfloat16", torch_bfloat16="bfloat16", float32="float32", fp32="float32", float="float32"
+    **dict.fromkeys(("bfloat16", "bf16", "torch_bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("float16", "fp16", "half"), "float16"),
 )
 STATE_PLACE = one_of(true="host", false="device")
 ROLLOUT_ENGINE = one_of(vllm="vllm", vllm_async="vllm", sglang="sglang", hf="transformers", hf_infer="transformers")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fivefold.cluster.interrupt import keep_exit_statuses
+from tests.forks import share_server, use_shared_server
 
 keep_exit_statuses()
 # On a machine that is busy, an example may take any time.
@@ -18,6 +19,13 @@ settings.load_profile("busy")
 # Test modules import all libraries, and pytest makes an object of every test. Passes of the garbage collector over all
 # of them would take seconds; what exists when the first test begins stays to the end.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        use_shared_server()
+    elif config.getoption("numprocesses", None):
+        share_server()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

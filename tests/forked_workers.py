@@ -5,8 +5,9 @@
     host   ──forks───> worker, in the environment, folder and output that the script was given
 
 Ray reads its environment when it is imported, so that each worker imports it by itself. A worker is a child of the
-host, not of the raylet. What Ray does with its children is seen in `tests/unit/cluster`, whose workers are not forked,
-and how a worker starts from nothing by the runs that tests start as `fivefold` commands of their own.
+host, not of the raylet. What Ray does with its children is seen in `tests/unit/cluster/test_worker_calls.py`, whose
+workers are not forked, and how a worker starts from nothing by the runs that tests start as `fivefold` commands of
+their own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,15 @@
-"""Processes that begin with everything imported: one server has imported it, and forks them."""
+"""Processes that begin with everything imported: one server has imported it, and forks them.
+
+pytest ──starts──> server, which imports while pytest's workers collect tests
+       ──starts──> worker ... ──asks the server for──> processes of its tests
+"""
 
 from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import runpy
 import signal
@@ -18,6 +24,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.forked_workers import HOST, fork_workers, python_path
+
+ADDRESS = "FORK_SERVER"
+"""Variable with the address of the server that pytest's workers share."""
+
+
+def share_server() -> None:
+    """Start the server here, for the workers that this process is about to start."""
+    forking()
+    multiprocessing.forkserver.ensure_running()
+    os.environ[ADDRESS] = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def use_shared_server() -> None:
+    """Fork from the server of the process that has started this one."""
+    _, held = os.pipe()  # a server of this process would end with it
+    server = multiprocessing.forkserver._forkserver
+    vars(server).update(
+        _forkserver_address=os.environ[ADDRESS],
+        _forkserver_alive_fd=held,
+        ensure_running=multiprocessing.resource_tracker.ensure_running,
+    )
 
 
 def forking() -> ForkServerContext:

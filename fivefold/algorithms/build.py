@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Advantage, Scores, check_result
+from fivefold.algorithms.advantages.compute import Advantage, Scores, check_result
 from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.distillation import Distillation
 from fivefold.algorithms.loss import Surrogate

@@ -7,7 +7,7 @@ of q estimate an expectation under p_old only if each is weighted by
     w   = prod_t w_t               of its whole sequence: unbiased
 
 `weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`]. `mask` leaves tokens out
-by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or largest value:
+by a measure of theirs (`mask_by`), whole sequences by its sum, mean or largest value, or turns by its mean:
 
     ratio       log w_t: its sum stands for the product, and its mean for the geometric mean
     k2          (log w_t)^2 / 2
@@ -15,7 +15,8 @@ by a measure of theirs (`mask_by`), or whole sequences by its sum, mean or large
     error       max(w_t, 1 / w_t), by how much the two differ as a factor (NeMo-RL's multiplicative probability error)
     binary_kl   max of KL(p_old, q) and KL(q, p_old) of "this token" against "any other" (KPop of AReaL)
 
-or by their second moment over the mini-batch (`SecondMomentMask`). `veto_below` leaves out the
+or by their second moment over the mini-batch (`SecondMomentMask`). Besides, p_old,t - q_t, put together in the same
+way, may have to be in [`difference_below`, `difference_above`]. `veto_below` leaves out the
 sequences that have a token with a smaller w_t.
 
     TIS        weight=token, weight_cap=C               truncated (Yao et al. 2025, "Off-policy RL training")
@@ -47,7 +48,7 @@ from fivefold.batch import Batch
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.corrections import RolloutCorrectionConfig
 
-Mask = Literal["token", "sequence", "geometric", "largest", "second_moment"]
+Mask = Literal["token", "turn", "sequence", "geometric", "largest", "second_moment"]
 MaskBy = Literal["ratio", "k2", "k3", "error", "binary_kl"]
 SMALLEST = 1e-8
 """Least probability of "any other" token in a logarithm."""
@@ -79,6 +80,8 @@ class RolloutCorrection:
     veto_below: float | None = None
     mask_by: MaskBy = "ratio"
     weight_floor: float | None = None
+    difference_above: float | None = None
+    difference_below: float | None = None
 
     @staticmethod
     def automatic() -> RolloutCorrection:
@@ -102,6 +105,8 @@ class RolloutCorrection:
             config.veto_below,
             config.mask_by,
             config.weight_floor,
+            config.difference_above,
+            config.difference_below,
         )
 
     @property
@@ -151,6 +156,8 @@ class RolloutCorrection:
             inside_T = fields[KEPT_TOKENS].bool()
         elif self.mask is not None:
             inside_T = self._within_bounds(self._measured(log_w_T, rollout_T), sequences)
+            if (self.difference_above, self.difference_below) != (None, None):
+                inside_T = inside_T & self._differs_little(log_w_T, rollout_T, sequences)
         if self.veto_below is not None:
             below_T = (log_w_T < math.log(self.veto_below)).to(log_w_T.dtype)
             inside_T = inside_T & (sequences.spread(sequences.sum(below_T)) == 0)
@@ -174,10 +181,23 @@ class RolloutCorrection:
                 forward_T = p_T * odds_T[0] + (1.0 - p_T) * odds_T[1]
                 return torch.maximum(forward_T, -q_T * odds_T[0] - (1.0 - q_T) * odds_T[1])
 
+    def _put_together(self, measure_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """Return the sum, mean or largest value of the token's sequence, or the mean of its turn; or each token's."""
+        spans = sequences.turns() if self.mask == "turn" else sequences
+        of_spans = {"sequence": spans.sum, "geometric": spans.mean, "turn": spans.mean, "largest": spans.largest}
+        if self.mask is None or self.mask not in of_spans:
+            return measure_T
+        return spans.spread(of_spans[self.mask](measure_T))
+
+    def _differs_little(self, log_w_T: torch.Tensor, rollout_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        difference_T = (rollout_T + log_w_T).detach().exp() - rollout_T.detach().exp()
+        difference_T = self._put_together(difference_T, sequences)
+        below, above = self.difference_below, self.difference_above
+        least, most = -math.inf if below is None else below, math.inf if above is None else above
+        return (difference_T >= least) & (difference_T <= most)
+
     def _within_bounds(self, measure_T: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        of_sequence = {"sequence": sequences.sum, "geometric": sequences.mean, "largest": sequences.largest}
-        if self.mask is not None and self.mask in of_sequence:
-            measure_T = sequences.spread(of_sequence[self.mask](measure_T))
+        measure_T = self._put_together(measure_T, sequences)
         below, above = self.mask_below, self.mask_above
         if self.mask_by == "ratio":
             return (measure_T >= _log(below, -math.inf)) & (measure_T <= _log(above, math.inf))

@@ -30,6 +30,14 @@ class Sequences:
             mask_T, torch.repeat_interleave(numbers_S, lengths_S, output_size=mask_T.numel()), len(lengths)
         )
 
+    def turns(self) -> Sequences:
+        """Return the runs of trained tokens as sequences: what the policy sampled without an answer in between."""
+        trained_T = self.mask_T.bool()
+        follows_T = torch.zeros_like(trained_T)
+        follows_T[1:] = trained_T[:-1] & (self.sequence_T[1:] == self.sequence_T[:-1])
+        starts_T = trained_T & ~follows_T
+        return Sequences(self.mask_T, (starts_T.cumsum(0) - 1).clamp(min=0), max(1, int(starts_T.sum())))
+
     def sum(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return [S]: the sum of the values on each sequence's trained tokens; all values must be finite."""
         return values_T.new_zeros(self.n).index_add(0, self.sequence_T, values_T * self.mask_T)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores, check_result
+from fivefold.algorithms.advantages.compute import Scores, check_result
 
 
 def returns(rewards: Sequence[float], discount: float) -> list[float]:

@@ -80,15 +80,18 @@ class HFWeights:
     def read(self, name: str, *index: slice) -> Tensor:
         """Return the tensor `name` on the CPU, or the part of it that `index` selects along its first dimensions."""
         tensor: Tensor
-        if (within := self._stored.tensors[name].within) is None:
+        stored = self._stored.tensors[name]
+        if stored.within is None:
             tensor = self._open(self.file(name)).get_slice(name)[index or slice(None)]
             return tensor
-        of_all, expert, first = within
+        of_all, expert, first = stored.within
         rows, *columns = index or (slice(None),)
-        begin, end, _ = rows.indices(self.shape(name)[0])
-        place = (slice(expert, expert + 1), slice(first + begin, first + end), *columns)
-        tensor = self._open(self.file(name)).get_slice(of_all)[place][0]
-        return tensor
+        begin, end, _ = rows.indices(stored.shape[0])
+        parts = [slice(first + begin, first + end), *columns]
+        if stored.is_turned:
+            parts = [*(columns or [slice(None)]), parts[0]]
+        tensor = self._open(self.file(name)).get_slice(of_all)[(slice(expert, expert + 1), *parts)][0]
+        return tensor.t().contiguous() if stored.is_turned else tensor
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

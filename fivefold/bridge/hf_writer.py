@@ -23,9 +23,9 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.decoder import file_tensors, float32_tensors
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
-from fivefold.bridge.kept import kept_specs
+from fivefold.bridge.kept import fuses_experts, kept_specs
 from fivefold.bridge.shard_files import ShardFiles
-from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, plan_shards
+from fivefold.bridge.shard_plan import MAX_SHARD_BYTES, ShardPlan, TensorSpec, fused, plan_shards
 from fivefold.bridge.weight_files import PROCESSOR_FILES, TOKENIZER_FILES
 from fivefold.families.read import load_shape
 from fivefold.families.shape import ModelShape
@@ -130,7 +130,8 @@ class HFFolder:
                 classification of that; None: it is a language model.
         """
         self._kept = kept_specs(config_source) if scores is None else {}
-        self.plan = plan_shards({**tensors, **self._kept}, max_shard_bytes)
+        in_files = fused(tensors) if fuses_experts(config_source) else tensors
+        self.plan = plan_shards({**in_files, **self._kept}, max_shard_bytes)
         self._scores = scores
         self.target = Path(os.path.realpath(folder))
         self._source = config_source

@@ -37,6 +37,13 @@ def kept_specs(source: Path) -> dict[str, TensorSpec]:
     }
 
 
+def fuses_experts(source: Path) -> bool:
+    """Return whether folders of the model in `source` have the matrices of all experts of a layer in two tensors."""
+    file = source / "config.json"
+    family = FAMILIES.get(parsed(file.read_text()).get("model_type", "")) if file.is_file() else None
+    return family is not None and family.moe is not None and family.moe.are_fused
+
+
 def draft_files(folder: Path) -> dict[str, list[str]]:
     """Return the tensors in a model's folder that draft tokens for its rollout, by the path of their file.
 

@@ -67,6 +67,8 @@ class ShardFiles:
             OSError: the file system refuses it.
         """
         place = self._plan.place(name)
+        if place.turned_at is not None:
+            data, row, column = data.t(), column, place.turned_at + row
         _check(name, data, row, column, place.spec.dtype, place.spec.shape)
         itemsize, width = data.element_size(), prod(place.spec.shape[1:])
         first = place.begin + (row * width + column) * itemsize

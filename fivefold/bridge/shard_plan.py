@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fivefold.bridge.weight_files import INDEX_FILE, LENGTH_BYTES, SINGLE_FILE, of_joint
+from fivefold.bridge.weight_files import FUSED, INDEX_FILE, LENGTH_BYTES, SINGLE_FILE, of_fused, of_joint
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in a file, unless a single tensor is larger."""
@@ -73,6 +73,8 @@ class Place:
     begin: int
     """Offset of the tensor's first byte from the start of the file."""
     spec: TensorSpec
+    turned_at: int | None = None
+    """First of the columns of `spec` that are the tensor's rows; None: its rows are rows."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,20 @@ class ShardPlan:
         Raises:
             KeyError: neither is in the plan.
         """
-        part = None if name in self.places else of_joint(name)
-        if part is None:
+        if name in self.places:
             return self.places[name]
-        whole, expert = self.places[part[0]], part[1]
-        own = TensorSpec(whole.spec.dtype, whole.spec.shape[1:])
-        return Place(whole.file, whole.begin + expert * own.n_bytes, own)
+        if (part := of_joint(name)) is not None:
+            return self._of_expert(*part, None)
+        if (matrix := of_fused(name)) is not None:
+            whole, expert, kind = matrix
+            kinds = FUSED[whole.rpartition(".")[2]]
+            return self._of_expert(whole, expert, kinds.index(kind) * self.places[whole].spec.shape[2] // len(kinds))
+        raise KeyError(name)
+
+    def _of_expert(self, whole: str, expert: int, turned_at: int | None) -> Place:
+        place = self.places[whole]
+        own = TensorSpec(place.spec.dtype, place.spec.shape[1:])
+        return Place(place.file, place.begin + expert * own.n_bytes, own, turned_at)
 
     @property
     def data_bytes(self) -> int:
@@ -132,6 +142,19 @@ class ShardPlan:
         weight_map = {name: place.file for name, place in self.places.items()}
         text = json.dumps({"metadata": {"total_size": self.data_bytes}, "weight_map": weight_map}, indent=2) + "\n"
         return INDEX_FILE, text
+
+
+def fused(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the tensors with all experts' matrices [out, in] of a layer in two, [E, in, out], in the first's place."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        if (matrix := of_fused(name)) is None:
+            found[name] = spec
+            continue
+        whole, expert, _ = matrix
+        outputs, inputs = spec.shape
+        found[whole] = TensorSpec(spec.dtype, (expert + 1, inputs, outputs * len(FUSED[whole.rpartition(".")[2]])))
+    return found
 
 
 def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> ShardPlan:

@@ -22,8 +22,12 @@ def text_config(folder: str | Path, **options: Any) -> PreTrainedConfig:
     """
     whole = AutoConfig.from_pretrained(folder, **options)
     config = whole.get_text_config()
-    if not hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = whole.tie_word_embeddings
+    # A class of text_config may have another default than the whole model's, which counts.
+    stated, _ = PreTrainedConfig.get_config_dict(folder)
+    inside = stated.get("text_config") or {}
+    config.tie_word_embeddings = {"tie_word_embeddings": whole.tie_word_embeddings, **inside, **stated}[
+        "tie_word_embeddings"
+    ]
     family = family_in_memory(config.model_type)
     if family is None or family.computed_as is None:
         return config

@@ -43,7 +43,10 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", "*.pt", "*.pth")
 """Patterns of weight files that are not read."""
 _FUSED = re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-"""Matrices of all experts in one tensor, as Qwen3.5's folders have them."""
+"""Matrices of all experts in one tensor, as folders of Qwen3.5 and of Qwen3-VL with experts have them."""
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""These tensors' names, and the matrices of an expert in each, one after the other."""
+_OF_FUSED = re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
 _JOINT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?")
 """Tensors of all experts in one, as GPT-OSS's folders have them; each expert's is a part along the first dimension."""
 _OF_JOINT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
@@ -67,6 +70,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     within: tuple[str, int, int] | None = None
     """The tensor of all experts [E, rows, columns] that an expert's matrix lies in, the expert, and its first row."""
+    is_turned: bool = False
+    """Whether the matrix lies there as columns [E, columns, rows], and `within` has its first column."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +144,16 @@ def _survey_files(folder: Path, files: Iterable[str], placed: Mapping[str, str])
             f"{INDEX_FILE} places tensors in files that do not hold them: {shown}{more}: fetch the index and these "
             "files again, from one version of the model"
         )
-    single = {part: expert for name, tensor in tensors.items() for part, expert in _single_experts(name, tensor)}
+    single = {
+        part: expert for name, tensor in tensors.items() for part, expert in _single_experts(name, tensor, tensors)
+    }
     return WeightFiles(folder, single, tuple(problems), frozenset(unread.union(misplaced)))
 
 
-def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensor; in place of one that holds all experts' matrices, yield each matrix."""
+def _single_experts(
+    name: str, tensor: StoredTensor, tensors: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensor; in place of one of the `tensors` that holds all experts' matrices, yield each matrix."""
     if _JOINT.fullmatch(name) is not None:
         for expert in range(tensor.shape[0]):
             yield part_of_joint(name, expert), replace(tensor, shape=tensor.shape[1:], within=(name, expert, 0))
@@ -153,12 +162,36 @@ def _single_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, Stor
     if match is None or len(tensor.shape) != 3:
         yield name, tensor
         return
-    n_experts, rows, columns = tensor.shape
-    kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    is_turned = _is_turned(tensors, match[1])
+    n_experts, *matrix = tensor.shape
+    rows, columns = reversed(matrix) if is_turned else matrix
+    kinds = FUSED[match[2]]
     share = rows // len(kinds)
     for expert, (index, kind) in product(range(n_experts), enumerate(kinds)):
-        part = replace(tensor, shape=(share, columns), within=(name, expert, index * share))
+        part = replace(tensor, shape=(share, columns), within=(name, expert, index * share), is_turned=is_turned)
         yield f"{match[1]}.{expert}.{kind}.weight", part
+
+
+def _is_turned(tensors: Mapping[str, StoredTensor], layer: str) -> bool:
+    """Return whether the experts of a layer are [E, in, out] in files, and not [E, out, in].
+
+    The inputs of gate and up are the outputs of down, and in neither form are other sizes equal at these places.
+    """
+    pair = [tensors.get(f"{layer}.{kind}") for kind in FUSED]
+    if None in pair or any(len(each.shape) != 3 for each in pair if each is not None):
+        return False
+    gate_up, down = (each.shape for each in pair if each is not None)
+    return gate_up[1] == down[2]
+
+
+def of_fused(name: str) -> tuple[str, int, str] | None:
+    """Return the tensor of all experts that an expert's matrix is part of in some files, the expert, and the
+    matrix's own name among `FUSED`; None: it is of no such expert."""
+    match = _OF_FUSED.fullmatch(name)
+    if match is None:
+        return None
+    [whole] = (whole for whole, kinds in FUSED.items() if match[3] in kinds)
+    return f"{match[1]}.{whole}", int(match[2]), match[3]
 
 
 def of_joint(name: str) -> tuple[str, int] | None:

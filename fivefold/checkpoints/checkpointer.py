@@ -124,6 +124,7 @@ class Checkpointer:
         """
         self._writer = writer
         self._schedule = schedule
+        self._writes = writer.recipe.recover.is_enabled
         best = writer.recipe.recover.keep_best
         if history is None or history.name != best:
             history = None if best is None else MetricHistory(best, {})
@@ -141,7 +142,7 @@ class Checkpointer:
 
     def is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a checkpoint is due after `step`, whose metrics are `metrics`."""
-        if not self._writer.recipe.recover.is_enabled:
+        if not self._writes:
             return False
         self._look_for_metric(step, metrics)
         return self._schedule.is_due(step) or self._is_best(metrics)

@@ -27,9 +27,11 @@ from fivefold.cluster.compat import (
     without_agents,
     without_monitors,
 )
+from fivefold.cluster.errors import Member, RayEnded
 from fivefold.cluster.machine import check_machine, writable_home
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.private_folder import PrivateFolder, short_folder
+from fivefold.observe.timers import PhaseTimers
 
 MAX_OBJECT_STORE = 8 * 2**30
 """Most bytes of the object store. Weights pass through it in pieces, and a step's tokens are some hundred megabytes. A
@@ -119,9 +121,16 @@ class LocalRay:
         statuses = ((name, process.poll()) for name, process in self.servers.items())
         return next((Ending(name, status) for name, status in statuses if status is not None), None)
 
-    def keep_logs(self, folder: Path) -> None:
-        """Copy Ray's own logs to `folder`, because `end` removes them."""
-        shutil.copytree(self.logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    def failure(self, timers: PhaseTimers, kept_logs: Path, failed: Collection[Member]) -> RayEnded | None:
+        """Return the end of a server, for which all workers fail, whichever `failed`; None if all are running.
+
+        Ray's own logs are then copied to `kept_logs`, because `end` removes them.
+        """
+        ending = self.ended()
+        if ending is None:
+            return None
+        shutil.copytree(self.logs, kept_logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        return RayEnded(ending, timers.current, kept_logs)
 
     def processes(self) -> Iterator[psutil.Process]:
         """Yield all processes of this Ray that descend from this process."""

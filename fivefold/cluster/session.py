@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,14 +25,14 @@ import psutil
 import ray
 
 from fivefold.cluster.compat import hush
-from fivefold.cluster.errors import LostNode, Member, NodesLost, RayEnded
+from fivefold.cluster.errors import LostNode, Member, NodesLost
 from fivefold.cluster.group import WorkerGroup
 from fivefold.cluster.joined_ray import JoinedRay
 from fivefold.cluster.local_ray import LocalRay
 from fivefold.cluster.machine import check_devices
 from fivefold.cluster.nodes import Node, check_shared, reserve
 from fivefold.cluster.role import Role
-from fivefold.cluster.watch import Watch
+from fivefold.cluster.watch import Cause, Watch
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.progress import Progress
@@ -54,10 +55,13 @@ class Session:
         self.logs = logs
         self.timeout_s = scheduler.timeout_s
         self._scheduler = scheduler
-        self.watch = Watch(timers, on_failure=self.kill, cause=self._why_ray_ended)
         self._own_ray = None if isinstance(its_ray, JoinedRay) else its_ray
         """The Ray that this run has started; None if it has joined one."""
-        self._joined = its_ray if isinstance(its_ray, JoinedRay) else None
+        if isinstance(its_ray, JoinedRay):
+            self._cause: Cause = partial(self._why_nodes_are_lost, its_ray)
+        else:
+            self._cause = partial(its_ray.failure, timers, logs / "ray")
+        self.watch = Watch(timers, on_failure=self.kill, cause=self._cause)
         self._groups: dict[str, WorkerGroup] = {}
         self._created: dict[str, WorkerGroup] = {}
         """Groups of `_groups` whose objects have not been built."""
@@ -122,7 +126,7 @@ class Session:
             ValueError: a role writes to the run's folder, but one of its nodes does not see the folder.
         """
         self.watch.reopen()
-        if self._joined is not None:
+        if self._own_ray is None:
             check_shared(self.logs.parent, [node for node in self.nodes if _writes_on(node, roles)])
         for role in roles:
             group = WorkerGroup(self, self._with_variables(role))
@@ -164,20 +168,8 @@ class Session:
         self._groups.clear()
         _leave(self._own_ray, self._seen)
 
-    def _why_ray_ended(self, failed: Collection[Member] = ()) -> RunFailed | None:
-        """Return the failure that caused `failed` workers to fail, or all workers if none is given; None without one.
-
-        A node of a joined cluster may be lost, or the private Ray has ended. Its logs are kept with the run's.
-        """
-        if self._joined is not None:
-            return self._why_nodes_are_lost(self._joined, failed)
-        if self._own_ray is None or (ending := self._own_ray.ended()) is None:
-            return None
-        logs = self.logs / "ray"
-        self._own_ray.keep_logs(logs)
-        return RayEnded(ending, self.timers.current, logs)
-
     def _why_nodes_are_lost(self, joined: JoinedRay, failed: Collection[Member]) -> NodesLost | None:
+        """Return the loss of nodes that caused `failed` workers to fail; None without one."""
         # Without its head, Ray does not answer for the other nodes.
         is_headless = joined.has_lost_its_head()
         if is_headless:
@@ -200,7 +192,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # If Ray's servers have ended, its calls fail in the driver with errors that do not name this cause.
-        cause = self._why_ray_ended() if isinstance(error, Exception) and not isinstance(error, RunFailed) else None
+        cause = self._cause(()) if isinstance(error, Exception) and not isinstance(error, RunFailed) else None
         self.close()
         if cause is not None:
             raise cause from error

@@ -74,6 +74,10 @@ LOOK_S = 1.0
 """Seconds between checks that Ray is still running."""
 
 
+Cause = Callable[[Collection[Member]], RunFailed | None]
+"""Returns the failure that caused workers to fail, or all workers if none is given: Ray or a machine ended."""
+
+
 class Watch:
     """All open calls of a session. Several threads may wait at the same time.
 
@@ -85,7 +89,7 @@ class Watch:
         self,
         timers: PhaseTimers,
         on_failure: Callable[[], None],
-        cause: Callable[[Collection[Member]], RunFailed | None],
+        cause: Cause,
     ) -> None:
         self._timers = timers
         self._open: dict[ray.ObjectRef[Any], Call] = {}
@@ -96,7 +100,6 @@ class Watch:
         """The failure that ended the workers, which every thread raises."""
         self._on_failure = on_failure
         self._cause = cause
-        """Returns the failure that caused workers to fail, or all workers if none is given: Ray or a machine ended."""
         self._reports = Reports()
 
     def reopen(self) -> None:

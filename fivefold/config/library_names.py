@@ -217,7 +217,7 @@ _OPTIMIZER: dict[str, str] = {
     "adam_eps": "set optimizer.eps next to megatron",
     "clip_grad": "set optimizer.gradient_clipping next to megatron",
     **_each(
-        _DTYPE + ", float32 or bfloat16; neither scales the loss",
+        _DTYPE + ", float32, bfloat16 or float16, whose loss is scaled as docs/megatron.md says",
         "fp16 bf16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     ),
     "use_precision_aware_optimizer": "the formats of the state can be chosen without it: exp_avg_dtype and so on",

@@ -19,6 +19,15 @@ from fivefold.json_text import parsed
 
 OTHERWISE = "math_rule"
 """The domain of a row whose tag belongs to none."""
+SCORES: Mapping[str, str] = {
+    "iou_max_label_first": "by_label",
+    "iou_max_iou_first": "by_overlap",
+    "iou_completeness": "completeness",
+    "map": "map",
+    "map50": "map50",
+    "map75": "map75",
+}
+"""Weights of the scores of boxes by ROLL's names."""
 TEST_FUNCTION = re.compile(r"^\s*def (test_\w*)\(", re.MULTILINE)
 
 
@@ -36,8 +45,8 @@ def rows(path: str, split: str | None, domains: Mapping[str, str]) -> Iterator[R
     if split is not None:
         raise ValueError(f"{path} is one file, which has no split {split!r}: drop split")
     for number, row in enumerate(read_file(Path(path).expanduser()), start=1):
-        tag = str(row.get("tag") or "")
-        extra_info: dict[str, Any] = {"tag": tag, "id": str(row.get("id") or "")}
+        tag = str(row.get("tag") or row.get("data_source") or "")
+        extra_info: dict[str, Any] = {"tag": tag, "id": str(row.get("id") or ""), **_of_reward(row)}
         with suppress(TypeError, ValueError):
             extra_info["difficulty"] = float(row["difficulty"]) if "difficulty" in row else 0.0
         try:
@@ -52,7 +61,7 @@ def _ground_truth(row: Row) -> Any:
     """Return what rewards compare answers with: of a task in programming, the tests as the reward `code` reads them."""
     kind = row.get("case_type")
     if not kind:
-        return row.get("ground_truth")
+        return row["reward_model"]["ground_truth"] if "reward_model" in row else row.get("ground_truth")
     cases = row["test_cases"]
     cases = parsed(cases) if isinstance(cases, str) else cases
     match kind:
@@ -64,6 +73,25 @@ def _ground_truth(row: Row) -> Any:
             raise ValueError("case_type=text tests a response as a text, which the reward code does not: drop the row")
         case _:
             return _calls(cases, row.get("test_case_function"))
+
+
+def _of_reward(row: Row) -> dict[str, Any]:
+    """Return what a row says of how its boxes are scored, as the reward `detection` reads it."""
+    reward = row.get("reward_model")
+    ratios = (reward.get("verifier_parm") or {}).get("det_reward_ratio") if isinstance(reward, Mapping) else None
+    if not isinstance(reward, Mapping) or not isinstance(ratios, Mapping) or not any(ratios.values()):
+        return {}
+    # ROLL takes a weight outside of 0 to 1 for 0.
+    own: dict[str, Any] = {
+        to: value if isinstance(value := ratios.get(name), int | float) and 0 <= value <= 1 else 0.0
+        for name, to in SCORES.items()
+    }
+    for name, to in (("accuracy_ratio", "accuracy_weight"), ("format_ratio", "format_weight")):
+        if (value := reward.get(name)) is not None:
+            own[to] = value
+    if reward["verifier_parm"].get("det_verifier_normalized") is False:
+        own["pixels_per_token"] = None
+    return {"detection": own}
 
 
 def _with_calls(text: str) -> str:

@@ -83,9 +83,16 @@ class StepResult:
     """Learning rate of this step."""
     skipped: bool
     """Whether no weight was changed, because the gradient was not finite."""
+    loss_scale: float | None = None
+    """Factor of a float16 model's loss, by which the gradient was divided again; None: the loss has none."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient is not finite, if the step was skipped. Empty for a skipped step: all
     gradients are finite, but their norm exceeds float32."""
+
+    @property
+    def was_scaled(self) -> bool:
+        """Whether the loss had a factor above 1: after an overflow, the next step has a smaller one."""
+        return self.loss_scale is not None and self.loss_scale > 1.0
 
 
 class Snapshot(Protocol):

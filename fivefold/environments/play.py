@@ -63,7 +63,7 @@ class Player:
             _Session(task, self._calls, (number, index)) for index, task in enumerate(tasks)
         ]
         for session in sessions:
-            session.episode = self._loop.create_task(self._environment.run(session.task, session))
+            session.episode = self._loop.create_task(session.played(self._environment))
 
     def advance(self, seconds: float) -> list[tuple[int, list[Episode]]]:
         """Play until a job is done or lost, or about `seconds` have passed. What an environment raises is raised here.
@@ -177,9 +177,23 @@ class _Session:
     open: set[_Call] = field(default_factory=set)
     """The requests that are not answered."""
 
+    async def played(self, environment: Environment) -> Episode:
+        """Return the episode, with its images if it has some."""
+        episode = await environment.run(self.task, self)
+        if not self.task.images or all(each.images for each in episode.trajectories):
+            return episode
+        from fivefold.vision.places import with_images  # by those whose prompts have images
+
+        return with_images(episode, self.task.prompt, self.task.images)
+
     async def complete(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one completion (`Client`)."""
-        request = replace(self.task.request, token_ids=tuple(token_ids), images=self.task.images)
+        images = self.task.images
+        if images:
+            from fivefold.vision.places import image_token, placed_among  # by those whose prompts have images
+
+            images = placed_among(token_ids, images, image_token(self.task.prompt))
+        request = replace(self.task.request, token_ids=tuple(token_ids), images=images)
         if self.first_call is not None:
             request = replace(request, seed=turn_seed(request.seed, request.token_ids), begun=None)
         call = self.calls.ask(self.place, request, sampling or self.task.sampling)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Sets
+from fivefold.algorithms.advantages.compute import Sets
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.experience.group import Group

@@ -59,6 +59,9 @@ class MoENames:
     )
     joint: JointNames | None = None
     """Names of the experts' tensors in the place of `expert`; None: each expert has its own tensors in files."""
+    are_fused: bool = False
+    """Whether folders have the matrices of `expert` of a layer in two tensors for all experts: gate with up
+    [E, in, 2 x out], and down [E, in, out]. Each is read and trained on its own all the same."""
     shift: str | None = None
     """Bias of the router's logits."""
     bias: str | None = None

@@ -60,9 +60,9 @@ class HFConfig:
         fields = self.fields(key)
         if not fields:
             raise self.error(f"config.json has no {key}, which describes the language model")
-        # Only one of the two may say that the output layer is the embedding.
+        # Only one of the two may say that the output layer is the embedding. transformers goes by the whole model's.
         tied = {name: self._raw[name] for name in ("tie_word_embeddings",) if name in self._raw}
-        return HFConfig({**tied, **fields, "model_type": self.family}, self._defaults)
+        return HFConfig({**fields, **tied, "model_type": self.family}, self._defaults)
 
     def error(self, text: str) -> ValueError:
         """Return an error about this file, for the caller to raise."""

@@ -100,6 +100,7 @@ def transformer_settings(config: EngineConfig, layout: ParallelLayout, shape: Mo
         "params_dtype": config.dtype,
         "pipeline_dtype": config.dtype,
         "bf16": config.dtype == "bfloat16",
+        "fp16": config.dtype == "float16",
         "deterministic_mode": config.megatron.use_deterministic_algorithms,
         # Every weight comes through the bridge, random ones too: what Megatron-Core would draw depends on the layout.
         # Its initialisation still runs, because it marks the parameters that are sharded.

@@ -25,7 +25,7 @@ from fivefold.families.qwen3 import QWEN3
 from fivefold.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from fivefold.families.qwen3_moe import QWEN3_MOE
 from fivefold.families.qwen3_next import QWEN3_NEXT
-from fivefold.families.qwen3_vl import QWEN3_VL
+from fivefold.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_VL,
+        QWEN3_VL_MOE,
         QWEN2_5_VL,
         MISTRAL,
         MIXTRAL,

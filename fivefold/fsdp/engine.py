@@ -40,6 +40,7 @@ from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
+from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape
@@ -113,8 +114,9 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
+            scale = LossScale.of(config.dtype)
             self.optimizer = Optimizer(
-                optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, options.total_steps
+                optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, options.total_steps, scale
             )
             self._state = TrainingState(self.optimizer, self.shards.parameters, layout, generators)
         self._away: set[Offloadable] = set()
@@ -161,7 +163,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         It is the gradient of (sum of the loss over all sequences) / `loss.normalizer(totals)`, whatever the layout,
         the split into micro-batches and the packing.
         """
-        self._trained("train")
+        factor = self._trained("train").loss_scale.value
         self._require("params", "grads")
         if self._replay is not None:
             require_routes(share.batch)
@@ -175,7 +177,7 @@ class FSDPEngine(EngineBase[Optimizer]):
                 with self._replaying(micro_batch):
                     with self._loads.counting(micro_batch.local.padding_T):
                         predictions = self._predict(micro_batch, asked)
-                    total, metrics = apply_loss(loss, 1.0 / normalizer, micro_batch, predictions)
+                    total, metrics = apply_loss(loss, factor / normalizer, micro_batch, predictions)
                     total.backward()
                 kept.append(metrics)
                 count(1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.fsdp import FSDPOptimizerFields
 from fivefold.engine.contract import StepResult
+from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import (
     AdamStep,
     OptimizerState,
@@ -42,6 +43,7 @@ class Optimizer:
         groups: Groups,
         device: torch.device,
         total_steps: int,
+        scale: LossScale,
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -52,6 +54,7 @@ class Optimizer:
             groups: the groups of this process.
             device: the device that the shards are on.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            scale: factor of the loss.
         """
         self._config = config
         self._decoupled = fields.decoupled_weight_decay
@@ -62,6 +65,8 @@ class Optimizer:
         """Steps made, skipped ones included: the place in the schedule."""
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
+        self.loss_scale = scale
+        """Factor of the loss whose gradient is accumulated."""
         self._shards = [shard for shard in shards if shard.has_gradient]
         self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in shards.parameters.offsets]
         self._options = {decays: _options(config, decays=decays) for decays in (True, False)}
@@ -80,17 +85,20 @@ class Optimizer:
             options["lr"] = rate
         self.steps += 1
         grads = [self._gradient(shard) for shard in self._shards]
-        norm = self._gradient_norm(grads)
+        scale, shown = self.loss_scale.value, self.loss_scale.shown
+        norm = self._gradient_norm(grads) / scale
+        self.loss_scale.after(is_finite=math.isfinite(norm))
         if not math.isfinite(norm):
             names = self._non_finite(grads)
             self.zero_grad()
-            return StepResult(norm, rate, skipped=True, non_finite=names)
+            return StepResult(norm, rate, skipped=True, loss_scale=shown, non_finite=names)
         self.updates += 1
         for part, grad_N in zip(self._parts, grads, strict=True):
             vars(part.weight_N)["decoupled_grad"] = grad_N
-        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), self._decoupled))
+        clip = clip_factor(norm, self._config.gradient_clipping) / scale
+        self.state.update(AdamStep(self.updates, clip, self._decoupled))
         self.zero_grad()
-        return StepResult(norm, rate, skipped=False)
+        return StepResult(norm, rate, skipped=False, loss_scale=shown)
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter with optimizer state, and what no gradient changes."""

@@ -30,6 +30,7 @@ from fivefold.engine.adapters import Switch
 from fivefold.engine.contract import EngineOptions
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.kernels.rounding import GradientRounding
+from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import StateFormat
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.megatron_release import installed_release
@@ -127,7 +128,8 @@ def build(config: EngineConfig, layout: ParallelLayout, options: EngineOptions) 
         adam = settings.optimizer_config(config, hyperparameters)
         effective["OptimizerConfig"] = settings.effective_values(adam)
         form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-        optimizer = Optimizer(hyperparameters, adam, form, chunks, parameters, options.total_steps)
+        scale = LossScale.of(config.dtype)
+        optimizer = Optimizer(hyperparameters, adam, form, chunks, parameters, options.total_steps, scale)
         source.refine(optimizer, parameters, shape)
         state = TrainingState(optimizer, parameters, layout, MegatronGenerators())
     return BuiltModel(

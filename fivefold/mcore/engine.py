@@ -134,8 +134,8 @@ class MegatronEngine(HeldModel):
         totals = share.totals
         # Megatron scales auxiliary losses, which are sums over tokens, and the loss by one factor. It makes the former
         # a mean, and `step` divides the loss by it.
-        scale = 1.0 / max(1, totals.n_tokens)
-        self._megatron_config.grad_scale_func = lambda value: value * scale
+        scale, factor = 1.0 / max(1, totals.n_tokens), optimizer.loss_scale.value
+        self._megatron_config.grad_scale_func = lambda value: value * (scale * factor)
         step = partial(apply_loss, loss, 1.0 / (loss.normalizer(totals) * scale))
         start_mini_batch(self._routers)
         timers = StageTimers() if self.layout.pp > 1 else None

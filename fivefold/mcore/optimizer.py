@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from fivefold.bridge.parameters import Parameter, Parameters
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.engine.contract import StepResult
+from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import (
     AdamStep,
     OptimizerState,
@@ -40,6 +41,7 @@ class Optimizer:
         chunks: list[DistributedDataParallel],
         parameters: Parameters[Parameter],
         total_steps: int,
+        scale: LossScale,
     ) -> None:
         """Build the state of the parameters' present values.
 
@@ -50,6 +52,7 @@ class Optimizer:
             chunks: the model's chunks.
             parameters: this rank's parameters.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            scale: factor of the loss.
         """
         self._fixed = [FixedSlice(each.name, each.values_N, each.is_stored) for each in parameters.offsets]
         self._config = config
@@ -61,6 +64,8 @@ class Optimizer:
         """Steps made, skipped ones included: the place in the schedule."""
         self.updates = 0
         """Steps that changed the weights: Adam's own count, for its bias correction."""
+        self.loss_scale = scale
+        """Factor of the loss whose gradient is accumulated."""
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             megatron_config,
             chunks,
@@ -91,16 +96,19 @@ class Optimizer:
             group["lr"] = learning_rate(self.steps, self._config, self._total_steps, peak, end)
         self.steps += 1
         self.megatron.prepare_grads()
-        norm = self._gradient_norm()
+        scale, shown = self.loss_scale.value, self.loss_scale.shown
+        norm = self._gradient_norm() / scale
+        self.loss_scale.after(is_finite=math.isfinite(norm))
         if not math.isfinite(norm):
             names = self._non_finite()
             self.zero_grad()
-            return StepResult(norm, rate, skipped=True, non_finite=names)
+            return StepResult(norm, rate, skipped=True, loss_scale=shown, non_finite=names)
         self.updates += 1
-        self.state.update(AdamStep(self.updates, clip_factor(norm, self._config.gradient_clipping), self._decoupled))
+        clip = clip_factor(norm, self._config.gradient_clipping) / scale
+        self.state.update(AdamStep(self.updates, clip, self._decoupled))
         self._share_weights()
         self.zero_grad()
-        return StepResult(norm, rate, skipped=False)
+        return StepResult(norm, rate, skipped=False, loss_scale=shown)
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.

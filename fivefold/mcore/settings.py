@@ -68,7 +68,7 @@ def _objects(values: Mapping[str, Any]) -> Values:
     """Return the values with number formats and functions in place of their names."""
     objects = dict(values)
     for name, value in values.items():
-        if name.endswith("dtype") and value in ("float32", "bfloat16"):
+        if name.endswith("dtype") and value in ("float32", "bfloat16", "float16"):
             objects[name] = getattr(torch, value)
         elif name in ("activation_func", "init_method", "output_layer_init_method"):
             objects[name] = _FUNCTIONS[value]

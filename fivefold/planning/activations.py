@@ -120,8 +120,9 @@ def _attention(shape: ModelShape, layout: ParallelLayout, work: Workload, tokens
         saved += (_FLOAT + element) * tokens * (shape.query_width + shape.key_width) / tp
     elif shape.qk_norm:
         saved += element * tokens * joint / tp
-        if shape.latent is None and shape.rotated_channels < shape.head_dim:
-            # The kernel that splits the joint projection rotates all channels; PyTorch also copies the queries.
+        if shape.latent is None and (shape.zero_centered_norms or shape.rotated_channels < shape.head_dim):
+            # The kernel that splits the joint projection rotates all channels, with norms of w. PyTorch also copies the
+            # queries; for norms of 1 + w it has queries and keys in float32, and not the joint projection.
             saved += element * tokens * shape.query_width / tp
     if shape.output_gate:
         # The gate's sigmoid and the product; the output is kept anyway.

@@ -136,7 +136,9 @@ def _has_room(rollout: RolloutEstimate, inputs: Inputs) -> bool:
 def _kept_asleep(inputs: Inputs, placement: Placement, rollout: RolloutEstimate) -> int:
     """Return the bytes of weights that a rank keeps in host memory to sleep: those that nobody sends it again."""
     role = rollout.placed.role
-    is_sent = inputs.generator(role) is inputs.rollout and not serves_adapters(inputs)
+    # SGLang keeps all weights or none, and a tower that sees images is never sent.
+    keeps_tower = rollout.placed.layout.backend == "sglang" and inputs.actor.shape.vision is not None
+    is_sent = inputs.generator(role) is inputs.rollout and not serves_adapters(inputs) and not keeps_tower
     keeps = inputs.on_gpus and not is_sent and bool(placement.sharers(role))
     return rollout.memory.weights if keeps else 0
 

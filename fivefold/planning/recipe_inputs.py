@@ -28,7 +28,7 @@ from fivefold.rules.unused import unused_keys
 from fivefold.rules.unusual import unusual_values
 from fivefold.rules.vision import image_keys
 
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WAITING_BYTES = 13
 """Bytes of a token that waits for its step: its id, its mask, its log-prob and the version of its weights."""
 

@@ -24,6 +24,7 @@ from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardCo
 from fivefold.rewards.choice import Choice
 from fivefold.rewards.code_reward import CodeReward
 from fivefold.rewards.countdown import Countdown
+from fivefold.rewards.detection import Detection
 from fivefold.rewards.exact_match import ExactMatch
 from fivefold.rewards.http_reward import HTTPReward
 from fivefold.rewards.instructions import Instructions
@@ -37,6 +38,7 @@ BuiltInReward = (
     | MathReward
     | Choice
     | Countdown
+    | Detection
     | Instructions
     | Repetition
     | Judge
@@ -49,6 +51,7 @@ BUILT_IN: Mapping[str, type[BuiltInReward]] = {
     "math": MathReward,
     "choice": Choice,
     "countdown": Countdown,
+    "detection": Detection,
     "instructions": Instructions,
     "repetition": Repetition,
     "judge": Judge,

@@ -8,9 +8,8 @@ from dataclasses import replace
 from fivefold.algorithms.gae import AdvantageMoments, Moments
 from fivefold.cluster.group import Remote
 from fivefold.engine.contract import Offloadable
-from fivefold.roles.models import TrainedModel, Turn
+from fivefold.roles.models import TrainedModel, Trainer, Turn
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.weight_sync import SendsWeights
 from fivefold.weights.host_memory import THROUGH_HOST
 

@@ -27,12 +27,11 @@ from fivefold.roles.devices import Models, Roles
 from fivefold.roles.engines import engine_module
 from fivefold.roles.frozen import FrozenModel, HostedModel
 from fivefold.roles.hand_over import RolesInTurn
-from fivefold.roles.models import TrainedModel, Turn
+from fivefold.roles.models import TrainedModel, Trainer, Turn
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.rollout_followers import launch_followers, rollout_role
 from fivefold.roles.rollout_worker import RolloutWorker
 from fivefold.roles.specs import hosted_roles, leaves, trainer_specs
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerSpec, TrainerWorker
 from fivefold.roles.weight_sync import WeightSync
 from fivefold.rollout.chat_template import ChatTemplate

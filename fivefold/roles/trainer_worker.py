@@ -71,7 +71,7 @@ class UpdateResult:
 
     metrics: Metrics
     skipped: bool
-    """Whether no weight was changed, because the gradient was not finite."""
+    """Whether no weight was changed, because the gradient was not finite, even of a loss without a factor."""
     non_finite: tuple[str, ...] = ()
     """The first few parameters whose gradient was not finite, if the step was skipped."""
 
@@ -184,7 +184,9 @@ class TrainerWorker:
             "lr": Metric(step.learning_rate, reduce="last"),
             "skipped_updates": Metric(float(step.skipped), reduce="sum"),
         }
-        return UpdateResult(metrics, step.skipped, step.non_finite)
+        if step.loss_scale is not None:
+            metrics["loss_scale"] = Metric(step.loss_scale, reduce="last")
+        return UpdateResult(metrics, step.skipped and not step.was_scaled, step.non_finite)
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors on the CPU of all data-parallel replicas; all ranks of a replica give the same one."""

@@ -75,7 +75,7 @@ def build_model(
 
 def model_class(config: PreTrainedConfig) -> Any:
     """Return what builds and loads a language model, for some families by its text_config."""
-    if not config.model_type.endswith("_vl_text"):
+    if not config.model_type.endswith(("_vl_text", "_vl_moe_text")):
         return AutoModelForCausalLM
     from fivefold.rollout.vision import TEXT_MODELS  # by models that see images
 

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import PrefixChange
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel, Qwen2_5_VLTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoePreTrainedModel, Qwen3VLMoeTextModel
 
 from fivefold.rollout.forward import cache_argument
 from fivefold.types import PlacedImage
@@ -26,6 +31,8 @@ Images = tuple[PlacedImage, ...]
 
 _RENAMED: Any = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
 register_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type, _RENAMED, overwrite=True)
+_TURNED: Any = get_checkpoint_conversion_mapping("qwen3_vl_moe")
+register_checkpoint_conversion_mapping(Qwen3VLMoeTextConfig.model_type, [*_RENAMED, *_TURNED], overwrite=True)
 
 
 class _WithOutputLayer:
@@ -60,6 +67,13 @@ class Qwen3VLForCausalLM(_WithOutputLayer, Qwen3VLPreTrainedModel):
     decoder = Qwen3VLTextModel
 
 
+class Qwen3VLMoeForCausalLM(_WithOutputLayer, Qwen3VLMoePreTrainedModel):
+    """The same with experts."""
+
+    config_class = Qwen3VLMoeTextConfig
+    decoder = Qwen3VLMoeTextModel
+
+
 class Qwen2_5VLForCausalLM(_WithOutputLayer, Qwen2_5_VLPreTrainedModel):
     """Qwen2.5-VL's language model."""
 
@@ -68,7 +82,7 @@ class Qwen2_5VLForCausalLM(_WithOutputLayer, Qwen2_5_VLPreTrainedModel):
 
 
 TEXT_MODELS: dict[str, Any] = {
-    each.config_class.model_type: each for each in (Qwen3VLForCausalLM, Qwen2_5VLForCausalLM)
+    each.config_class.model_type: each for each in (Qwen3VLForCausalLM, Qwen3VLMoeForCausalLM, Qwen2_5VLForCausalLM)
 }
 """The classes by the `model_type` of their text_config."""
 

@@ -123,6 +123,11 @@ def megatron_problems(
             f"{role}.megatron.optimizer.apply_wd_to_qk_layernorm=true has no query and key norms to decay in "
             f"{shape.family}, whose norms are those before the latent projections: set it to false"
         )
+    if shape.is_moe and shape.top_k == 1 and shape.norm_topk_prob:
+        yield (
+            f"{role}: a token of {shape.family} has one expert, whose weight is scaled to 1; Megatron-Core does not "
+            f"scale the weight of one expert: set {role}.backend=fsdp:d1"
+        )
     if config.megatron.transformer.moe_shared_expert_overlap and shape.shared_expert_ffn_hidden:
         yield from _overlap_problems(f"{prefix}.moe_shared_expert_overlap=true", config, shape, layout)
     yield from _recompute_problems(prefix, config, shape)

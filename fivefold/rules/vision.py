@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from fivefold.config.roles import ROLES, roles_of, trained_models
 from fivefold.config.schema.data import RowsConfig
+from fivefold.config.schema.environment import EnvironmentConfig
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
@@ -58,23 +59,32 @@ def image_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Ite
 
 def _sampling_problems(recipe: TrainRecipe, given: str) -> Iterator[str]:
     """Yield a line for each part of rollout and rewards that images do not reach, or that was not tried with them."""
-    if recipe.environment is not None:
-        yield f"{given}: prompts with images are answered in one turn, so drop the section environment"
+    yield from _environment_problems(recipe.environment, given)
     if recipe.reward.model is not None:
         yield f"{given}: reward models read text alone, so drop reward.model"
     layout = next(each for each in recipe_allocation(recipe).roles if each.role == "rollout")
-    if layout.backend == "sglang":
-        yield (
-            f"{given}: rollout.backend=sglang gets token ids alone; images reach vLLM and the embedded engine, so set "
-            "it to vllm:d1 or transformers:d1"
-        )
-    if layout.backend != "vllm":
+    if layout.backend == "transformers":
         return
     if layout.pp > 1:
-        yield f"{given} has not been tried with pipeline stages of vLLM: drop p from rollout.backend, or use t"
+        yield (
+            f"{given} has not been tried with pipeline stages of {layout.backend}: drop p from rollout.backend, or "
+            "use t"
+        )
     untried = {"speculative": recipe.rollout.speculative, "quantization": recipe.rollout.quantization}
     for name in [name for name, value in untried.items() if value is not None]:
         yield f"{given} has not been tried with rollout.{name}: drop it, or use rollout.backend=transformers:d1"
+
+
+def _environment_problems(environment: EnvironmentConfig | None, given: str) -> Iterator[str]:
+    """Yield a line for an environment whose episodes are not one sequence that begins with the row's messages."""
+    if environment is None:
+        return
+    if environment.agent is not None:
+        yield f"{given}: an agent writes its own prompts, which are text: use environment.game or environment.tools"
+    if environment.memory is not None:
+        yield f"{given}: an episode with images is one sequence, so drop environment.memory"
+    if environment.tools is not None and not environment.keep_thinking:
+        yield f"{given}: an episode with images is one sequence, so set environment.keep_thinking=true"
 
 
 def image_layout_problems(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.gae import GAE
 from fivefold.algorithms.policy_loss import PolicyLoss
@@ -24,8 +24,8 @@ from fivefold.roles.devices import Models
 from fivefold.types import TRUNCATED
 from fivefold.update.critic import Critic
 from fivefold.update.expert_examples import ExpertExamples, Imitated
-from fivefold.update.loss_parts import AlignedRoutes, CorrectedRollout, EntropyDecay, EntropyTarget
-from fivefold.update.policy import AdvantagesOfSamples, OldLogprobs, PolicyUpdate
+from fivefold.update.loss_parts import AlignedRoutes, EntropyDecay, EntropyTarget
+from fivefold.update.policy import AdvantagesOfSamples, CorrectedRollout, OldLogprobs, PolicyUpdate
 from fivefold.update.reference import Reference
 from fivefold.update.samples import Masked, MaskedGroups, NumberedSequences, WeightedSamples
 from fivefold.update.step import Part

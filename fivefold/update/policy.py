@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fivefold.algorithms.advantages.compute import Outcomes, compute_advantages
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Outcomes, Scores, compute_advantages
 from fivefold.algorithms.batch_steps import InTurn
+from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
+from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.roles import ActorConfig
 from fivefold.engine.heads import Logprobs
 from fivefold.observe.timers import PhaseTimers
@@ -127,6 +128,53 @@ class AdvantagesOfSamples(Part):
     def prepare(self, step: Prepared) -> Prepared:
         """Add the scalar `advantages`."""
         return replace(step, batch=step.batch.with_scalars(advantages=step.values_N))
+
+
+@dataclass(frozen=True)
+class CorrectedRollout(Part):
+    """Corrects losses once rollout and trainer disagree, or from the first step on if other weights sample."""
+
+    may_correct: bool
+    """Whether the log-probs of all tokens may be had."""
+    max_age: int
+    """Largest number of steps by which the weights that sample are older than those that are trained."""
+    from_start: bool
+    """Whether the weights that sample differ from the trained ones for certain: they are older, or quantized."""
+    threshold: float
+    """KL divergence between rollout and trainer, in nats a token, above which they disagree."""
+    tells: bool
+    """Whether to tell the user that they disagree: not if the rollout's log-probs are the old ones anyway."""
+
+    def loss(self, loss: PolicyLoss, step: Prepared) -> PolicyLoss:
+        """Correct the loss, and count the ages of tokens."""
+        if self.needs_rollout_logprobs(step.state):
+            loss = replace(loss, correction=RolloutCorrection.automatic())
+        return replace(loss, version=step.step - 1, max_age=self.max_age) if self.max_age else loss
+
+    def after(self, step: Prepared, outcome: StepOutcome) -> StepOutcome:
+        """Tell the user in the step in which the disagreement begins."""
+        begins = self._corrects(outcome.state.algorithm) and not self._corrects(step.state.algorithm)
+        if not begins or not self.tells:
+            return outcome
+        found = (
+            f"rollout and trainer disagree by {outcome.metrics['rollout_mismatch_kl']:.2g} nats a token, more than "
+            f"{self.threshold:g}"
+        )
+        if self.may_correct:
+            return replace(
+                outcome, news=f"{found}: from the next step on, losses are weighted (TIS, docs/algorithms.md)"
+            )
+        return replace(
+            outcome,
+            news=f"{found}; to correct it, the log-probs of all tokens are needed: drop rollout.logprob_share",
+        )
+
+    def needs_rollout_logprobs(self, state: UpdateState) -> bool:
+        """Return whether the next loss is corrected."""
+        return self.may_correct and self._corrects(state.algorithm)
+
+    def _corrects(self, state: AlgorithmState) -> bool:
+        return self.from_start or state.corrects_rollout
 
 
 def _outcomes(samples: Sequence[Sample]) -> Outcomes:

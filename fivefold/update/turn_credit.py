@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.gae import Moments
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fivefold_import import reasons
-from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, leave_open, limit, player
+from fivefold_import.agents import MAX_LENGTH, MAX_TURNS, Player, by_hand, has_turns, leave_open, limit, player
 from fivefold_import.draft import Draft, Rule
+from fivefold_import.roll import gem, tools
 from fivefold_import.roll.games import GAME, are_known, convert_games
-from fivefold_import.roll.single_turns import asks_once, convert_questions
+from fivefold_import.roll.single_turns import asks_once, convert_lengths, convert_questions
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL
 from fivefold_import.values import positive
 
@@ -45,9 +46,19 @@ def convert_agents(draft: Draft) -> None:
         _held_out_group(draft)
         convert_questions(draft)
         return
+    if gem.solves(draft):
+        _groups(draft)
+        _held_out_group(draft)
+        convert_lengths(draft, str(gem.only_tag(draft)))
+        gem.convert_problems(draft)
+        return
     has_games = are_known(draft)
     if has_games:
         draft.recipe["environment.game"] = GAME
+    elif gem.guesses(draft):
+        draft.recipe["environment.game"] = gem.GAME
+    elif tools.uses_tool(draft):
+        draft.recipe["environment.game"] = tools.GAME
     else:
         leave_open(draft, _player(draft))
     _groups(draft)
@@ -56,6 +67,12 @@ def convert_agents(draft: Draft) -> None:
     _held_out_group(draft)
     if has_games:
         convert_games(draft, step_of(draft)[0])
+        return
+    if gem.guesses(draft):
+        gem.convert_guessing(draft, step_of(draft)[0])
+        return
+    if tools.uses_tool(draft):
+        tools.convert_questions_with_tool(draft)
         return
     draft.notes.append(
         "ROLL's environments make their tasks themselves; here each group starts from a row of train_dataset, and an "
@@ -143,7 +160,7 @@ def normalise(draft: Draft) -> None:
     elif draft.get(GROUPING) in LEVELS:
         draft.mapped(GROUPING, MEAN_LEVEL, level)
     draft.unsupported(GROUPING, "rewards are normalised over the group, the batch, or not at all")
-    if estimator in CREDIT:
+    if estimator in CREDIT and has_turns(draft):
         draft.mapped(ESTIMATOR, "actor.credit", CREDIT[estimator])
     if estimator == "agentic_reinforce":
         draft.unsupported(ESTIMATOR, f"{reasons.OWN_TURNS}: the rewards of whole episodes are compared instead")

@@ -10,7 +10,7 @@ from fivefold_import.checkpoints import note_kept
 from fivefold_import.critic import NOT_NORMALISED, WHITENS, ForCritic, gae, has_critic, infer_budgets
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft, Role
-from fivefold_import.roll import agents, files, given
+from fivefold_import.roll import agents, files, gem, given, tools
 from fivefold_import.roll.adapters import convert_adapters
 from fivefold_import.roll.games import READER as GAMES_READER
 from fivefold_import.roll.images import convert_frozen_tower, convert_images
@@ -62,6 +62,8 @@ ADVANTAGE_KEYS = (
     "whiten_advantages",
 )
 """Keys that make advantages of rewards."""
+OWN_ROWS = (GAMES_READER, gem.GAME_READER, gem.READER, tools.READER)
+"""Readers that make rows themselves, with answers as verl has them."""
 ANSWERS = "ground_truth"
 """The column that holds the answer in ROLL's rows."""
 
@@ -123,7 +125,7 @@ def convert(draft: Draft) -> None:
     convert_frozen_tower(draft)
     draft.apply(RULES.rules)
     note_kept(draft, "ROLL")
-    has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") != GAMES_READER
+    has_rows = "train_dataset.path" in draft.recipe and draft.recipe.get("train_dataset.reader") not in OWN_ROWS
     # Rows with images have their answers as verl's have.
     has_images = convert_images(draft)
     if has_rows and not has_images and "train_dataset.answer_key" not in draft.recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ RULES: Mapping[str, str] = {
     "CrossThinkQA": "choice",
     "GeneralRuleReward": "instructions",
     "CodeSandbox": "code",
+    "DetectionReward": "detection",
 }
 """Parts of the names of workers whose rewards ship with Fivefold."""
 REPETITIONS: Mapping[str, float] = {"CrossThinkQA": 0.5, "GeneralRuleReward": 0.5}
@@ -43,6 +45,9 @@ PREAMBLE = "\n".join(
         "sys.setrecursionlimit(600_000)",
     ]
 )
+IN_PIXELS = re.compile(r"qwen2\.5-vl", re.IGNORECASE)
+"""Names of models that say where objects are in pixels."""
+PIXELS_PER_TOKEN = 28
 IN_SANDBOX = "the sandbox of the driver's machine runs the programs"
 SCORING = ("format_pattern", "response_length_penalty_coef", "reward_type")
 """Keys of a reward that change it."""
@@ -129,6 +134,8 @@ def _rule(draft: Draft, own: str, to: str) -> bool:
             draft.implied(f"{own}{key}", IN_SANDBOX)
         if draft.get(f"{own}use_local") is not True:
             draft.notes.append(f"{to}fn=code: ROLL sends programs to a service; here, {IN_SANDBOX}")
+    elif fn == "detection":
+        _boxes(draft, own, to)
     elif fn == "instructions":
         draft.implied(f"{own}reward_type", "an instruction is followed or not")
     for key in draft.keys(f"{own}query_filter_config.*"):
@@ -139,6 +146,17 @@ def _rule(draft: Draft, own: str, to: str) -> bool:
         if name in SCORING or (fn is None and not name.startswith(HOSTING)):
             draft.unsupported(key, f"write this reward as {to}fn=module:function")
     return fn is not None
+
+
+def _boxes(draft: Draft, own: str, to: str) -> None:
+    """Convert in which unit a model says where objects are; how the boxes of a row are scored is in the row."""
+    model = str(draft.get(f"{own}model_args.model_name_or_path", draft.get("pretrain", "")))
+    if IN_PIXELS.search(model):
+        draft.recipe[f"{to}kwargs.pixels_per_token"] = PIXELS_PER_TOKEN
+    draft.notes.append(
+        f"{to}fn=detection scores boxes as ROLL's worker does, by each row's det_reward_ratio; where that has "
+        "iou_max_iou_first, the greatest overlaps are pairs: ROLL's loop takes the last two boxes that are left"
+    )
 
 
 def _graded(draft: Draft, own: str, to: str) -> None:

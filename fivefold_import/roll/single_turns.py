@@ -68,7 +68,7 @@ def convert_questions(draft: Draft) -> None:
     for name in ("mode", "seed", "load_from_cache_file"):
         draft.implied(f"{config}{name}", "rows are drawn by the recipe's seed")
     _chat(draft, own, kind)
-    _lengths(draft, own)
+    convert_lengths(draft, own)
     _held_out(draft)
     for name in ("max_steps", "env_config.max_steps", "env_manager_cls"):
         draft.implied(f"{own}{name}", ANSWERED)
@@ -88,7 +88,7 @@ def _chat(draft: Draft, own: str, kind: Question) -> None:
         draft.notes.append(f"{kind.around.splitlines()[0]!r} stands before a question: the words of ROLL's code differ")
 
 
-def _lengths(draft: Draft, own: str) -> None:
+def convert_lengths(draft: Draft, own: str) -> None:
     """Convert the most tokens of an answer, and of a question and its answer together."""
     together, turn = draft.read("sequence_length", positive, 4096), f"{own}max_tokens_per_step"
     answer = min(draft.read(turn, positive, together), together - 1)

@@ -81,7 +81,7 @@ class Launched:
         Probe(self.roles, PhaseTimers(), kinds, self.setup.data.prompts, 1.0, 16, tell).run()
 
 
-@pytest.fixture(scope="module", params=["megatron:d1", "megatron:(attn:t2|ffn:e2)", "fsdp:d2", *long("megatron:d2")])
+@pytest.fixture(scope="module", params=["megatron:d1", "fsdp:d2", *long("megatron:(attn:t2|ffn:e2)", "megatron:d2")])
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("run")
     keys = (

@@ -21,7 +21,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.build import build_advantage, build_policy_loss
 from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.metrics import Metric

@@ -73,3 +73,26 @@ def _check_folder(run: Path, weights: dict[str, torch.Tensor]) -> None:
         assert (run / "weights" / name).is_file() == (MODEL / name).is_file()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert all("⟦image, 4 x 4 tokens⟧" in sample["prompt"] for sample in samples)
+
+
+GAME = """
+class Asks:
+    def reset(self):
+        return "what colour"
+
+    def step(self, move):
+        return "is the square", float("red" in move), False
+"""
+
+
+@pytest.mark.long
+def test_episodes_of_several_turns_train_on_what_each_turn_has_seen(fivefold: Fivefold, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(GAME)
+    environment = {
+        "game": f"{tmp_path / 'asks.py'}:Asks", "turn_template": "the {observation}", "max_turns": 3, "max_length": 96
+    }  # fmt: skip
+    keys = [f"environment.{key}={value}" for key, value in environment.items()]
+    keys += ["gconfig.max_new_tokens=2", "reward.fn=environment", "actor.backend=megatron:t2"]
+    played = trained(fivefold, tmp_path, *keys)
+    assert all(row["grad_norm"] > 0 and row["rollout_mismatch/max"] < 0.02 for row in played), "it sees other images"
+    assert {row["episode/turns/mean"] for row in played} == {3.0}

@@ -26,7 +26,7 @@ def train(fivefold: Fivefold, root: Path, replay: str) -> list[dict[str, float]]
     return [json.loads(line) for line in (root / RUN / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("replay", ["rollout", *long("old_logprobs")])
+@pytest.mark.parametrize("replay", long("rollout", "old_logprobs"))
 def test_a_run_that_replays_routes_resumes_with_the_same_bits(replay: str, fivefold: Fivefold, tmp_path: Path) -> None:
     whole = train(fivefold, tmp_path, replay)
     copy = cut_back(tmp_path / RUN, 1)

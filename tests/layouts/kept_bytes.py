@@ -57,6 +57,17 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, 
     return output
 
 
+class WithSinks:
+    """What attention with sinks keeps for its backward pass: the same, for its output has been scaled in place."""
+
+    @staticmethod
+    def apply(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _sinks: torch.Tensor, _plan: Any, scale: float,
+        _seen: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        return flash(query, key, value, scale=scale)
+
+
 def kept_bytes(module: nn.Module, hidden: torch.Tensor, packed: PackedSequences) -> int:
     """Return the bytes that a module keeps of a call, besides its input, its weights and what all layers share."""
     places = packed.attention.first_keys_K, packed.attention.second_keys_K
@@ -70,8 +81,9 @@ def kept_bytes(module: nn.Module, hidden: torch.Tensor, packed: PackedSequences)
 
     kernels = (
         patch.object(flash_attention, "_pytorch", lambda: flash),
+        patch.object(flash_attention, "_WithSinks", WithSinks),
         patch.object(torch.nn.functional, "rms_norm", norm),
     )
-    with kernels[0], kernels[1], torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with kernels[0], kernels[1], kernels[2], torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         module(hidden, packed_seq_params=packed)
     return sum(storage.nbytes() for place, storage in storages.items() if place not in ignored)

@@ -62,11 +62,11 @@ LAYOUTS = (
     "megatron:(attn:t2|ffn:e2)",
     "megatron:c2e2",
     "megatron:p2v2",
-    "megatron:(attn:t2c2|ffn:t2e2)",
     "megatron:(attn:d2p2|ffn:t2)",
     "megatron:(attn:p2t2c2|ffn:e4)",
 )
 FURTHER_LAYOUTS = (
+    "megatron:(attn:t2c2|ffn:t2e2)",
     "megatron:(attn:t2|ffn:t2)",
     "megatron:d4e4",
     "megatron:c4e2",

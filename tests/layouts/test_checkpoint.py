@@ -33,10 +33,10 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 CASES = [
     ("qwen3_moe", "megatron:(attn:p2t2|ffn:p2e2)", ("megatron:d4e4", "megatron:d1"), "bfloat16"),
-    ("qwen2", "megatron:p2", ("megatron:t2", "megatron:d3"), "float32"),
     ("qwen2_moe", "fsdp:d2t2", ("megatron:(attn:t2|ffn:d2)", "fsdp:d3"), "bfloat16"),
 ]
 FURTHER = [
+    ("qwen2", "megatron:p2", ("megatron:t2", "megatron:d3"), "float32"),
     ("gpt_oss", "megatron:(attn:t2|ffn:e2)", ("megatron:p2", "fsdp:d3"), "float32"),
     ("gpt_oss", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:d1",), "float32"),
     ("qwen3_moe", "megatron:(attn:d2t2|ffn:t2e2)", ("megatron:(attn:p2v2d2|ffn:p2v2e2)", "megatron:t2"), "float32"),

@@ -258,7 +258,7 @@ def trained_deterministically(case: Case, folder: Path, unwritten: bool) -> tupl
 
 @pytest.mark.parametrize(
     "layout",
-    ["megatron:(attn:c2|ffn:t2)", "fsdp:t2", *long("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "fsdp:t2c2")],
+    ["megatron:(attn:c2|ffn:t2)", *long("megatron:d1", "megatron:(attn:t2p2|ffn:e2)", "fsdp:t2", "fsdp:t2c2")],
 )
 def test_two_deterministic_runs_have_the_same_bits_whatever_unwritten_memory_holds(
     workers: Workers, models: Path, layout: str

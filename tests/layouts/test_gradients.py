@@ -31,7 +31,7 @@ OTHER_LAYOUTS = {
     "megatron:p2t2c2": ("qwen2",),
     "megatron:(attn:t2p2|ffn:t2)": ("mixtral", "deepseek_v2", "glm4_moe_lite"),
     "megatron:(attn:c2d2|ffn:t2e2)": ("qwen3_moe_sparse_step",),
-    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm_moe_dsa"),
+    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen3_moe", "qwen3_next", "glm_moe_dsa"),
 }
 
 
@@ -48,7 +48,7 @@ FURTHER_LAYOUTS = {
     "megatron:p2t2c2": ("mistral", "gemma3_text"),
     "megatron:(attn:t2p2|ffn:t2)": ("qwen3_moe_mixed", "glm_moe_dsa"),
     "megatron:(attn:c2d2|ffn:t2e2)": ("qwen2_moe", "deepseek_v2"),
-    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen2_moe", "minimax_m2", "gpt_oss", "deepseek_v32"),
+    "megatron:(attn:p2t2c2|ffn:e4)": ("qwen2_moe", "minimax_m2", "gpt_oss", "deepseek_v3", "deepseek_v32"),
 }
 CASES = [
     *((layout, model) for models, layouts in SMALL_LAYOUTS.items() for layout in layouts for model in models),

@@ -19,6 +19,7 @@ from worker_pool import Workers
 
 from fivefold.bridge import hf_saver
 from fivefold.bridge.decoder import file_tensors
+from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import save_hf
 from fivefold.bridge.shard_plan import TensorSpec
 from fivefold.config.schema.engine import OptimizerConfig
@@ -42,7 +43,9 @@ CASES = [
     ("gpt_oss", "megatron:(attn:d2t2|ffn:t2e2)", "bfloat16"),
     ("minimax_m2", "fsdp:d2t2", "bfloat16"),
     ("glm_moe_dsa", "megatron:(attn:d2t2|ffn:t2e2)", "float32"),
+    ("qwen3_vl_moe", "megatron:(attn:d2t2|ffn:t2e2)", "bfloat16"),
     *long(
+        ("qwen3_vl_moe", "fsdp:d2t2", "float32"),
         ("qwen2", "megatron:d1", "float32"),
         ("qwen2", "megatron:t2", "float32"),
         ("qwen2", "megatron:p2", "float32"),
@@ -101,6 +104,8 @@ def streamed(model: Path, out: Path) -> dict[str, str]:
     """Write the model from the tensors that transformers has saved; return the digests of the files."""
     weights = load_file(model / "model.safetensors")
     order = file_tensors(load_shape(model))
+    with HFWeights(model) as stored:  # where experts are in files together, and each is trained for itself
+        weights |= {name: stored.read(name) for name in order if name not in weights}
     tensors = {name: TensorSpec.of(weights[name]) for name in order}
     save_hf(out, [(name, weights[name]) for name in order], model, tensors=tensors, max_shard_bytes=SHARD_BYTES)
     return digests(out)

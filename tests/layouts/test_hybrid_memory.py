@@ -22,6 +22,7 @@ from fivefold.mcore.delta_net import GatedDeltaNet
 from fivefold.mcore.layers import PackedSelfAttention, PackedSequences
 from fivefold.planning.activations import layer_costs
 from fivefold.planning.workload import Workload
+from tests.rows import long
 
 LENGTH, HIDDEN = 128, 32
 CPU = torch.device("cpu")
@@ -62,3 +63,20 @@ def test_a_layer_keeps_what_is_planned(
     again = costs.core_attention if megatron is RECOMPUTING else 0
     print("found", found, "planned", costs.attention - again - 2 * costs.input - statistics)
     assert sum(found) / len(found) == pytest.approx(costs.attention - again - 2 * costs.input - statistics, rel=0.05)
+
+
+FAMILIES = ("gpt_oss", "gemma3_text", "minimax_m2", "mistral")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*((model, "megatron:d1") for model in FAMILIES), *long(*((model, "megatron:t2") for model in FAMILIES))],
+)
+def test_attention_with_windows_sinks_biases_and_further_norms_keeps_what_is_planned(
+    workers: Workers, models: Path, model: str, layout: str
+) -> None:
+    case, shape, parsed = Case(layout, dtype="bfloat16"), load_shape(models / model), parse_backend(layout)
+    found = workers(case.world_size).run(mixer_bytes, case, models / f"{model}-bf16", False)
+    costs = layer_costs(shape, parsed, Workload(LENGTH, 1, LENGTH), is_moe=shape.moe_layers[0])
+    statistics = 2 * LENGTH // (parsed.cp * parsed.tp) * 4
+    assert sum(found) / len(found) == pytest.approx(costs.attention - 2 * costs.input - statistics, rel=0.05)

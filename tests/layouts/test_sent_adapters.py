@@ -73,12 +73,12 @@ def changed(weights: Tensors, before: Tensors) -> set[str]:
 CASES: list[tuple[str, AnyCase, AdapterShape]] = [
     ("qwen3_moe", Case("megatron:d1", dtype="bfloat16"), ALL_LAYERS),
     ("qwen3_moe", Case("megatron:(attn:p2t2|ffn:p2e2)", FULL), ALL_LAYERS),
-    ("qwen2_moe", Case("megatron:t2e2"), replace(ALL_LAYERS, rank_stabilized=True)),
-    ("deepseek_v2", Case("megatron:t2"), ALL_LAYERS),
+    ("deepseek_v2", Case("megatron:t2"), replace(ALL_LAYERS, rank_stabilized=True)),
     ("qwen3_moe", FSDPCase("fsdp:d2"), SHARED),
     ("qwen2", FSDPCase("fsdp:t2"), replace(ALL_LAYERS, targets=("q_proj", "down_proj"))),
 ]
 FURTHER: list[tuple[str, AnyCase, AdapterShape]] = [
+    ("qwen2_moe", Case("megatron:t2e2"), replace(ALL_LAYERS, rank_stabilized=True)),
     ("qwen3_moe", Case("megatron:(attn:d2|ffn:t2)"), SHARED),
     ("qwen3_moe", Case("megatron:d1"), ALL_LAYERS),
     ("qwen3_5_moe", Case("megatron:(attn:t2|ffn:e2)"), ALL_LAYERS),

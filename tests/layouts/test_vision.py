@@ -21,6 +21,7 @@ from worker_pool import Workers
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import FSDPConfig, MicroBatchConfig
 from fivefold.config.schema.megatron import MegatronConfig
+from tests.rows import long
 
 TOLERANCE = 1e-4
 VisionReference = tuple[torch.Tensor, float, Tensors]
@@ -30,6 +31,7 @@ LAYOUTS = {
         *("megatron:d1", "megatron:t2", "megatron:p2", "megatron:c2", "megatron:d2", "megatron:t2c2", "megatron:p2t2"),
         *("fsdp:d1", "fsdp:d2", "fsdp:c2", "fsdp:t2"),
     ),
+    "qwen3_vl_moe": ("megatron:(attn:p2t2|ffn:p2e2)", "fsdp:d2"),
     "qwen2_5_vl": ("megatron:t2", "fsdp:d1"),
     "qwen3_5": ("megatron:t2", "megatron:p2", "fsdp:d1"),
     "qwen3_5_moe": ("megatron:d1", "megatron:(attn:t2|ffn:e2)", "megatron:(attn:c2|ffn:e2)", "fsdp:d2"),
@@ -81,7 +83,16 @@ def test_layers_that_are_computed_again_add_the_same_features(
     assert_close(results[0].gradients, want_gradients, TOLERANCE)
 
 
-@pytest.mark.parametrize(("model", "layout"), [(model, each) for model, own in LAYOUTS.items() for each in own])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *((model, each) for model, own in LAYOUTS.items() for each in own),
+        *long(
+            *(("qwen3_vl_moe", f"megatron:{each}") for each in ("p2", "(attn:t2|ffn:e2)", "(attn:c2|ffn:e2)")),
+            *(("qwen3_vl_moe", each) for each in ("megatron:(attn:t2|ffn:t2)", "fsdp:c2", "fsdp:t2")),
+        ),
+    ],
+)
 def test_text_halves_have_the_predictions_and_gradients_of_whole_models(
     workers: Workers, seeing: Path, whole_model: Callable[[str], VisionReference], model: str, layout: str
 ) -> None:

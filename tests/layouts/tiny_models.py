@@ -137,6 +137,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
         },
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": {**_BASE, **_MOE, "head_dim": 8, "moe_intermediate_size": 24, "mlp_only_layers": [2]},
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
+        },
+    ),
     "qwen3_5": ("Qwen3_5Config", {"text_config": {**_BASE, **_DELTA_NET}, "vision_config": _VISION}),
     "qwen3_5_moe": (
         "Qwen3_5MoeConfig",
@@ -239,7 +246,7 @@ HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with gated delta nets."""
 ZERO_CENTERED = (*HYBRID, "gemma3_text")
 """Models whose norms multiply by 1 + weight."""
-ALIKE = ("mistral", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+ALIKE = ("mistral", "qwen3_vl_moe", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 """Models that differ little from another one, and are tried on fewer layouts."""
 MOE = tuple(name for name in MODELS if name not in (*DENSE, *ALIKE))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VLConfig",
         {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [4, 2, 2]}},
+        {**_VISION, "deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [4, 2, 2]},
+            **{**_EXPERTS, "moe_intermediate_size": 24},
+            "mlp_only_layers": [1],
+        },
         {**_VISION, "deepstack_visual_indexes": [0, 2]},
     ),
     "qwen2_5_vl": (
@@ -118,7 +129,19 @@ def logprobs_and_gradients(folder: Path, batch: Batch, scratch: Path) -> tuple[t
         rows.append(logprobs_L.detach())
         total += float(loss)
     found = gradients_as_in_files(model, scratch)
-    return torch.cat(rows), total, {name: grad for name, grad in found.items() if "visual." not in name}
+    text = {name: grad for name, grad in found.items() if "visual." not in name}
+    return torch.cat(rows), total, dict(each for name, grad in text.items() for each in _by_expert(name, grad))
+
+
+def _by_expert(name: str, grad: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, or the matrices of each expert in one of all experts [E, out, in]."""
+    layer, _, kind = name.rpartition(".")
+    if kind not in ("gate_up_proj", "down_proj"):
+        yield name, grad
+        return
+    for expert, matrices in enumerate(grad):
+        parts = dict(zip(("gate", "up"), matrices.chunk(2), strict=True)) if kind != "down_proj" else {"down": matrices}
+        yield from ((f"{layer}.{expert}.{part}_proj.weight", each) for part, each in parts.items())
 
 
 def _logprobs(model: Any, sequence: Batch) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Prompts with images on real servers, against transformers' forward pass of the whole model.
 
-VLLM_PYTHON=/opt/vllm/bin/python python -m pytest tests/servers/test_real_images.py
+VLLM_PYTHON=/opt/vllm/bin/python SGLANG_PYTHON=/opt/sglang/bin/python python -m pytest tests/servers/test_real_images.py
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from fivefold.bridge.hf_reader import HFWeights
+from fivefold.bridge.hf_writer import save_hf
 from fivefold.rollout.protocol import GenerationRequest, complete
 from fivefold.rollout.servers.engine import ServerEngine
 from fivefold.types import Completion, PlacedImage
@@ -33,6 +34,10 @@ IMAGE, VIDEO = 4, 5
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
 FAMILIES = {
     "qwen3_vl": {"rope_parameters": {**ROPE, "mrope_interleaved": True}},
+    "qwen3_vl_moe": {
+        "rope_parameters": {**ROPE, "mrope_interleaved": True},
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+    },
     "qwen2_5_vl": {"rope_parameters": ROPE},
     "qwen3_5": {
         "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
@@ -42,11 +47,15 @@ FAMILIES = {
 }  # fmt: skip
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_5": {"num_position_embeddings": 64},
 }
 KINDS = [
-    f"{family}-{transport}" for family in FAMILIES for transport in (("ipc", "folder") if ON_CUDA else ("folder",))
+    f"{backend}-{family}-{transport}"
+    for backend in ("vllm", "sglang")
+    for family in FAMILIES
+    for transport in (("ipc", "folder") if ON_CUDA else ("folder",))
 ]
 
 
@@ -76,13 +85,20 @@ def save_models(family: str, make: Callable[[str], Path]) -> tuple[Path, Path]:
     for folder in (first, second):
         shutil.copytree(PACKAGED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(first)
-    model.save_pretrained(second)
-    weights = load_file(second / "model.safetensors")
-    for name, weight in weights.items():
-        if "visual." not in name:
-            weight.add_(0.15 * torch.randn_like(weight))
-    save_file(weights, second / "model.safetensors", {"format": "pt"})
-    return first, second
+    weights = text_weights(first)
+    # With 0.15 for Qwen2.5-VL as well, transformers in bfloat16 would be 0.5 nats away from float32.
+    noise = 0.03 if family == "qwen2_5_vl" else 0.15
+    save_hf(second, ((name, weight + noise * torch.randn_like(weight)) for name, weight in weights.items()), first)
+    # In the form of published files, which servers read.
+    kept = second.with_name(f"{family}-same")
+    save_hf(kept, weights.items(), first)
+    return kept, second
+
+
+def text_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a language model that a trainer sends, experts' each for itself."""
+    with HFWeights(folder) as stored:
+        return {name: stored.read(name) for name in sorted(stored.names) if "visual." not in name}
 
 
 @dataclass
@@ -91,15 +107,15 @@ class Seeing:
 
     engine: ServerEngine
     folders: tuple[Path, Path]
+    backend: str
     transport: str
 
     def use(self, which: int, version: int) -> PreTrainedModel:
         """Send a language model's weights to the server; return transformers' whole model."""
         device = "cuda" if self.transport == "ipc" else "cpu"
-        file = self.folders[which] / "model.safetensors"
-        weights = {name: tensor for name, tensor in load_file(file, device=device).items() if "visual." not in name}
+        weights = {name: tensor.to(device) for name, tensor in text_weights(self.folders[which]).items()}
         if self.transport == "ipc":
-            sender = IPCSender(route_of("vllm", self.transport), 0, n_buffers=2, max_bytes=100_000)
+            sender = IPCSender(route_of(self.backend, self.transport), 0, n_buffers=2, max_bytes=100_000)
             self.engine.load_buckets(sender.items(stacked(weights.items())), version)
             del weights
             sender.free()
@@ -116,15 +132,16 @@ class Seeing:
 @pytest.fixture(scope="module", params=KINDS)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     """One server for each model."""
-    if "VLLM_PYTHON" not in os.environ:
-        pytest.skip("VLLM_PYTHON names no Python that has vLLM")
-    family, transport = request.param.split("-")
+    backend, family, transport = request.param.split("-")
+    variable = f"{backend.upper()}_PYTHON"
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no Python that has {backend}")
     folders = save_models(family, tmp_path_factory.mktemp)
-    spec = replace(spec_of("vllm", os.environ["VLLM_PYTHON"], folders[0], transport), sees=True, most_pixels=16384)
-    if family == "qwen3_5" and ON_CUDA:
+    spec = replace(spec_of(backend, os.environ[variable], folders[0], transport), sees=True, most_pixels=16384)
+    if family == "qwen3_5" and backend == "vllm" and ON_CUDA:
         spec = replace(spec, arguments=(*spec.arguments, "--gdn-prefill-backend=triton"))
     engine = start(spec)
-    yield Seeing(engine, folders, transport)
+    yield Seeing(engine, folders, backend, transport)
     engine.close()
 
 

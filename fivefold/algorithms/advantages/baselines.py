@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 
 
 def rloo(scores: Scores) -> torch.Tensor:

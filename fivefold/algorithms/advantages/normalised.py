@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores, Sets
+from fivefold.algorithms.advantages.compute import Scores, Sets
 from fivefold.config.schema.roles import NormConfig
 
 

@@ -6,7 +6,7 @@ from math import comb, sqrt
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 
 EPS = 1e-6
 """Added to a standard deviation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 
 
 def rewards(scores: Scores) -> torch.Tensor:

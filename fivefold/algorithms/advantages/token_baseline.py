@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 
 Energies = Sequence[npt.NDArray[np.float64]]
 """w of each trained token of each completion."""

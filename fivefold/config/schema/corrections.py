@@ -9,7 +9,15 @@ from fivefold.config.algorithms import CorrectionName
 from fivefold.config.schema.fields import NonNegativeFloat, PositiveFloat, Section
 from fivefold.config.schema.rules import differs, equals, given, needs, reads_if, rule
 
+_BY_W = equals("mask", "token", "turn", "sequence", "geometric", "largest")
 _CORRECTS = reads_if(differs("method", "auto", "none", fix="set method to custom"))
+
+
+_RANGES = (
+    ("weight_floor", "weight_cap"),
+    ("mask_below", "mask_above"),
+    ("difference_below", "difference_above"),
+)
 
 
 class RolloutCorrectionConfig(Section):
@@ -32,16 +40,16 @@ class RolloutCorrectionConfig(Section):
     weight_floor: Annotated[PositiveFloat | None, reads_if(given("weight"))] = None
     """Smaller weights are raised to this value; null: none are."""
     mask: Annotated[
-        Literal["token", "sequence", "geometric", "largest", "second_moment"] | None,
+        Literal["token", "turn", "sequence", "geometric", "largest", "second_moment"] | None,
         _CORRECTS,
         needs("second_moment", equals("prox_logp_method", "recompute"), "needs old log-probs before the update"),
     ] = None
-    """Leave out tokens whose w is out of bounds, or whole sequences by the product, the geometric mean or the largest
-    of w; `second_moment`: the tokens of the largest (log w)^2, until its mean over a mini-batch is at most `mask_above`
-    (M2PO); null: leave out none."""
+    """Leave out tokens whose w is out of bounds, turns by its geometric mean, or whole sequences by the product, the
+    geometric mean or the largest of w; `second_moment`: the tokens of the largest (log w)^2, until its mean over a
+    mini-batch is at most `mask_above` (M2PO); null: leave out none."""
     mask_by: Annotated[
         Literal["ratio", "k2", "k3", "error", "binary_kl"],
-        reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
+        reads_if(_BY_W),
     ] = "ratio"
     """What `mask` compares with its bounds: w, or a divergence of the token, whose sum, mean or largest value over a
     sequence then counts: (log w)^2 / 2, w - 1 - log w, the larger of w and 1 / w, or the divergence of this token
@@ -50,10 +58,14 @@ class RolloutCorrectionConfig(Section):
     """Upper bound of `mask`; null: none."""
     mask_below: Annotated[
         NonNegativeFloat | None,
-        reads_if(equals("mask", "token", "sequence", "geometric", "largest")),
+        reads_if(_BY_W),
         reads_if(equals("mask_by", "ratio")),
     ] = None
     """Lower bound of w for `mask`; null: 1 / `mask_above`."""
+    difference_above: Annotated[float | None, reads_if(_BY_W)] = None
+    """Leave out also what has a larger p_old - q, put together as `mask` does; null: nothing."""
+    difference_below: Annotated[float | None, reads_if(_BY_W)] = None
+    """The same of a smaller p_old - q, such as -0.1."""
     veto_below: Annotated[PositiveFloat | None, _CORRECTS] = None
     """Leave out whole sequences that have a token with a smaller w; null: leave out none."""
 
@@ -74,7 +86,7 @@ class RolloutCorrectionConfig(Section):
             yield f"method=custom corrects nothing: set one of {', '.join(keys)}, or method to none"
         if self.mask is not None and self.mask_above is None and self.mask_below is None:
             yield f"mask={self.mask} has no bounds: set mask_above"
-        for low, high in (("weight_floor", "weight_cap"), ("mask_below", "mask_above")):
+        for low, high in _RANGES:
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
                 yield f"{low}={least} is above {high}={most}: lower the first"

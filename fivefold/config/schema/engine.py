@@ -9,8 +9,8 @@ from pydantic import Field
 
 from fivefold.config.schema.fields import (
     DeviceList,
-    Dtype,
     Fraction,
+    ModelDtype,
     NonNegative,
     NonNegativeFloat,
     OneLine,
@@ -124,9 +124,9 @@ class EngineConfig(RoleConfig):
     device_mapping: DeviceList | None = None
     """GPUs of the ranks, numbered from 0 over all nodes: `0-31`, `[0, 2, 4]`, `list(range(0,32))`. Every role has a
     list, or none has; roles whose lists overlap take turns. null: the layouts and `rollout.colocate` decide."""
-    dtype: Dtype = "bfloat16"
+    dtype: ModelDtype = "bfloat16"
     """Dtype of weights and activations. Gradients, Adam's moments and master weights are float32 unless
-    `actor.megatron` or `actor.fsdp` says otherwise."""
+    `actor.megatron` or `actor.fsdp` says otherwise. With float16 the loss is scaled (docs/megatron.md)."""
     attn_impl: Annotated[
         FlashAttention,
         needs("flash_attention_4", equals("dtype", "bfloat16"), "is for bfloat16 models on GPUs"),

@@ -51,6 +51,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
 OneLine = Annotated[str, Field(pattern=ONE_LINE)]
 PathText = OneLine
 DeviceList = str | list[NonNegative]

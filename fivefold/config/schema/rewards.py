@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fivefold.config.schema.engine import FrozenModelConfig
-from fivefold.config.schema.fields import NAME, Dtype, PathText, Positive, Section
+from fivefold.config.schema.fields import NAME, ModelDtype, PathText, Positive, Section
 from fivefold.config.schema.generator import GeneratorConfig
 from fivefold.config.schema.role import Head
 from fivefold.config.schema.rules import absent, needs, rule
@@ -40,7 +40,7 @@ class JudgeConfig(GeneratorConfig):
     path: PathText
     """Hugging Face folder, hub name, or `package:<name>` for a model that ships with Fivefold; its tokenizer has a chat
     template."""
-    dtype: Dtype = "bfloat16"
+    dtype: ModelDtype = "bfloat16"
     """Dtype of the engine's weights."""
     max_length: Positive = 8192
     """Most tokens of a question and its answer; a longer question has no score."""
@@ -59,10 +59,11 @@ class OneRewardConfig(Section):
     """A function that judges completions."""
 
     fn: str = "math"
-    """`exact_match`, `math` (math-verify), `choice` (a letter), `countdown` (an expression), `instructions` (what a
-    program can check), `repetition` (words that come again), `judge` (the score that `reward.judge` writes, or a model
-    behind a URL), `http` (a service), `code` (tests in a sandbox), `model` (the score of `reward.model`), `environment`
-    (what `environment` gives), or your own function as `module:function` or `file.py:function`."""
+    """`exact_match`, `math` (math-verify), `choice` (a letter), `countdown` (an expression), `detection` (boxes),
+    `instructions` (what a program can check), `repetition` (words that come again), `judge` (the score that
+    `reward.judge` writes, or a model behind a URL), `http` (a service), `code` (tests in a sandbox), `model` (the score
+    of `reward.model`), `environment` (what `environment` gives), or your own function as `module:function` or
+    `file.py:function`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the function."""
 

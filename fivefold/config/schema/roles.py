@@ -18,8 +18,8 @@ from fivefold.config.schema.engine import (
 from fivefold.config.schema.fields import (
     ONE_LINE,
     DeviceList,
-    Dtype,
     Fraction,
+    ModelDtype,
     NonNegative,
     NonNegativeFloat,
     Passes,
@@ -332,7 +332,7 @@ class FrozenReferenceConfig(RoleConfig):
     """Backend and layout of separate processes; null: it lives in the actor's processes, in the actor's layout."""
     device_mapping: Annotated[DeviceList | None, reads_if(given("backend"))] = None
     """GPUs of its ranks, written like `actor.device_mapping`; it needs a `ref.backend`."""
-    dtype: Dtype | None = None
+    dtype: ModelDtype | None = None
     """Dtype of its weights and activations; null: `actor.dtype`."""
     mb_spec: MicroBatchConfig | None = None
     offload: bool = False

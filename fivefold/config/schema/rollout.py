@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from fivefold.config.schema.fields import (
     ONE_LINE,
-    Dtype,
     Fraction,
+    ModelDtype,
     NonNegative,
     NonNegativeFloat,
     Positive,
@@ -128,7 +128,7 @@ class SpeculativeConfig(Section):
 class RolloutConfig(GeneratorConfig):
     """The engine that generates, and where it runs."""
 
-    dtype: Dtype | None = None
+    dtype: ModelDtype | None = None
     """Dtype of the engine's weights; null: `actor.dtype`."""
     max_head_offpolicyness: Staleness = 0
     """Most training steps by which the weights that sample a token may be older than those that are trained on it

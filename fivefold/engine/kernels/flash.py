@@ -48,15 +48,14 @@ def flash_kernels(attn_impl: FlashAttention, dtype: str, device: torch.device) -
     Raises:
         ValueError: the recipe asks for `flash_attention_4` where it cannot run.
     """
-    has_flash = device.type == "cuda" and dtype == "bfloat16"
     if attn_impl == "flash_attention_4":
-        _check_4(dtype, device, has_flash)
-    return attn_impl if has_flash else None
+        _check_4(dtype, device)
+    return attn_impl if device.type == "cuda" and dtype in ("bfloat16", "float16") else None
 
 
-def _check_4(dtype: str, device: torch.device, has_flash: bool) -> None:
+def _check_4(dtype: str, device: torch.device) -> None:
     advice = "or set attn_impl to flash_attention_2"
-    if not has_flash:
+    if device.type != "cuda" or dtype != "bfloat16":
         raise ValueError(
             f"attn_impl=flash_attention_4 is for bfloat16 models on GPUs, got {dtype} on {device.type}: set dtype to "
             f"bfloat16 on GPUs, {advice}"

@@ -20,6 +20,7 @@ from torch import Tensor
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.parameters import Parameters
 from fivefold.bridge.pieces import Piece
+from fivefold.engine.state.loss_scale import LossScale
 from fivefold.engine.state.optimizer_state import STATE_KINDS, StateKind
 from fivefold.engine.state.slices import FixedSlice, StateSlice
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange, WrittenSnapshot
@@ -28,6 +29,8 @@ from fivefold.layout.parallel import ParallelLayout
 
 _COUNTS = "counts"
 """Key of the optimizer's steps and updates, int64 [2], which rank 0 stores."""
+_SCALE = "loss_scale"
+"""Key of a float16 model's loss scale, float64 [2], which rank 0 stores."""
 _LAYOUT = "layout"
 """Key of the degrees of parallelism, int64 [8], which rank 0 stores."""
 
@@ -39,6 +42,9 @@ class SavedOptimizer(Protocol):
     """Steps made, skipped ones included: the place in the schedule."""
     updates: int
     """Steps that changed the weights: Adam's own count, for its bias correction."""
+
+    loss_scale: LossScale
+    """Factor of the loss."""
 
     def slices(self) -> Iterator[StateSlice | FixedSlice]:
         """Yield this rank's slice of every parameter whose optimizer state it holds, and what no gradient changes.
@@ -121,6 +127,8 @@ class TrainingState:
         if dist.get_rank() == 0:
             small[_COUNTS] = torch.tensor([self._optimizer.steps, self._optimizer.updates])
             small[_LAYOUT] = self._layout
+            if self._optimizer.loss_scale.is_needed:
+                small[_SCALE] = self._optimizer.loss_scale.saved()
         if not copy:
             return self._writer.write(folder, self._tensors(), small)
         return self._writer.snapshot(folder, self._tensors(), small)
@@ -142,6 +150,8 @@ class TrainingState:
                 raise ValueError(f"{folder} holds no training state of Fivefold: it lacks {', '.join(sorted(missing))}")
             self._fill(kinds)
             self._optimizer.steps, self._optimizer.updates = files.read(_COUNTS, slice(0, 2)).tolist()
+            if self._optimizer.loss_scale.is_needed and _SCALE in files.names:
+                self._optimizer.loss_scale.restore(files.read(_SCALE, slice(0, 2)))
             self._optimizer.finish_loading()
             self._optimizer.zero_grad()
             if files.read(_LAYOUT, slice(0, len(self._layout))).equal(self._layout):

@@ -18,19 +18,24 @@ except BaseException as error:
 """
 
 
-def python(code: str) -> str:
-    """Run a Python program and return what it prints. It has no network and no files of yours.
-
-    Args:
-        code: the program; print what you want to see
-    """
-    result = run(_PROGRAM.format(code=code), {"asks": "output"}, sandbox=Sandbox())
+def run_program(code: str, sandbox: Sandbox) -> str:
+    """Return what a program prints, or how it was ended."""
+    result = run(_PROGRAM.format(code=code), {"asks": "output"}, sandbox=sandbox)
     text = result.output.decode(errors="replace")
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}\n... and {len(text) - MOST_CHARACTERS:,} characters more"
     if not result.is_complete:
         text += f"\nThe program was ended: {result.ended}"
     return text.strip() or "The program has printed nothing."
+
+
+def python(code: str) -> str:
+    """Run a Python program and return what it prints. It has no network and no files of yours.
+
+    Args:
+        code: the program; print what you want to see
+    """
+    return run_program(code, Sandbox())
 
 
 def check_python() -> None:

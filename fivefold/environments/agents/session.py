@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config.schema.environment import EnvironmentConfig
@@ -39,6 +40,15 @@ class Refused(Exception):
         self.status = status
 
 
+def _expanding(task: Task) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Return what makes the tokens of a chat with a task's images of its text's tokens."""
+    if not task.images:
+        return tuple
+    from fivefold.vision.places import expanded, image_token  # by those whose prompts have images
+
+    return partial(expanded, images=task.images, token=image_token(task.prompt))
+
+
 class Session:
     """Answers the requests of one episode."""
 
@@ -66,7 +76,7 @@ class Session:
         self.max_length = config.max_length
         self.tokenizer = tokenizer
         self.parser = parser
-        self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids)
+        self.tree = Tree(tokenizer, task.prompt.text, task.prompt.token_ids, _expanding(task))
         self._answers: dict[str | tuple[int, ...], asyncio.Task[Turn]] = {}
         """The turn of each prompt that was asked for: who asks again, as after a lost connection, gets the same one."""
         self.ended_by: StopReason | None = None

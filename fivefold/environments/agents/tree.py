@@ -10,7 +10,7 @@ Texts are compared, tokens are kept: what was sampled is never encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,15 +64,23 @@ class Continuation:
 class Tree:
     """The turns of one session."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str,
+        prompt_ids: Sequence[int],
+        expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple,
+    ) -> None:
         """Begin without a turn.
 
         Args:
             tokenizer: the model's tokenizer.
             prompt: the text of the row's prompt.
             prompt_ids: its tokens, which a text that begins with it has.
+            expand: makes the tokens of another text that continues no turn, with as many as each image becomes.
         """
         self._tokenizer = tokenizer
+        self._expand = expand
         self._prompt, self._prompt_ids = prompt, tuple(prompt_ids)
         self.turns: list[Turn] = []
         """In the order in which they were answered."""
@@ -96,7 +104,7 @@ class Tree:
             return Continuation(text, self.turns[number], self._encoded(text[length:]))
         if text.startswith(self._prompt):
             return Continuation(text, None, (*self._prompt_ids, *self._encoded(text[len(self._prompt) :])))
-        return Continuation(text, None, self._encoded(text, add_special_tokens=not has_special_tokens))
+        return Continuation(text, None, self._expand(self._encoded(text, add_special_tokens=not has_special_tokens)))
 
     def continued_ids(self, token_ids: Sequence[int]) -> Continuation:
         """Return tokens as the longest turn that they continue, and what comes after it."""

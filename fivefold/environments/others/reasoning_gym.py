@@ -16,6 +16,7 @@ from fivefold.environments.others.package import imported
 reasoning_gym = imported("reasoning_gym", "reasoning-gym")
 
 INSTRUCTION = "Write the final answer between <answer> and </answer>."
+BOX = r"\boxed{"
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 """What some data sets raise for an answer of another form than theirs."""
 
@@ -50,9 +51,37 @@ def rows(dataset: str, n: int, *, seed: int, **options: Any) -> Iterator[dict[st
         }
 
 
-def score(response: str, ground_truth: str, *, data_source: str, extra_info: Mapping[str, Any]) -> float:
-    """Return the data set's score of the last answer in a response, and 0 if it has none."""
-    answer = reasoning_gym.utils.extract_answer(response)
+def read(path: str, split: str | None, n: int, seed: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield problems without a word of how to answer, as a recipe's `reader`.
+
+    Args:
+        path: a data set of reasoning-gym.
+        split: not read.
+        n: see `rows`.
+        seed: see `rows`.
+        options: see `rows`.
+
+    Raises:
+        ValueError: see `rows`.
+    """
+    for row in rows(path, n, seed=seed, **options):
+        [message] = row["prompt"]
+        yield {**row, "prompt": message["content"].removesuffix(INSTRUCTION).rstrip()}
+
+
+def score(
+    response: str, ground_truth: str, *, data_source: str, extra_info: Mapping[str, Any], boxed: bool = False
+) -> float:
+    """Return the data set's score of the last answer in a response, and 0 if it has none.
+
+    Args:
+        response: the completion.
+        ground_truth: not read.
+        data_source: not read.
+        extra_info: as `rows` writes it.
+        boxed: whether the answer is in a box, and not between tags.
+    """
+    answer = last_box(response) if boxed else reasoning_gym.utils.extract_answer(response)
     if answer is None:
         return 0.0
     of = _dataset(extra_info["dataset"], extra_info["options"])
@@ -60,6 +89,17 @@ def score(response: str, ground_truth: str, *, data_source: str, extra_info: Map
         return float(of.score_answer(answer, json.loads(extra_info["problem"])))
     except _UNREADABLE:
         return 0.0
+
+
+def last_box(text: str) -> str | None:
+    """Return what the last box holds, braces in pairs included; None if there is none, or it does not end."""
+    _, box, rest = text.rpartition(BOX)
+    depth = 1
+    for place, character in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:place]
+    return None
 
 
 @lru_cache(maxsize=256)

@@ -52,7 +52,7 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
 
 
 def _check_positions(spec: ReplicaSpec) -> None:
-    """Refuse a model's folder if vLLM reads other positions of images from it than transformers and the trainer have.
+    """Refuse a model's folder if the server reads other positions of images from it than the trainer has.
 
     Raises:
         ValueError: naming the key of its config.json.
@@ -65,8 +65,8 @@ def _check_positions(spec: ReplicaSpec) -> None:
         return
     wanted = {"mrope_section": list(vision.rope_sections), "mrope_interleaved": vision.is_interleaved}
     raise ValueError(
-        f"{folder}/config.json does not tell vLLM how tokens of images turn: write {json.dumps(wanted)} among the keys "
-        f"of the language model's rope_parameters, or set {spec.section}.backend=transformers:d1"
+        f"{folder}/config.json does not tell {spec.backend} how tokens of images turn: write {json.dumps(wanted)} "
+        f"among the keys of the language model's rope_parameters, or set {spec.section}.backend=transformers:d1"
     )
 
 

@@ -152,6 +152,8 @@ class Dialect(Protocol):
     """Path to which requests are posted."""
     aliases: frozenset[str]
     """Other names of the arguments that `arguments` gives."""
+    images_key: str
+    """Key of a request for the images of its prompt."""
     adapters_of_one_rank: bool
     """Whether it takes adapters only if all layers' have the same rank."""
 

@@ -77,7 +77,7 @@ class ServerEngine:
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=spec.trust_remote_code)
         self._end_token_ids = sorted(end_tokens(model, generation, self._tokenizer))
         self._updates = updates_of(dialect, spec, model, place, save)
-        self._images = SharedImages(getattr(torch, spec.dtype))
+        self._images = SharedImages(getattr(torch, spec.dtype), dialect.images_key)
         self._staged: StagedWeights | None = None
         """Weights of the next `swap_weights`."""
         self._stream = ServerStream(

@@ -34,9 +34,10 @@ class _Memory:
 class SharedImages:
     """The images of the requests that a server is about to answer."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Have none; their patches are cast to the model's dtype."""
+    def __init__(self, dtype: torch.dtype, key: str) -> None:
+        """Have none; their patches are cast to the model's dtype, and requests have them under `key`."""
         self._dtype = dtype
+        self._key = key
         self._lock = threading.Lock()
         self._memory: dict[str, _Memory] = {}
         """By `_name`."""
@@ -53,7 +54,7 @@ class SharedImages:
         with self._lock:
             memories = [self._take(image) for image in images]
         try:
-            yield {"images": [self._form(image, memory) for image, memory in zip(images, memories, strict=True)]}
+            yield {self._key: [self._form(image, memory) for image, memory in zip(images, memories, strict=True)]}
         finally:
             with self._lock:
                 for image in images:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 INSIDE = Path(__file__).with_name("inside_sglang")
 """Code of ours that runs inside the server."""
+PROCESSORS = "fivefold_processors"
+"""The package there that makes prompts with images."""
 BEAT = "/health_generate"
 """SGLang's endpoint that answers once a token was sampled."""
 ALL_TOKENS = -1
@@ -58,6 +60,7 @@ _COUNTS = {b"sglang:prompt_tokens": "prompt", b"sglang:cached_tokens": "cached"}
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _FINISH_REASON = re.compile(rb'"finish_reason":\s*\{\s*"type":\s*"(\w+)"')
 _LOGPROBS = re.compile(rb'"output_token_logprobs":\s*\[((?:[\s,]*\[[^\]]*\])*)\s*\]')
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _ROUTES = re.compile(rb'"routed_experts":\s*"([\w+/=]+)"')
 _FIRST = re.compile(rb"\[\s*(-?[\d.][\d.eE+-]*)")
 
@@ -83,6 +86,24 @@ def _routes(reply: bytes, asked: AskedRoutes) -> npt.NDArray[np.int32] | None:
             f"{asked.n_layers} layers of each token"
         )
     return numbers.reshape(-1, asked.n_layers, asked.top_k)[:, list(asked.layers)]
+
+
+def _loads_files(spec: ReplicaSpec) -> bool:
+    """Return whether the server reads the model's files, from which alone a tower that sees images comes."""
+    return spec.loads_files or spec.sees
+
+
+def _check_prompt(reply: bytes, ask: Ask) -> None:
+    """Check that the server completed a prompt with images of the request's length.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    if ask.images and (found_tokens := int(found(_PROMPT, reply))) != len(ask.token_ids):
+        raise RuntimeError(
+            f"SGLang made {found_tokens} tokens of a prompt with images that has {len(ask.token_ids)}, and the trainer "
+            "would see other positions: use rollout.backend=transformers:d1"
+        )
 
 
 def _for_adapters(adapters: ServedAdapters) -> list[str]:
@@ -143,6 +164,7 @@ class SGLangDialect:
             *("--nccl-init-addr", "--api-key", "--admin-api-key", "--speculative-draft-model"),
         }
     )
+    images_key = "image_data"
     adapters_of_one_rank = True
 
     def place(self) -> Place:
@@ -162,13 +184,13 @@ class SGLangDialect:
             *("--log-level", "warning"),
             *([] if spec.needs_text else ["--skip-tokenizer-init"]),
             *(["--enable-metrics"] if spec.counts else []),
-            *([] if spec.loads_files else ["--load-format", "dummy"]),
+            *([] if _loads_files(spec) else ["--load-format", "dummy"]),
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
             *(["--enable-return-routed-experts"] if spec.returns_routes else []),
             # Otherwise its scheduler polls while it sleeps, and keeps a core from the role that works then.
             *(["--enable-memory-saver", "--sleep-on-idle"] if spec.can_sleep else []),
             # Weights that it has loaded itself are copied back when it wakes; otherwise the actor sends them.
-            *(["--enable-weights-cpu-backup"] if spec.can_sleep and spec.loads_files else []),
+            *(["--enable-weights-cpu-backup"] if spec.can_sleep and _loads_files(spec) else []),
             *(["--mem-fraction-static", str(spec.memory_fraction)] if spec.memory_fraction is not None else []),
             *_speculation(spec),
             *_over_nodes(spec.node),
@@ -180,6 +202,8 @@ class SGLangDialect:
         environment = {"PYTHONPATH": os.pathsep.join(path), "SGLANG_TIMEOUT_KEEP_ALIVE": "86400"}
         # It says that it is not well after its own limit, which is 20 s, while kernels may be compiled.
         environment["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(PAUSE_S))
+        if spec.sees:
+            environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] = PROCESSORS
         # A sequence never has more tokens than the model has positions; the context with `_KEPT` may.
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         if spec.route.transport.is_collective:
@@ -215,6 +239,7 @@ class SGLangDialect:
         }
 
     def answer(self, reply: bytes, ask: Ask) -> Answer:
+        _check_prompt(reply, ask)
         # Patterns find nothing in the completion's text, in which quotes are escaped.
         return Answer(
             integers(found(_TOKEN_IDS, reply)),

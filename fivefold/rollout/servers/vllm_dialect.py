@@ -142,6 +142,7 @@ class VLLMDialect:
     aliases = frozenset(
         {"-tp", "-pp", "-n", "-r", "-sc", "--headless", "--host", "--port", "--spec-method", "--spec-tokens"}
     )
+    images_key = "images"
     adapters_of_one_rank = False
 
     def place(self) -> Place:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.advantages.token_baseline import token_advantages
 from fivefold.algorithms.build import build_advantage
 from fivefold.algorithms.gae import Moments, Whitening

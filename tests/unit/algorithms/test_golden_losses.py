@@ -51,6 +51,8 @@ class Token:
     is_kept: bool
     """Whether M2PO's mask keeps the token."""
     sample_weight: float
+    place: int
+    """Its place among all tokens; those of a turn follow each other."""
 
     @property
     def ratio(self) -> Scalar:
@@ -259,6 +261,9 @@ CORRECTIONS = [
     RolloutCorrection(None, None, "largest", 1.3, 0.5),
     RolloutCorrection(None, None, "token", 0.01, mask_by="binary_kl"),
     RolloutCorrection("token", None, "second_moment", 0.05),
+    RolloutCorrection(None, None, "turn", 1.05, 0.9),
+    RolloutCorrection("token", None, "turn", 1.3, 0.7, difference_above=0.03, difference_below=-0.02),
+    RolloutCorrection(None, None, "sequence", 2.0, 0.5, difference_below=-0.05),
 ]
 
 
@@ -289,7 +294,7 @@ def tokens_of(sampled: Sampled, old: str = "old_logprobs") -> list[list[Token]]:
         [
             Token(
                 sampled.logprobs_T[t], sampled.entropy_T[t], *(float(batch.fields[name][t]) for name in names),
-                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]), sample_weight=float(weight_T[t]),
+                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]), sample_weight=float(weight_T[t]), place=t,
             )
             for t in range(start, end)
             if batch.mask_T[t]
@@ -320,8 +325,13 @@ def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:
     is_ratio, n = correction.mask_by == "ratio", len(tokens)
     whole = prod(measures) if is_ratio else sum(measures)
     levels = {"sequence": whole, "geometric": whole ** (1 / n) if is_ratio else whole / n, "largest": max(measures)}
+    differences = [exp(p) - exp(t.rollout) for p, t in zip(trainer, tokens, strict=True)]
     result = []
     for i, token in enumerate(tokens):
+        run = [j for j in range(n) if tokens[j].place - token.place == j - i]
+        if correction.mask == "turn":
+            levels["turn"] = prod(measures[j] for j in run) ** (1 / len(run))
+        difference = {"sequence": sum(differences), "turn": sum(differences[j] for j in run) / len(run)}
         weight = {None: 1.0, "token": by_token[i], "sequence": prod(by_token)}[correction.weight]
         if correction.weight_cap is not None:
             weight = min(weight, correction.weight_cap)
@@ -334,6 +344,8 @@ def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:
             judged = levels.get(correction.mask, measures[i])
             kept &= correction.mask_above is None or judged <= correction.mask_above
             kept &= correction.mask_below is None or judged >= correction.mask_below
+            for bound, sign in ((correction.difference_above, 1), (correction.difference_below, -1)):
+                kept &= bound is None or sign * difference[correction.mask] <= sign * bound
         result.append((weight, kept))
     return result
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fivefold.algorithms.advantages.baselines import rloo
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.advantages.normalised import grpo
 from fivefold.algorithms.advantages.plain import rewards as plain_rewards
-from fivefold.algorithms.advantages.scores import Scores
 from fivefold.algorithms.gae import GAE
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS, TurnGAE
 from fivefold.algorithms.turns import Moves, returns

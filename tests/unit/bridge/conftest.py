@@ -37,6 +37,10 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_vl": hf.Qwen3VLConfig(
             text_config=base, vision_config={**vision, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True
         ),
+        "qwen3_vl_moe": hf.Qwen3VLMoeConfig(
+            text_config={**base, **moe, "mlp_only_layers": [1], "moe_intermediate_size": 24},
+            vision_config={**vision, "deepstack_visual_indexes": [0]},
+        ),
         "qwen2_5_vl": hf.Qwen2_5_VLConfig(
             text_config={key: value for key, value in qwen2.items() if key != "head_dim"},
             vision_config={key: value for key, value in vision.items() if key != "num_position_embeddings"},

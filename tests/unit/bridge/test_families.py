@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import Bridge
-from fivefold.bridge.decoder import file_tensors, mappings
+from fivefold.bridge.decoder import mappings
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights
-from fivefold.bridge.hf_writer import save_hf
+from fivefold.bridge.hf_writer import save_hf, tensor_specs
+from fivefold.bridge.kept import fuses_experts
+from fivefold.bridge.shard_plan import fused
 from fivefold.families.latent_attention import loaded_together
 from fivefold.families.read import load_shape
 from fivefold.families.registry import FAMILIES
@@ -42,7 +44,9 @@ def test_names_and_shapes_are_those_that_transformers_writes(hf_models: dict[str
     assert Bridge(shape).expected_names() == written
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(hf_models[family] / "model.safetensors").items()}
     kept = {name: full for name, full in stored.items() if FAMILIES[family].keeps(name, 3)}
-    assert file_tensors(shape).keys() == stored.keys() - kept.keys()
+    specs = tensor_specs(shape, torch.float32)
+    specs = fused(specs) if fuses_experts(hf_models[family]) else specs
+    assert specs.keys() == stored.keys() - kept.keys()
     assert kept_tensors(shape).items() <= kept.items()
     assert kept_tensors(shape) == kept or FAMILIES[family].sees
 
@@ -95,6 +99,33 @@ def test_experts_that_a_file_has_in_one_tensor_are_read_one_by_one(hf_models: di
             assert read.read(name, slice(1, 3)).equal(tensor[1:3])
         column = read.read("model.language_model.layers.1.mlp.experts.5.up_proj.weight", slice(2, 7), slice(1, 3))
     assert column.equal(written["model.language_model.layers.1.mlp.experts.5.up_proj.weight"][2:7, 1:3])
+
+
+def test_experts_that_published_files_have_turned_are_written_as_they_were(
+    hf_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As the published folders of Qwen3-VL have them; this transformers writes [E, out, in] and reads both."""
+    folder = Path(shutil.copytree(hf_models["qwen3_vl_moe"], tmp_path / "published"))
+    unturned = load_file(folder / "model.safetensors")
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in unturned.items()
+    }
+    save_file(published, folder / "model.safetensors", {"format": "pt"})
+    shape = load_shape(folder)
+    check_weights(folder, shape)
+    name = "model.language_model.layers.2.mlp.experts.5.up_proj.weight"
+    whole = unturned["model.language_model.layers.2.mlp.experts.gate_up_proj"]
+    for source in (folder, hf_models["qwen3_vl_moe"]):
+        parameters = megatron_parameters(source)
+        with HFWeights(source) as read:
+            assert read.read(name).equal(whole[5, 24:])
+            assert read.read(name, slice(3, 9), slice(1, 4)).equal(whole[5, 27:33, 1:4])
+            Bridge(shape).load(parameters, read, ShardGroups())
+        save_hf(tmp_path / "again", unstacked(Bridge(shape).export(parameters, ShardGroups())), source)
+        again = load_file(tmp_path / "again" / "model.safetensors")
+        assert again.keys() == published.keys()
+        assert all(again[name].equal(tensor) for name, tensor in published.items())
 
 
 def test_tensors_for_multi_token_prediction_are_written_again(hf_models: dict[str, Path], tmp_path: Path) -> None:

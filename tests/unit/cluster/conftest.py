@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fivefold.cluster.session import Session
 from fivefold.config.schema.machines import ClusterConfig, SchedulerConfig
 from fivefold.observe.timers import PhaseTimers
+from tests.forks import forked_workers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,13 +20,16 @@ def timers() -> PhaseTimers:
     return PhaseTimers()
 
 
-@pytest.fixture(scope="package")
-def session(tmp_path_factory: pytest.TempPathFactory, timers: PhaseTimers) -> Iterator[Session]:
-    """One Ray for all tests of this folder: a failure ends the workers, not Ray."""
+@pytest.fixture(scope="module")
+def session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, timers: PhaseTimers
+) -> Iterator[Session]:
+    """One Ray for all tests of a file, which may set `FORKS_WORKERS`: a failure ends the workers, not Ray."""
     logs = tmp_path_factory.mktemp("logs")
     variables = {"all": {"GIVEN": "to all", "OF_ALL": "yes"}, "rollout": {"GIVEN": "to the rollout"}}
     scheduler = SchedulerConfig.model_validate({"timeout_s": 180, "environment": variables})
-    with Session.open(scheduler, ClusterConfig(n_gpus_per_node=0), logs, timers) as session:
+    forked = forked_workers() if getattr(request.module, "FORKS_WORKERS", False) else nullcontext()
+    with forked, Session.open(scheduler, ClusterConfig(n_gpus_per_node=0), logs, timers) as session:
         yield session
 
 

@@ -19,6 +19,8 @@ from fivefold.layout.placement import Device
 from fivefold.observe.timers import PhaseTimers
 from tests.rows import long
 
+FORKS_WORKERS = True
+
 
 @pytest.fixture(autouse=True)
 def _machine_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fivefold.config.schema.data import DatasetConfig
 from fivefold.data.rows import load_rows
 from fivefold.rewards.code_tests import AssertTest, OutputTest, ValueTest, read_tests
+from fivefold.rewards.detection import Detection
 
 Write = Callable[[list[dict[str, Any]]], str]
 READER = {"reader": "fivefold.data.roll:rows", "reader_kwargs": {"domains": {"KodCode": "code"}}}
@@ -27,6 +28,22 @@ def test_a_row_has_the_domain_of_its_tag_unless_it_has_its_own(write_jsonl: Writ
     assert [row["data_source"] for row in found] == ["code", "math_rule", "chat", "math_rule"]
     assert {row["ground_truth"] for row in found} == {"7"}
     assert found[1]["extra_info"] == {"tag": "aime", "id": "", "difficulty": 0.5}
+
+
+def test_a_row_with_boxes_says_how_they_are_scored(write_jsonl: Write) -> None:
+    ratios = {"iou_max_label_first": 1.0, "iou_max_iou_first": 2, "iou_completeness": 0.3, "map": 0.5}
+    reward = {"ground_truth": "<answer>[]</answer>", "format_ratio": 0.2}
+    rows = [
+        {"reward_model": {**reward, "verifier_parm": {"det_reward_ratio": ratios, "det_verifier_normalized": False}}},
+        {"reward_model": {**reward, "verifier_parm": {"det_reward_ratio": dict.fromkeys(ratios)}}},
+        {"reward_model": reward},
+    ]
+    first, *others = read(write_jsonl, *({"data_source": "KodCode", **row} for row in rows))
+    assert (first["data_source"], first["ground_truth"]) == ("code", "<answer>[]</answer>")
+    scores = {"by_label": 1.0, "by_overlap": 0.0, "completeness": 0.3, "map": 0.5, "map50": 0.0, "map75": 0.0}
+    assert first["extra_info"]["detection"] == {**scores, "format_weight": 0.2, "pixels_per_token": None}
+    Detection(**first["extra_info"]["detection"])
+    assert not [row for row in others if "detection" in row["extra_info"]]
 
 
 CASES: list[tuple[str, str, list[dict[str, str]], list[Any]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ from fivefold.environments.agents.agent import Agent
 from fivefold.environments.agents.chat_game import ChatGame
 from fivefold.environments.agents.tools import Tools
 from fivefold.environments.agents.turn_game import TurnGame
-from fivefold.environments.game import Game
+from fivefold.environments.game import Game, load_game
+from fivefold.environments.games import tagged_tools
 from fivefold.environments.games.grid import GridGame
 from fivefold.environments.play import Player
 from fivefold.types import Episode
@@ -102,6 +104,26 @@ def test_board_games_need_no_file() -> None:
     assert game.reset(prompts[-1].extra_info, seed=0).count("X") == 1
 
 
+def test_numbers_are_guessed_in_chats_of_one_turn() -> None:
+    section = yaml.safe_load(blocks(PAGE, "yaml")[4])
+    [prompt, *_] = load_prompts(DatasetConfig.model_validate(section["train_dataset"]), tokenizer_of()).prompts
+    policy = Policy(lambda text: rf"\boxed{{{1 + text.count('Turn')}}}")
+    player = Player(policy, TurnGame(environment(**section["environment"]), tokenizer_of()))
+    player.begin(0, [replace(task("x"), prompt=replace(prompt, extra_info={**prompt.extra_info, "turns": 20}))])
+    [episode] = played(player)[0]
+    assert 1 <= len(episode.trajectories) <= 8
+    assert sum(episode.rewards.values()) == (1.0 if episode.finish_reason == "done" else 0.0)
+
+
+def test_the_tool_in_tags_is_the_one_of_the_recipe() -> None:
+    section = yaml.safe_load(blocks(PAGE, "yaml")[5])
+    data = DatasetConfig.model_validate(section["train_dataset"])
+    [reader] = [getattr(tagged_tools, str(data.reader).rpartition(":")[2])]
+    assert inspect.signature(reader).bind("path", None, **data.reader_kwargs)
+    assert load_game(environment(**section["environment"])) is tagged_tools.TaggedTool
+    assert section["gconfig"]["stop"] == ["</code>"]
+
+
 def episode_of(kind: Any, policy: Policy, wanted: Any, prompt: str) -> Episode:
     player = Player(policy, kind)
     one = task(prompt)
@@ -131,7 +153,7 @@ def test_the_agent_asks_twice_and_is_judged_by_its_last_answer(snippet: Callable
 
 
 def test_mcp_servers_stand_in_the_list() -> None:
-    section = yaml.safe_load(blocks(PAGE, "yaml")[4])
+    section = yaml.safe_load(blocks(PAGE, "yaml")[6])
     calc, time, remote = environment(**section["environment"]).tools
     assert calc == f"{Path.cwd()}/calc.py:calculate"
     assert time == {"mcp": "uvx mcp-server-time", "cwd": str(Path.cwd())}
@@ -143,7 +165,7 @@ def test_the_lake_of_the_row_is_crossed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     [line] = blocks(PAGE, "json")
     (tmp_path / "lake.jsonl").write_text(line)
-    section = yaml.safe_load(blocks(PAGE, "yaml")[5])
+    section = yaml.safe_load(blocks(PAGE, "yaml")[7])
     overrides = [f"{key}.{name}={value}" for key, values in section.items() for name, value in values.items()]
     recipe = load_recipe(RECIPE, [*overrides, "train_dataset.answer_key=null"], TrainRecipe)
     [prompt] = load_prompts(recipe.train_dataset, tokenizer_of()).prompts

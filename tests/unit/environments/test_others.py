@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.schema.data import DatasetConfig
 from fivefold.config.schema.environment import EnvironmentConfig
+from fivefold.data.rows import load_rows
 from fivefold.environments.agents.agent import Agent
 from fivefold.environments.game import Game, load_game
 from fivefold.environments.others.package import imported
@@ -252,6 +254,22 @@ class TestReasoningGym:
 
         [row] = rows("prime_factorization", 1, seed=1)
         assert score("<answer>2 x two</answer>", "", data_source="", extra_info=row["extra_info"]) == 0.0
+
+    def test_a_recipe_reads_problems_and_finds_their_answers_in_boxes(self) -> None:
+        from fivefold.environments.others.reasoning_gym import last_box, rows
+
+        options = {"reader": f"{OTHERS}.reasoning_gym:read", "reader_kwargs": {"n": 3, "seed": 5}}
+        read = load_rows(DatasetConfig.model_validate({"path": "leg_counting", **options}))
+        assert [row["prompt"].strip() for row in read] == [
+            row["prompt"][0]["content"].removesuffix("Write the final answer between <answer> and </answer>.").strip()
+            for row in rows("leg_counting", 3, seed=5)
+        ]
+        reward = load_user_reward(f"{OTHERS}.reasoning_gym:score", {"boxed": True})
+        truth = read[0]["reward_model"]["ground_truth"]
+        of = {"data_source": "", "extra_info": read[0]["extra_info"]}
+        assert reward(rf"\boxed{{0}}, no: \boxed{{{truth}}}", truth, **of) == 1.0
+        assert reward(f"<answer>{truth}</answer>", truth, **of) == 0.0
+        assert [last_box(text) for text in (r"\boxed{\frac{1}{2}} }", r"\boxed{1", "1")] == [r"\frac{1}{2}", None, None]
 
     def test_a_data_set_that_json_cannot_keep_is_refused(self) -> None:
         from fivefold.environments.others.reasoning_gym import rows

@@ -25,6 +25,7 @@ from fivefold.roles import remote_batch
 from fivefold.roles.responses import Job, Responses
 from fivefold.rollout.protocol import Begun, GenerationRequest, SamplingParams, ServerCounts, complete, group_requests
 from fivefold.types import Completion, Episode, FinishReason, Prompt
+from tests.rows import long
 from tests.unit.experience.local_replicas import EngineWorker, LocalGroup, LocalWorker
 from tests.unit.experience.streams import (
     BATCH,
@@ -106,7 +107,7 @@ def test_steps_have_the_samples_of_synchronous_training_if_the_weights_are_the_s
 
 
 @pytest.mark.usefixtures("local_objects")
-@pytest.mark.parametrize("n_replicas", [1, 3])
+@pytest.mark.parametrize("n_replicas", [3, *long(1)])
 def test_a_synchronous_step_has_the_bits_of_equal_shares_that_are_decoded_together(n_replicas: int) -> None:
     """With three replicas, the shares of 3, 3 and 2 completions cut a group. The weights differ in each step."""
     workers = [LocalWorker(max_batch_size=BATCH * SAMPLES) for _ in range(n_replicas)]

@@ -57,6 +57,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2},
     "qwen3_next": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
     "qwen3_vl": {"head_dim": 16},
+    "qwen3_vl_moe": {**MOE, "head_dim": 16, "decoder_sparse_step": 2, "moe_intermediate_size": 20},
     "qwen2_5_vl": {},
     "qwen3_5": DELTA_NET,
     "qwen3_5_moe": {**DELTA_NET, **MOE, "shared_expert_intermediate_size": 40},
@@ -79,9 +80,9 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {**LATENT, **INDEXER, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "glm_moe_dsa": {**LATENT, **INDEXER, "index_topk_freq": 2, "first_k_dense_replace": 2},
 }
-NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe"}
+NORMALISING = {"mixtral", "minimax_m2", "gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"}
 """Families whose routers scale the weights of the chosen experts in any case."""
-SEEING = {"qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"}
+SEEING = {"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"}
 """Families whose files describe the language model inside a model that sees images."""
 
 
@@ -89,17 +90,17 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
     """Return a `config.json` as transformers 4 writes it."""
     own = {**SIZES, **KEYS[family], **changes}
     if family in SEEING:
+        tied = {key: own.pop(key) for key in ("tie_word_embeddings",) if key in own}
         text, vision = {"model_type": f"{family}_text", **own}, {"out_hidden_size": own["hidden_size"]}
-        return {"model_type": family, "text_config": text, "vision_config": vision}
+        return {"model_type": family, "text_config": text, "vision_config": vision, **tied}
     return {"model_type": family, **own}
 
 
 def text_config_of(config: dict[str, Any]) -> Any:
     """Return what transformers builds the language model with."""
-    whole = AutoConfig.for_model(**config)
-    text = whole.get_text_config()
-    if not hasattr(text, "tie_word_embeddings"):
-        text.tie_word_embeddings = config["text_config"].get("tie_word_embeddings", False)
+    text = AutoConfig.for_model(**config).get_text_config()
+    if "text_config" in config:  # where a class may have another default than the whole model's
+        text.tie_word_embeddings = config.get("tie_word_embeddings", False)
     return text
 
 
@@ -173,6 +174,21 @@ def test_published_files_of_qwen2_5_vl_have_the_language_model_at_the_top() -> N
     assert shape.n_parameters + n_tower == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"head_dim=7 is not supported"):
         read_shape({**flat, "head_dim": 7})
+
+
+def test_experts_of_sizes_that_leave_their_direction_open_are_refused() -> None:
+    for width in (24, 48):
+        with pytest.raises(ValueError, match=rf"hidden_size=48 is once or twice moe_intermediate_size={width}"):
+            read_shape(raw("qwen3_vl_moe", moe_intermediate_size=width))
+
+
+def test_whole_models_say_whether_the_output_layer_is_the_embedding() -> None:
+    config = raw("qwen3_vl_moe", tie_word_embeddings=False)
+    config["text_config"]["tie_word_embeddings"] = True  # as transformers writes it, where no model is built so
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+    assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
+    assert not read_shape(config).tied_embeddings
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,8 @@ from fivefold.families.shape import ModelShape
 PUBLISHED = {
     "Qwen3-Next-80B-A3B": (80, 3.9),
     "Qwen3.5-35B-A3B": (35, 3.45),
+    "Qwen3-VL-30B-A3B": (30.5, 3.35),
+    "Qwen3-VL-235B-A22B": (235, 22.2),
     "Qwen2.5-0.5B": (0.49, 0.49),
     "Qwen2.5-1.5B": (1.54, 1.54),
     "Qwen2.5-3B": (3.09, 3.09),

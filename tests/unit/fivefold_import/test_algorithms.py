@@ -244,13 +244,28 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
             "roll",
             [
                 *(f"train_infer_correction.is_weight.{w}" for w in ("enabled=true", "upper_bound=1.5")),
-                *(f"train_infer_correction.filters.0.{w}" for w in ("agg_type=geometric", "ratio_high=1.1")),
+                *(
+                    f"train_infer_correction.filters.0.{w}"
+                    for w in ("enabled=true", "agg_type=geometric", "ratio_high=1.1", "diff_high=0.1")
+                ),
             ],
             {
                 "weight": "token", "weight_cap": 1.5, "mask": "geometric", "mask_below": 0.8, "mask_above": 1.1,
                 **custom,
             },
         ),
+        (
+            "roll",
+            [
+                f"train_infer_correction.filters.0.{w}"
+                for w in ("enabled=true", "agg_type=segment", "ratio_high=1.05", "diff_enabled=true", "diff_low=-0.1")
+            ],
+            {
+                "mask": "turn", "mask_below": 0.8, "mask_above": 1.05, "difference_below": -0.1,
+                "difference_above": 0.2, **custom,
+            },
+        ),
+        ("roll", ["train_infer_correction.filters.0.ratio_high=1.1"], {}),
         ("areal", ["actor.use_decoupled_loss=true"], {"weight": "token", **custom}),
         (
             "areal",

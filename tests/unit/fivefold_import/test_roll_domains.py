@@ -440,3 +440,103 @@ def test_environments_that_ask_once_are_plain_prompts(tmp_path: Path) -> None:
 )
 def test_environments_that_ask_otherwise_are_left_to_the_user(tmp_path: Path, old: str, new: str) -> None:
     assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, QUESTIONS.replace(old, new)).unsupported()
+
+
+OF_GEM = (
+    QUESTIONS.replace("roll_math", "game:GuessTheNumber-v0")
+    .replace("adv_estimator: reinforce", "adv_estimator: step_reinforce")
+    .replace("my.TrajEnvManager", "my.StepConcatEnvManager\n    history_length: 10")
+    .replace('"{observation} In {{braces}}."', '"Play.\\n{history}\\n{current_observation}\\nIn {{braces}}."')
+    .replace("{dataset_name: a/sums, question_key: q, answer_key: a}", "{min_number: 2, max_number: 9, max_turns: 10}")
+)
+
+
+def test_gems_guessing_game_is_played_in_chats_of_one_turn(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, OF_GEM)
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    expected = {
+        "environment.game": "fivefold.environments.games.guess_number:GuessNumber",
+        "environment.turn_template": "Play.\n{prompt}\n{observation}\nIn {braces}.",
+        "environment.memory": 0,
+        "environment.max_turns": 10,
+        "actor.credit": "turn",
+        "train_dataset.reader_kwargs.n": 160,
+        "train_dataset.reader_kwargs.least": 2,
+        "train_dataset.reader_kwargs.most": 9,
+        "valid_dataset.reader_kwargs.turns": 10,
+        "valid_dataset.reader_kwargs.n": 5,
+        "train_dataset.system_prompt": "Think.",
+        "reward.fn": "environment",
+    }
+    assert {key: recipe.get(key) for key in expected} == expected
+    for shorter in ("history_length: 9", "history_length: 10\n    tool_wrapper: {tool_configs: []}"):
+        text = OF_GEM.replace("history_length: 10", shorter).replace("tool_configs: []", "a: 1")
+        assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, text).unsupported()
+
+
+def test_problems_of_reasoning_gym_are_plain_prompts_with_its_score(tmp_path: Path) -> None:
+    text = OF_GEM.replace("game:GuessTheNumber-v0", "rg:letter_counting").replace(
+        "max_steps: 10\n    max", "max_steps: 1\n    max"
+    )
+    text = text.replace("{min_number: 2, max_number: 9, max_turns: 10}", "{size: 50, seed: 4, max_words: 7}")
+    conversion = convert_text("roll", tmp_path, text.replace("{history}\\n", ""))
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    expected = {
+        "reward.fn": "fivefold.environments.others.reasoning_gym:score",
+        "reward.kwargs.boxed": True,
+        "train_dataset.path": "letter_counting",
+        "train_dataset.reader": "fivefold.environments.others.reasoning_gym:read",
+        "train_dataset.reader_kwargs.n": 50,
+        "train_dataset.reader_kwargs.seed": 4,
+        "train_dataset.reader_kwargs.max_words": 7,
+        "train_dataset.prompt_template": "Play.\n{prompt}\nIn {braces}.",
+        "valid_dataset.limit": 5,
+        "gconfig.max_new_tokens": 1000,
+    }
+    assert {key: recipe.get(key) for key in expected} == expected
+    assert not [key for key in recipe if key.startswith(("environment.", "actor.credit", "train_dataset.answer_key"))]
+
+
+WITH_TOOL = QUESTIONS.replace(
+    "    env_config:",
+    "    tool_wrapper:\n      wrapper_args: {max_tool_uses: 3, tool_reward: 0.1}\n"
+    "      tool_configs: [{tool_id: python_code, tool_args: {timeout: 5, sandbox_type: none}}]\n    env_config:",
+).replace("actor_infer: {", "actor_infer: {generating_args: {stop_strings: [</code>], temperature: 1.0}, ")
+
+
+def test_questions_with_one_tool_are_a_game_in_a_chat(tmp_path: Path) -> None:
+    conversion = convert_text("roll", tmp_path, WITH_TOOL)
+    assert (conversion.unsupported(), conversion.report.to_give) == (set(), ())
+    recipe = conversion.recipe
+    options = {"tool": "code", "question_key": "q", "answer_key": "a", "max_uses": 3, "tool_reward": 0.1}
+    for section in ("train_dataset", "valid_dataset"):
+        assert recipe[f"{section}.reader"] == "fivefold.environments.games.tagged_tools:rows"
+        found = {key.rpartition(".")[2]: recipe[key] for key in recipe if f"{section}.reader_kwargs." in key}
+        assert found == {**options, "success_reward": 0, "timeout_s": 5}
+    assert recipe["environment.game"] == "fivefold.environments.games.tagged_tools:TaggedTool"
+    assert recipe["environment.turn_template"] == "{observation} In {braces}."
+    assert (recipe["environment.max_turns"], recipe["gconfig.stop"]) == (10, ["</code>"])
+    facts = (
+        WITH_TOOL.replace("roll_math", "roll_qa")
+        .replace("python_code", "search")
+        .replace("sandbox_type: none", "search_url: http://x/y, topk: 2")
+    )
+    recipe = convert_text("roll", tmp_path, facts).recipe
+    assert recipe["train_dataset.reader_kwargs.search_url"] == "http://x/y"
+    assert recipe["train_dataset.reader_kwargs.n_documents"] == 2
+    for old, new in (("python_code", "mcp"), ("roll_math", "roll_qa")):
+        assert "custom_envs.Sums.env_type" in convert_text("roll", tmp_path, WITH_TOOL.replace(old, new)).unsupported()
+
+
+@pytest.mark.parametrize(
+    ("model", "pixels"), [("Qwen/Qwen2.5-VL-7B-Instruct", 28), ("Qwen/Qwen3-VL-4B-Instruct", None)]
+)
+def test_boxes_are_scored_in_the_unit_of_the_model(tmp_path: Path, model: str, pixels: int | None) -> None:
+    worker = f"worker_cls: {WORKERS}.detection_reward_worker.DetectionRewardWorker"
+    text = f"rewards: {{boxes: {{{worker}, model_args: {{model_name_or_path: {model}}}, tag_included: [coco]}}}}\n"
+    conversion = converted(tmp_path, ROLES + text)
+    assert conversion.recipe["reward.fn"] == "detection"
+    assert conversion.recipe.get("reward.kwargs.pixels_per_token") == pixels
+    assert not [key for key in conversion.unsupported() if key.startswith("rewards.")]

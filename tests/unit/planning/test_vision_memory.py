@@ -15,6 +15,7 @@ from fivefold.layout.gpus import find_gpu
 from fivefold.layout.parser import parse_backend
 from fivefold.planning.fsdp_memory import fsdp_memory
 from fivefold.planning.memory import training_memory
+from fivefold.planning.plan import plan_recipe
 from fivefold.planning.recipe_inputs import Changes, recipe_inputs
 from fivefold.planning.rollout_memory import rollout_memory
 from fivefold.planning.workload import Workload
@@ -77,3 +78,19 @@ def test_runs_without_images_have_none() -> None:
     )
     assert seeing.models["actor"].shape.vision is not None
     assert reading.models["actor"].shape.vision is None
+
+
+def test_sglang_keeps_the_whole_model_on_the_host_while_it_sleeps() -> None:
+    """vLLM keeps the tower alone, which is small, and SGLang all weights or none."""
+    needed = {}
+    for backend in ("vllm", "sglang"):
+        for texts in ([], ["train_dataset.image_key=null", "valid_dataset=null"]):
+            keys = ["cluster.n_gpus_per_node=1", f"rollout.backend={backend}:d1", *texts]
+            recipe = load_recipe(ROOT / "recipes" / "squares.yaml", keys, TrainRecipe)
+            estimate = plan_recipe(recipe, gpu="h100-80g").estimate
+            assert estimate is not None
+            needed[backend, bool(texts)] = estimate.host_memory[0].total
+            weights = estimate.rollouts[0].memory.weights
+            if backend == "sglang" and not texts:
+                assert needed["sglang", False] == needed["vllm", False] + weights
+    assert needed["sglang", True] == needed["vllm", True]

@@ -27,9 +27,8 @@ from fivefold.engine.metrics import PeakMemory
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
-from fivefold.roles import remote_batch
-from fivefold.roles import trainer as trainer_module
-from fivefold.roles.trainer import Trainer
+from fivefold.roles import models, remote_batch
+from fivefold.roles.models import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.update import token_advantages
 
@@ -186,6 +185,6 @@ def trainer(n: int, model: Bigrams, reference: Bigrams | None = None, max_tokens
 
 def without_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the columns themselves take the place of references to them."""
-    for module in (remote_batch, trainer_module, token_advantages):
+    for module in (remote_batch, models, token_advantages):
         for name in ("put", "fetch"):
             monkeypatch.setattr(module, name, lambda columns: columns, raising=False)

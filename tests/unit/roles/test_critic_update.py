@@ -19,9 +19,8 @@ from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Models
-from fivefold.roles.models import TrainedModel
+from fivefold.roles.models import TrainedModel, Trainer
 from fivefold.roles.remote_batch import RemoteBatch
-from fivefold.roles.trainer import Trainer
 from fivefold.update.compose import policy_update
 from fivefold.update.critic import Critic
 from fivefold.update.step import Prepared, UpdateState

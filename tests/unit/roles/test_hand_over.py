@@ -16,9 +16,8 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.hand_over import RolesInTurn
-from fivefold.roles.models import TrainedModel, Turn
+from fivefold.roles.models import TrainedModel, Trainer, Turn
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.roles.weight_sync import WeightSync
 

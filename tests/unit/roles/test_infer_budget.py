@@ -13,8 +13,8 @@ from fivefold.config.schema.engine import TrainedMicroBatchConfig
 from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import BatchPlanner
 from fivefold.layout.parser import parse_backend
+from fivefold.roles.models import Trainer
 from fivefold.roles.remote_batch import Piece, RemoteBatch
-from fivefold.roles.trainer import Trainer
 
 LENGTHS = np.full(16, 10)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fivefold.algorithms.advantages.scores import Scores
+from fivefold.algorithms.advantages.compute import Scores
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.algorithms.turn_gae import TURN, TURN_REWARDS

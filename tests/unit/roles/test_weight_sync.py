@@ -13,8 +13,8 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles import weight_sync
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Roles
+from fivefold.roles.models import Trainer
 from fivefold.roles.rollout import Rollout
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.weight_sync import ReceivesWeights, WeightSync
 from fivefold.weights.device_buckets import DeviceBucket
 from fivefold.weights.table import TRANSPORTS

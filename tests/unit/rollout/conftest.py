@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from fivefold.rollout.replica import ReplicaSpec
@@ -109,6 +110,19 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config={**COMMON, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
         vision_config={**VISION, "depth": 3, "initializer_range": 0.4, "deepstack_visual_indexes": [0, 2]},
         tie_word_embeddings=True,
+        **SIGHT,
+    ),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
+        text_config={
+            **COMMON,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+        vision_config={**VISION, "depth": 3, "initializer_range": 0.4, "deepstack_visual_indexes": [0, 2]},
         **SIGHT,
     ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(

@@ -323,7 +323,7 @@ class FakeServer:
         if (self.folder / STUCK).exists():
             threading.Event().wait()
         sampling, prompt = body["sampling_params"], body[self.flavour.prompt]
-        for image in body.get("images", ()):
+        for image in body.get("images" if self.flavour.prompt == "token_ids" else "image_data", ()):
             checksum = hashlib.sha256(Path(image["path"]).read_bytes()).hexdigest()
             self.log.write(kind="image", sha256=checksum, **image)
         # No pause comes between the wait for the end of one and the look at what the server has.

@@ -159,7 +159,7 @@ def test_a_folder_must_tell_vllm_how_tokens_of_images_turn(
 
 
 def test_requests_with_the_same_image_share_its_memory_until_the_last_has_ended() -> None:
-    images = SharedImages(torch.float32)
+    images = SharedImages(torch.float32, "images")
     same, other_size = image(1, 2, 2, 3), PlacedImage(image(1, 2, 2, 3).patches_PC[:8], 1, 2, 1, 2)
     with images.held([same, other_size]) as first:
         with images.held([image(1, 5, 2, 3)]) as second:
@@ -286,7 +286,7 @@ def test_vllm_gets_the_tokens_of_the_request_and_the_patches_at_their_places(ins
     generate, engine = inside("fivefold_generate").Generate(None), Engine()
     asked = request(0, image(1, 2, 2, 3), image(2, 9, 1, 2))
     body = {"token_ids": list(asked.token_ids), "sampling_params": {}}
-    with SharedImages(torch.bfloat16).held(asked.images) as shown:
+    with SharedImages(torch.bfloat16, "images").held(asked.images) as shown:
         assert reply_of(generate, engine, {**body, **shown})[0] == 200
     [prompt] = engine.prompts
     assert prompt["prompt_token_ids"] == list(asked.token_ids)
@@ -302,14 +302,14 @@ def test_vllm_gets_the_tokens_of_the_request_and_the_patches_at_their_places(ins
 def test_no_prompt_with_images_begins_on_what_other_weights_have_cached(inside: Callable[[str], Any]) -> None:
     generate, engine = inside("fivefold_generate").Generate(None), Engine()
     generate._version = 4
-    with SharedImages(torch.float32).held([image(1, 0, 1, 1)]) as shown:
+    with SharedImages(torch.float32, "images").held([image(1, 0, 1, 1)]) as shown:
         reply_of(generate, engine, {"token_ids": [IMAGE], "sampling_params": {}, **shown})
     assert engine.prompts[0]["cache_salt"] == "weights 4"
 
 
 def test_a_server_that_completes_other_tokens_than_the_requests_is_an_error(inside: Callable[[str], Any]) -> None:
     generate, body = inside("fivefold_generate").Generate(None), {"token_ids": [5, IMAGE], "sampling_params": {}}
-    with SharedImages(torch.float32).held([image(1, 1, 1, 1)]) as shown:
+    with SharedImages(torch.float32, "images").held([image(1, 1, 1, 1)]) as shown:
         status, text = reply_of(generate, Engine(IMAGE), {**body, **shown})
     assert status == 500
     assert b"vLLM made 3 tokens of a prompt with images that has 2" in text

@@ -17,7 +17,7 @@ from fivefold.rollout.transformers_engine import TransformersEngine
 from fivefold.types import Completion, PlacedImage
 
 IMAGE, MERGE, PATCH_VALUES = 66, 2, 24
-FAMILIES = ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"]
 SAMPLING = SamplingParams(9, 0, False, 1.0, 1.0, 0, (), (), bad_token_ids=(65, 66))
 Folder = Callable[..., Path]
 

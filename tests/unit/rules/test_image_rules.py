@@ -41,13 +41,14 @@ def test_the_plain_recipe_is_accepted() -> None:
     check_recipe(recipe(actor={"backend": "fsdp:d2"}), SEEING)
     check_recipe(recipe(actor={"backend": "megatron:p3"}), SEEING)
     check_recipe(recipe(rollout={"backend": "vllm:d1t2"}), SEEING)
+    check_recipe(recipe(rollout={"backend": "sglang:d1t2"}), SEEING)
 
 
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"rollout": {"backend": "sglang:d1"}}, "rollout.backend=sglang gets token ids alone; images reach vLLM and"),
-        ({"rollout": {"backend": "vllm:p2"}}, "has not been tried with pipeline stages of vLLM"),
+        ({"rollout": {"backend": "sglang:p2"}}, "has not been tried with pipeline stages of sglang"),
+        ({"rollout": {"backend": "vllm:p2"}}, "has not been tried with pipeline stages of vllm"),
         (
             {"rollout": {"backend": "vllm:d1", "speculative": {"method": "ngram"}}},
             "has not been tried with rollout.speculative",
@@ -57,8 +58,19 @@ def test_the_plain_recipe_is_accepted() -> None:
             "has not been tried with rollout.quantization",
         ),
         (
-            {"environment": GAME, "reward": {"fn": "environment"}},
-            "answered in one turn, so drop the section environment",
+            {"environment": {"agent": "agents.py:play"}, "reward": {"fn": "environment"}},
+            "an agent writes its own prompts",
+        ),
+        (
+            {
+                "environment": {**GAME, "turn_template": "{observation}{history}", "memory": 2},
+                "reward": {"fn": "environment"},
+            },
+            "an episode with images is one sequence, so drop environment.memory",
+        ),
+        (
+            {"environment": {"tools": "tools.py:Tools"}, "reward": {"fn": "environment"}},
+            "an episode with images is one sequence, so set environment.keep_thinking=true",
         ),
         ({"actor": {"megatron": {"kernels": "te"}}}, "has not been tried with actor.megatron.kernels=te"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -238,6 +239,15 @@ def test_routes_are_replayed_only_where_they_are_recorded_and_asked_for() -> Non
         check_recipe(auto, shape)
         assert with_replay(auto, shape).actor.router_replay == taken
         assert re.fullmatch(f"{said}.*", str(replay_taken(auto, shape)))
+
+
+def test_one_expert_whose_weight_is_always_1_is_for_fsdp() -> None:
+    for top_k, normalises, is_refused in ((1, True, True), (2, True, False), (1, False, False)):
+        shape = replace(MOE, top_k=top_k, norm_topk_prob=normalises)
+        check_recipe(recipe(actor={"path": "m", "backend": "fsdp:d2"}), shape)
+        refusal = pytest.raises(RecipeError, match=r"scale the weight of one expert: set actor\.backend=fsdp:d1")
+        with refusal if is_refused else nullcontext():
+            check_recipe(recipe(actor={"path": "m", "backend": "megatron:d2"}), shape)
 
 
 def test_mbridge_has_no_latent_attention() -> None:

@@ -29,11 +29,10 @@ from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.devices import Roles
 from fivefold.roles.frozen import FrozenModel, HostedModel
-from fivefold.roles.models import MovedBytes, Turn
+from fivefold.roles.models import MovedBytes, Trainer, Turn
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout_worker import RolloutWorker
-from fivefold.roles.trainer import Trainer
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.roles.weight_sync import WeightSync
 from fivefold.run.resume import state_at_start
