@@ -109,12 +109,18 @@ class Session:
         def continued() -> Continuation:
             asked = self.tree.continued(text, has_special_tokens=has_special_tokens)
             if written is not None:
-                contents = (self.tokenizer.encode(content, add_special_tokens=False) for content in written(asked))
-                # Next to a template's text, a token may hold the end of one and the beginning of the other.
-                self._n_template += max(0, len(asked.given) - sum(map(len, contents)))
+                self._n_template += self._of_template(asked, written(asked))
             return asked
 
         return await self._turn(text, body, continued)
+
+    def _of_template(self, asked: Continuation, contents: Sequence[str]) -> int:
+        """Return how many new tokens of a request a template wrote: all but the contents of messages."""
+        n_contents = sum(len(self.tokenizer.encode(content, add_special_tokens=False)) for content in contents)
+        if asked.before is None:  # a token in a content stands for each image
+            n_contents += sum(image.n_tokens - 1 for image in self._task.images)
+        # Next to a template's text, a token may hold the end of one and the beginning of the other.
+        return max(0, len(asked.given) - n_contents)
 
     async def complete_ids(self, token_ids: Sequence[int], body: Mapping[str, Any]) -> Turn:
         """Return the turn after tokens. Raises as `complete`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.environments.agents.chat import reply_of
-from fivefold.environments.agents.session import Refused, Session
+from fivefold.environments.agents.session import Refused, Session, before_stop
 from fivefold.environments.agents.tree import Turn
 
 
@@ -48,9 +48,10 @@ async def generate_as_sglang(session: Session, body: Mapping[str, Any]) -> dict[
     turn = await _sampled(session, body, "input_ids")
     sampled = turn.completion
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+    text, stop = before_stop(turn.visible_text, body.get("sampling_params") or {})
     meta = {
         "id": body.get("rid") or f"turn-{id(turn):x}",
-        "finish_reason": _reason(turn),
+        "finish_reason": _reason(turn, stop),
         "prompt_tokens": len(turn.token_ids) - len(token_ids),
         "completion_tokens": len(token_ids),
         "weight_version": str(max(sampled.versions.tolist(), default=0)),
@@ -58,7 +59,7 @@ async def generate_as_sglang(session: Session, body: Mapping[str, Any]) -> dict[
     if body.get("return_logprob"):
         rows = [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
         meta |= {"input_token_logprobs": [], "output_token_logprobs": rows}
-    return {"text": turn.visible_text, "output_ids": token_ids, "meta_info": meta}
+    return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
 
 def sglang_events(reply: Mapping[str, Any]) -> str:
@@ -77,8 +78,9 @@ async def _sampled(session: Session, body: Mapping[str, Any], name: str) -> Turn
     return await session.complete_ids(token_ids, sampling)
 
 
-def _reason(turn: Turn) -> dict[str, Any]:
+def _reason(turn: Turn, stop: str | None) -> dict[str, Any]:
+    """Return why a completion ended; `stop` is the stop text that it has."""
     token_ids = turn.completion.token_ids.tolist()
     if turn.completion.finish_reason == "length":
         return {"type": "length", "length": len(token_ids)}
-    return {"type": "stop", "matched": token_ids[-1] if token_ids else None}
+    return {"type": "stop", "matched": stop or token_ids[-1]}

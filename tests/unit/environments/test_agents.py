@@ -232,9 +232,11 @@ def test_a_call_of_another_form_is_text_that_the_agent_sees(run: Callable[..., l
         reply = post(base_url, "chat/completions", messages=[user("1+2?")], tools=TOOLS)
         assert reply["choices"][0]["message"] == {"role": "assistant", "content": answer}
         assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["choices"][0]["parse_error"].startswith("a call")
         return 0.0
 
-    run(agent, Policy(lambda text: answer))
+    [episode] = run(agent, Policy(lambda text: answer))
+    assert episode.finish_reason == "done", "the agent decides what becomes of it"
 
 
 def test_what_a_user_types_is_no_call_and_tools_that_are_not_offered_are_none(
@@ -468,7 +470,7 @@ class Stopped(Policy):
         return [(number, replace(whole, finish_reason="stop")) for number, whole in super().collect(seconds)]
 
 
-@pytest.mark.parametrize("form", ["chat", "text"])
+@pytest.mark.parametrize("form", ["chat", "text", "tokens"])
 def test_what_a_stop_cuts_off_stays_among_the_tokens(run: Callable[..., list[Episode]], form: str) -> None:
     def agent(base_url: str) -> float:
         if form == "text":
@@ -476,6 +478,13 @@ def test_what_a_stop_cuts_off_stays_among_the_tokens(run: Callable[..., list[Epi
             assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("turn 1, ab\n", "stop", "Seen: ")
             last = post(base_url, "completions", prompt=f"go{first['text']}Seen: 7\n", stop=["Seen: "])
             assert last["choices"][0]["text"] == "turn 2, ab\n"
+            return 1.0
+        if form == "tokens":
+            root, sampling = base_url.removesuffix("/v1"), {"stop": ["Seen: "]}
+            first = post(root, "generate", input_ids=ids("go"), sampling_params=sampling)
+            assert (first["text"], first["meta_info"]["finish_reason"]["matched"]) == ("turn 1, ab\n", "Seen: ")
+            later = [*ids("go"), *first["output_ids"], *ids("7\n")]
+            assert post(root, "generate", input_ids=later, sampling_params=sampling)["text"] == "turn 2, ab\n"
             return 1.0
         body = {"max_tokens": 90, "stop_sequences": ["Seen: "]}
         said = post(base_url, "messages", messages=[user("go")], **body)

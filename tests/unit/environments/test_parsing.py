@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from fivefold.environments.agents.parsing import load_parser
 from fivefold.types import Completion, Episode
 from tests.unit.environments import test_agents
-from tests.unit.environments.test_agents import ask, run, tokenizer_of, user
+from tests.unit.environments.test_agents import ask, post, run, tokenizer_of, user
 from tests.unit.environments.test_play import Scripted
 
 __all__ = ["run"]
@@ -71,7 +71,8 @@ def answers(run: Callable[..., list[Episode]], monkeypatch: pytest.MonkeyPatch) 
         found: list[Any] = []
 
         def agent(base_url: str) -> float:
-            found.append(ask(base_url, [user("x")], tools=[TOOL]))
+            [choice] = post(base_url, "chat/completions", messages=[user("x")], tools=[TOOL])["choices"]
+            found.append(choice["message"] | {"problem": choice.get("parse_error")})
             found.append(ask(base_url, [user("x"), found[0], {"role": "tool", "content": "9"}], tools=[TOOL]))
             found.append(ask(base_url, [user("z")]))
             return 1.0
@@ -107,6 +108,7 @@ def test_of_malformed_calls_the_agent_sees_the_text(answers: Callable[..., list[
     broken = CALLS["qwen3.5"] + "<tool_call>\n<function="
     first, *_ = answers(Writes("qwen3.5", broken), "qwen3.5")
     assert (first.get("tool_calls"), first["content"]) == (None, broken)
+    assert first["problem"].startswith("a call cannot be read: ")
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,21 @@ def test_each_node_of_a_replica_has_a_process_and_the_first_one_knows_the_others
     assert session.roles["rollout"].args[1] == [(1, 2), (4, 5)]
     launched(tmp_path, session)
     assert session.roles["rollout"].args[1] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, False),
+        ({"gconfig": {"stop": ["\n"]}}, True),
+        ({"environment": {"game": "a.py:A"}, "reward": {"fn": "environment"}}, False),
+        # Its requests may ask to stop at a text.
+        ({"environment": {"agent": "a.py:a"}, "reward": {"fn": "environment"}}, True),
+    ],
+)
+def test_a_server_keeps_its_tokenizer_where_completions_may_end_at_a_text(
+    values: dict[str, Any], needs: bool, tmp_path: Path
+) -> None:
+    session = Session(140 * 10**9)
+    launched(tmp_path, session, **values)
+    assert session.roles["rollout"].args[0].needs_text is needs
