@@ -66,7 +66,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("benchmarks/*.md"))]
 BLOCKS = {
-    "agents.md": ["python", *["yaml"] * 4, "python", "yaml", "python", "json", "yaml", "python"],
+    "agents.md": ["python", *["yaml"] * 6, "python", "yaml", "python", "json", "yaml", "python"],
     "README.md": ["yaml", "", "bash"],
     "cluster.md": ["bash", "bash"],  # tests/nodes
     "extending.md": ["python", "python", "python"],
@@ -75,7 +75,7 @@ BLOCKS = {
     "metrics.md": ["python"],
     "observing.md": ["python"],  # tests/unit/report
     "python.md": ["python"] * 5,  # tests/e2e/test_python_api.py
-    "rewards.md": ["python", "yaml", "bash", "python", "python", *["yaml"] * 7, "python"],
+    "rewards.md": ["python", "yaml", "bash", "python", "python", "yaml", "yaml", "text", *["yaml"] * 5, "python"],
 }
 """Languages of the fenced blocks that tests run; the README's one without a language is the output of a run."""
 
@@ -198,6 +198,9 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     assert [rewards.scored_by(prompt) for prompt in prompts] == ["math", "program"]
     chosen = [Prompt(0, "", (1,), "B", "quiz")]
     assert resolve_rewards(of_choice).judge(chosen, ["b b b B"]) == [{"quiz": 0.5, "brief": pytest.approx(-0.5)}]
+    [boxes] = blocks(DOCS / "rewards.md", "text")
+    [found] = resolve_rewards(RewardConfig(fn="detection")).judge([Prompt(0, "", (1,), boxes, "boxes")], [boxes])
+    assert found == {"detection": 1.0}
     asked: list[str] = []
 
     class Host:

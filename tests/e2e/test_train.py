@@ -81,6 +81,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "seconds/checkpoint write",  # of a checkpoint before the last one
         *(f"peak_memory_gb/{phase}" for phase in ("max", "old log-probs", "reference")),  # GPUs
         "allocator_retries/max",
+        "loss_scale",  # models in float16
         *("draft_acceptance", "prefix_cache_hits"),  # servers that count tokens: test_generated.py
         "reward/penalty",  # keys and losses that the recipe does not have
         *(

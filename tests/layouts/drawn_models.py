@@ -13,7 +13,8 @@ from hf_reference import load_model
 from tiny_models import VOCAB, ZERO_CENTERED, _randomize
 
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.rollout.protocol import SamplingParams, complete, group_requests
+from fivefold.rollout.contract import complete
+from fivefold.rollout.protocol import SamplingParams, group_requests
 from fivefold.rollout.transformers_engine import TransformersEngine
 from tests.unit.rollout.conftest import byte_tokenizer
 

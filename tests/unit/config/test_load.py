@@ -270,7 +270,7 @@ def test_an_override_that_cannot_be_read_is_a_problem(write: Any, override: str,
             "wandb?",
         ),
         ("stats.n_logged_samples=some", "stats.n_logged_samples='some': must be a whole number or 'all', not a text"),
-        ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32' or 'bfloat16'"),
+        ("actor.dtype=fp32", "actor.dtype='fp32': must be 'float32', 'bfloat16' or 'float16'"),
         (
             "actor.loss_aggregation=Token-Mean",
             "actor.loss_aggregation='Token-Mean': must be 'token_mean', 'sequence_mean', 'sequence_sum' or "
