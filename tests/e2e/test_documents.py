@@ -199,7 +199,9 @@ def test_the_other_rewards_of_the_documents_are_what_they_say(rewards_folder: Pa
     chosen = [Prompt(0, "", (1,), "B", "quiz")]
     assert resolve_rewards(of_choice).judge(chosen, ["b b b B"]) == [{"quiz": 0.5, "brief": pytest.approx(-0.5)}]
     [boxes] = blocks(DOCS / "rewards.md", "text")
-    [found] = resolve_rewards(RewardConfig(fn="detection")).judge([Prompt(0, "", (1,), boxes, "boxes")], [boxes])
+    [found] = resolve_rewards(RewardConfig(fn="detection")).judge(
+        [Prompt(0, "", (1,), boxes, "boxes")], [f"A cat.\n{boxes}"]
+    )
     assert found == {"detection": 1.0}
     asked: list[str] = []
 
