@@ -134,7 +134,7 @@ def test_episodes_whose_game_fails_leave_their_groups(tmp_path: Path, fivefold: 
 CREDITED = pytest.mark.parametrize(
     "keys",
     [
-        ("algorithm=gigpo", "actor.credit=state", "rollout.max_head_offpolicyness=1"),
+        ("algorithm=gigpo", "rollout.max_head_offpolicyness=1"),
         (
             "algorithm=ppo", "critic.path=package:tiny-moe", "critic.dtype=float32", "critic.backend=megatron:d2",
             "actor.backend=megatron:d2", "actor.credit=turn", "actor.turn_discount=0.9", "actor.gae_lambda=0.9",
