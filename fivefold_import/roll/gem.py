@@ -14,6 +14,7 @@ from fivefold_import.roll.games import (
     TRAIN_ENVS,
     sampling,
 )
+from fivefold_import.roll.single_turns import limits_held_out
 from fivefold_import.values import positive, whole
 
 GUESSING = "game:GuessTheNumber-v0"
@@ -76,7 +77,7 @@ def convert_guessing(draft: Draft, prompts: int) -> None:
     template = str(draft.get(f"{own}agent_template")).replace(PAST + OBSERVATION, "{prompt}\n{observation}")
     draft.recipe[MEMORY] = 0
     draft.mapped(f"{own}env_type", "environment.game", GAME)
-    draft.mapped(f"{own}agent_template", "environment.turn_template", _unescaped(template))
+    draft.mapped(f"{own}agent_template", "environment.turn_template", unescaped(template))
     draft.implied(f"{own}history_length", "an observation has all hints so far")
     _of_chat(draft, own, "each turn is a separate chat")
     sampling(draft)
@@ -95,13 +96,8 @@ def convert_problems(draft: Draft) -> None:
     draft.recipe |= {"reward.fn": REWARD, "reward.kwargs.boxed": True}
     options = {key.removeprefix(config): draft.get(key) for key in draft.keys(f"{config}*")}
     options |= {"n": options.pop("size", 500), "seed": options.pop("seed", 42)}
-    template = _unescaped(str(draft.get(f"{own}agent_template")).replace(OBSERVATION, "{prompt}"))
-    sections = ["train_dataset."]
-    if isinstance(draft.get(f"{HELD_OUT_ENVS}tags"), list):
-        sections.append("valid_dataset.")
-        groups = f"{HELD_OUT_ENVS}num_env_groups"
-        draft.sets(groups, "valid_dataset.limit", draft.read(groups, positive, 128))
-        draft.notes.append("valid_dataset has rows that are trained on too, as ROLL evaluates them")
+    template = unescaped(str(draft.get(f"{own}agent_template")).replace(OBSERVATION, "{prompt}"))
+    sections = ["train_dataset.", "valid_dataset."] if limits_held_out(draft) else ["train_dataset."]
     for to in sections:
         draft.recipe |= {f"{to}path": name, f"{to}reader": READER, f"{to}prompt_template": template}
         draft.recipe |= {f"{to}reader_kwargs.{key}": value for key, value in options.items()}
@@ -125,5 +121,6 @@ def _of_chat(draft: Draft, own: str, why: str) -> None:
     draft.implied(f"{own}env_manager_cls", why)
 
 
-def _unescaped(template: str) -> str:
+def unescaped(template: str) -> str:
+    """Return a template of ROLL's with braces as Fivefold writes them."""
     return template.replace("{{", "{").replace("}}", "}")

@@ -105,11 +105,18 @@ def convert_lengths(draft: Draft, own: str) -> None:
 
 def _held_out(draft: Draft) -> None:
     """Convert the questions of an evaluation, which are rows of the same data set."""
-    if not isinstance(draft.get(f"{HELD_OUT_ENVS}tags"), list):
+    if not limits_held_out(draft):
         return
-    groups = f"{HELD_OUT_ENVS}num_env_groups"
     for name in ("path", "split", "prompt_template"):
         if (value := draft.recipe.get(f"train_dataset.{name}")) is not None:
             draft.recipe[f"valid_dataset.{name}"] = value
+
+
+def limits_held_out(draft: Draft) -> bool:
+    """Return whether there is an evaluation, whose rows are of the same data set; then convert how many they are."""
+    if not isinstance(draft.get(f"{HELD_OUT_ENVS}tags"), list):
+        return False
+    groups = f"{HELD_OUT_ENVS}num_env_groups"
     draft.sets(groups, "valid_dataset.limit", draft.read(groups, positive, 128))
     draft.notes.append("valid_dataset has rows that are trained on too, as ROLL evaluates them")
+    return True

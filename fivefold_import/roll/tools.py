@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from fivefold_import.draft import Draft
 from fivefold_import.roll.games import HELD_OUT_ENVS, TRAIN_ENVS, sampling
-from fivefold_import.roll.gem import only_tag
-from fivefold_import.roll.single_turns import KINDS, OBSERVATION
-from fivefold_import.values import number, positive, text
+from fivefold_import.roll.gem import only_tag, unescaped
+from fivefold_import.roll.single_turns import KINDS, OBSERVATION, limits_held_out
+from fivefold_import.values import number, text
 
 GAME, READER = (f"fivefold.environments.games.tagged_tools:{name}" for name in ("TaggedTool", "rows"))
 FIRST = "wrapper.tool_configs.0."
@@ -66,12 +66,7 @@ def convert_questions_with_tool(draft: Draft) -> None:
     keys |= {
         to: draft.get(f"{arguments}{name}") for name, to in tool.arguments.items() if draft.writes(arguments + name)
     }
-    sections = ["train_dataset."]
-    if isinstance(draft.get(f"{HELD_OUT_ENVS}tags"), list):
-        sections.append("valid_dataset.")
-        groups = f"{HELD_OUT_ENVS}num_env_groups"
-        draft.sets(groups, "valid_dataset.limit", draft.read(groups, positive, 128))
-        draft.notes.append("valid_dataset has rows that are trained on too, as ROLL evaluates them")
+    sections = ["train_dataset.", "valid_dataset."] if limits_held_out(draft) else ["train_dataset."]
     path, split = draft.read(f"{config}dataset_name", text), draft.get(f"{config}split")
     system = draft.get(f"{own}agent_system_template")
     for to in sections:
@@ -103,7 +98,7 @@ def _account(draft: Draft, own: str, config: str, tool: Tool, judged: str) -> No
     draft.implied(f"{arguments}sandbox_type", "programs always run in Fivefold's sandbox")
     if draft.get(f"{arguments}keep_error_last_line") is not True:
         draft.implied(f"{arguments}keep_error_last_line", "the whole error is shown")
-    turn = str(draft.get(f"{own}agent_template")).replace("{{", "{").replace("}}", "}")
+    turn = unescaped(str(draft.get(f"{own}agent_template")))
     draft.mapped(f"{own}agent_template", "environment.turn_template", turn)
     draft.mapped(f"{own}agent_system_template", "train_dataset.system_prompt", draft.get(f"{own}agent_system_template"))
     for name in ("mode", "seed", "load_from_cache_file"):
