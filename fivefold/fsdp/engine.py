@@ -40,6 +40,7 @@ from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.routes import require_routes
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
+from fivefold.engine.state.optimizer_state import loss_scale_of
 from fivefold.engine.state.parkable import Parkable
 from fivefold.engine.state.training_state import TorchGenerators, TrainingState
 from fivefold.families.read import load_shape
@@ -113,11 +114,7 @@ class FSDPEngine(EngineBase[Optimizer]):
         self.optimizer: Optimizer | None = None
         self._state: TrainingState | None = None
         if optimizer is not None:
-            scale = None
-            if config.dtype == "float16":
-                from fivefold.engine.state.loss_scale import LossScale  # by models in float16
-
-                scale = LossScale()
+            scale = loss_scale_of(config.dtype)
             self.optimizer = Optimizer(
                 optimizer, config.fsdp.optimizer, self.shards, self.groups, self._device, options.total_steps, scale
             )

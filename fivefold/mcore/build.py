@@ -30,7 +30,7 @@ from fivefold.engine.adapters import Switch
 from fivefold.engine.contract import EngineOptions
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.kernels.rounding import GradientRounding
-from fivefold.engine.state.optimizer_state import StateFormat
+from fivefold.engine.state.optimizer_state import StateFormat, loss_scale_of
 from fivefold.engine.state.training_state import TrainingState
 from fivefold.families.megatron_release import installed_release
 from fivefold.families.read import load_shape
@@ -127,11 +127,7 @@ def build(config: EngineConfig, layout: ParallelLayout, options: EngineOptions) 
         adam = settings.optimizer_config(config, hyperparameters)
         effective["OptimizerConfig"] = settings.effective_values(adam)
         form = StateFormat.of(config.megatron.optimizer, getattr(torch, config.dtype))
-        scale = None
-        if config.dtype == "float16":
-            from fivefold.engine.state.loss_scale import LossScale  # by models in float16
-
-            scale = LossScale()
+        scale = loss_scale_of(config.dtype)
         optimizer = Optimizer(hyperparameters, adam, form, chunks, parameters, options.total_steps, scale)
         source.refine(optimizer, parameters, shape)
         state = TrainingState(optimizer, parameters, layout, MegatronGenerators())

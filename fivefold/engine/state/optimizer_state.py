@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronOptimizerFields
 from fivefold.config.state_buckets import BUCKET_SIZE
 from fivefold.engine.state.parkable import Parkable
+
+if TYPE_CHECKING:
+    from fivefold.engine.state.loss_scale import LossScale
 
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -73,6 +76,15 @@ def clip_factor(norm: float, limit: float) -> float:
     Like Megatron-Core and torch, it adds 1e-6 to the norm.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def loss_scale_of(dtype: str) -> LossScale | None:
+    """Return the factor of the loss of a model in `dtype`; None: it needs none."""
+    if dtype != "float16":
+        return None
+    from fivefold.engine.state.loss_scale import LossScale  # by models in float16
+
+    return LossScale()
 
 
 StateKind = Literal["param", "exp_avg", "exp_avg_sq"]
