@@ -6,11 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from fivefold.checkpoints.store import Checkpoint, CheckpointStore
 from tests.forked_workers import ROOT
 from tests.forks import run_forked
 
@@ -32,6 +35,26 @@ def cut_back(run: Path, step: int) -> Path:
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
     return whole
+
+
+def killed_after(process: BaseProcess, run: Path, step: int, errors: Path) -> Checkpoint:
+    """Kill a run once it has a checkpoint of this step or a later one; return its latest.
+
+    Args:
+        process: the run.
+        run: its folder.
+        step: the step.
+        errors: the file with its standard error output.
+    """
+    checkpoints = CheckpointStore(run / "checkpoints")
+    while (latest := checkpoints.latest()) is None or latest.step < step:
+        assert process.is_alive(), errors.read_text()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    latest = checkpoints.latest()
+    assert latest is not None
+    return latest
 
 
 Fivefold = Callable[..., subprocess.CompletedProcess[str]]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from pathlib import Path
 
-from fivefold.checkpoints.store import EXPERIENCE, CheckpointStore
+from fivefold.checkpoints.store import EXPERIENCE
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.data.prompts import load_prompts
 from fivefold.experience.waiting import read_waiting
 from fivefold.rollout.tokenizer import load_tokenizer
-from tests.e2e.conftest import ROOT, Fivefold
+from tests.e2e.conftest import ROOT, Fivefold, killed_after
 from tests.e2e.documents import listed_metrics
 from tests.e2e.held_reward import held_after
 from tests.e2e.reward_models import check_scores, write_reward_model
@@ -40,19 +39,12 @@ def command(root: Path) -> list[str]:
 def test_every_prompt_is_trained_once_though_the_run_is_killed(tmp_path: Path, fivefold: Fivefold) -> None:
     run, model = tmp_path / "quickstart" / "trial-0", write_reward_model(tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    checkpoints = CheckpointStore(run / "checkpoints")
     with held_after(run / "checkpoints" / "step-000002", tmp_path / "hold"):
         errors = tmp_path / "errors"
         first = start_forked(
             command(tmp_path), cwd=ROOT, environment=environment, output=tmp_path / "output", errors=errors
         )
-        while (latest := checkpoints.latest()) is None or latest.step < 2:
-            assert first.is_alive(), errors.read_text()
-            time.sleep(0.01)
-        first.kill()
-        first.join()
-    latest = checkpoints.latest()
-    assert latest is not None
+        latest = killed_after(first, run, 2, errors)
     assert latest.step < STEPS
     waiting = read_waiting(latest.path / EXPERIENCE).groups
     assert {group.place // BATCH for group in waiting} <= set(range(AGE + 1))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from fivefold.checkpoints.store import EXPERIENCE, CheckpointStore
+from fivefold.checkpoints.store import EXPERIENCE
 from fivefold.experience.waiting import read_waiting
-from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed
+from tests.e2e.conftest import ROOT, Fivefold, cut_back, is_timed, killed_after
 from tests.forks import start_forked
 from tests.rows import long
 
@@ -176,17 +175,11 @@ def test_a_run_of_episodes_beside_steps_goes_on_after_a_kill(
     run = tmp_path / "guess-digit" / "killed"
     keys = [*TRAIN, *place(run), f"actor.backend={backend}", "rollout.max_head_offpolicyness=1", *door]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    errors, checkpoints = tmp_path / "errors", CheckpointStore(run / "checkpoints")
+    errors = tmp_path / "errors"
     first = start_forked(
         [*keys, "total_train_steps=400"], cwd=ROOT, environment=environment, output=tmp_path / "output", errors=errors
     )
-    while (latest := checkpoints.latest()) is None or latest.step < 2:
-        assert first.is_alive(), errors.read_text()
-        time.sleep(0.01)
-    first.kill()
-    first.join()
-    latest = checkpoints.latest()
-    assert latest is not None
+    latest = killed_after(first, run, 2, errors)
     waiting = read_waiting(latest.path / EXPERIENCE).groups
     assert all(group.samples for group in waiting), "whole episodes survive"
     last = latest.step + 2
