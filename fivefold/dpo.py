@@ -84,5 +84,5 @@ def dpo(recipe: DPORecipe, *, overwrite: bool = False, screen: ScreenKind = "tab
     """Run `recipe`, as `run_supervised` says. Returns the content of `summary.json`."""
     if recipe.actor.loss_type == "kto":
         return run_supervised(recipe, LabelledAnswers(recipe), overwrite=overwrite, screen=screen)
-    method = PairMethod(recipe, SCORING, DirectPreference(recipe.actor), sft_columns)
+    method = PairMethod(recipe, SCORING, DirectPreference.of(recipe.actor), sft_columns)
     return run_supervised(recipe, method, overwrite=overwrite, screen=screen)

@@ -76,45 +76,67 @@ def derivatives(
 
 
 @dataclass(frozen=True)
-class DirectPreference:
-    """A loss of policies over pairs: sequence 2i is the chosen answer of pair i, and 2i + 1 the rejected one."""
+class PairLoss:
+    """The loss of a pair by how its two answers are scored."""
 
-    config: DPOModelConfig
+    loss_type: str
+    """As `actor.loss_type` of `fivefold dpo`, but not `kto`."""
+    beta: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.0
 
-    def __call__(
-        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        config = self.config
-        compared_N = scores_N - reference_N
-        if config.compares_averages:
-            compared_N = compared_N / lengths_N
-        chosen_B, rejected_B = compared_N.view(-1, 2).unbind(1)
-        loss = self._losses(chosen_B, rejected_B).mean()
-        metrics = _pair_metrics(config.beta * chosen_B, config.beta * rejected_B)
-        if weight := config.weight_of_nll:
-            nll = _nll(scores_N[::2], lengths_N[::2], config.nll_aggregation)
-            return loss + weight * nll, metrics | {"nll/chosen": nll.item()}
-        return loss, metrics
-
-    def _losses(self, chosen_B: torch.Tensor, rejected_B: torch.Tensor) -> torch.Tensor:
-        config, difference_B = self.config, chosen_B - rejected_B
-        margin_B = config.beta * difference_B
-        match config.loss_type:
+    def __call__(self, chosen_B: torch.Tensor, rejected_B: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each pair, [B]."""
+        difference_B = chosen_B - rejected_B
+        margin_B = self.beta * difference_B
+        match self.loss_type:
             case "sigmoid":
-                smoothing = config.label_smoothing
+                smoothing = self.label_smoothing
                 return -(1 - smoothing) * logsigmoid(margin_B) - smoothing * logsigmoid(-margin_B)
             case "hinge":
                 return (1 - margin_B).clamp(min=0)
             case "ipo":
-                return (difference_B - 1 / (2 * config.beta)) ** 2
+                return (difference_B - 1 / (2 * self.beta)) ** 2
             case "cpo":
                 return -logsigmoid(margin_B)
             case "simpo":
-                return -logsigmoid(margin_B - config.simpo_gamma)
+                return -logsigmoid(margin_B - self.simpo_gamma)
             case "orpo":
-                return -config.beta * logsigmoid(difference_B - _log_rest(chosen_B) + _log_rest(rejected_B))
-            case "kto":
-                raise ValueError("loss_type=kto does not compare pairs")
+                return -self.beta * logsigmoid(difference_B - _log_rest(chosen_B) + _log_rest(rejected_B))
+            case _:
+                raise ValueError(f"loss_type={self.loss_type} does not compare pairs")
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """A loss of policies over pairs: sequence 2i is the chosen answer of pair i, and 2i + 1 the rejected one."""
+
+    loss: PairLoss
+    compares_averages: bool = False
+    """Whether answers are compared by log-probs per token."""
+    nll_weight: float = 0.0
+    """Weight of the negative log-likelihood of the chosen answers."""
+    nll_aggregation: str = "token_mean"
+
+    @staticmethod
+    def of(config: DPOModelConfig) -> DirectPreference:
+        """Return the loss of a recipe."""
+        loss = PairLoss(config.loss_type, config.beta, config.label_smoothing, config.simpo_gamma)
+        return DirectPreference(loss, config.compares_averages, config.weight_of_nll, config.nll_aggregation)
+
+    def __call__(
+        self, scores_N: torch.Tensor, lengths_N: torch.Tensor, reference_N: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        compared_N = scores_N - reference_N
+        if self.compares_averages:
+            compared_N = compared_N / lengths_N
+        chosen_B, rejected_B = compared_N.view(-1, 2).unbind(1)
+        loss = self.loss(chosen_B, rejected_B).mean()
+        metrics = _pair_metrics(self.loss.beta * chosen_B, self.loss.beta * rejected_B)
+        if weight := self.nll_weight:
+            nll = _nll(scores_N[::2], lengths_N[::2], self.nll_aggregation)
+            return loss + weight * nll, metrics | {"nll/chosen": nll.item()}
+        return loss, metrics
 
 
 def _nll(logprobs_B: torch.Tensor, lengths_B: torch.Tensor, aggregation: str) -> torch.Tensor:

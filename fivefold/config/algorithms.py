@@ -180,6 +180,19 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "Liu et al. 2025, arXiv 2505.12504",
         {"actor.loss": "cpgd", **_SEQUENCES},
     ),
+    "online_dpo": Algorithm(
+        "Train on the best and the worst response of each group by DPO's loss.",
+        "Guo et al. 2024, arXiv 2402.04792",
+        {
+            "actor.advantage": "dpo",
+            "actor.kl_ctl": 0.1,
+            "actor.kl_in": "pairs",
+            "actor.loss": "reinforce",
+            "actor.loss_aggregation": "sequence_sum",
+            "actor.rollout_correction.method": "none",
+        },
+        note="`kl_ctl` is DPO's beta; a [judge](rewards.md) may take the place of a reward",
+    ),
     "gdpo": Algorithm(
         "Normalise each of several rewards on its own before adding them up.",
         "Liu et al. 2026, arXiv 2601.05242, section 3.1",

@@ -287,6 +287,14 @@ ADVANTAGES: Mapping[str, Advantage] = {
         words=_words("optimal_token_baseline", "tir_optimal_token_baseline"),
         compares=True,
     ),
+    "dpo": Advantage(
+        "advantages.pairs:dpo",
+        "-N dL/ds for the best and the worst completion of the group, N in all, else 0; L is the mean over pairs of "
+        "`advantage_kwargs.loss_type`: `sigmoid` (with `label_smoothing`), `hinge` or `ipo` of [DPO](preferences.md), "
+        "beta is `kl_ctl`, s = log p - log p_ref of the completion",
+        "TRL `OnlineDPOTrainer`",
+        compares=True,
+    ),
     "raft": Advantage(
         "advantages.plain:raft",
         "1 where R >= `full_reward`, else 0; `advantage_kwargs.full_reward` is 1",

@@ -107,7 +107,7 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
     if (recomputes or records) and not _has_token_baseline(recipe):  # which brings the old log-probs
         yield OldLogprobs(models.actor, temperature, timers, records)
     if (reference := models.frozen.get("ref")) is not None:
-        yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps)
+        yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps, actor.kl_in != "pairs")
 
 
 def _teaching(recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int) -> Teacher | Teachers | None:
@@ -151,6 +151,13 @@ def _advantages(
     if _has_token_baseline(recipe):
         zero_tail = actor.advantage_kwargs.get("zero_tail", True)
         yield TokenBaselines(models.actor, recipe.gconfig.temperature, zero_tail, timers)
+    elif actor.advantage == "dpo":
+        from fivefold.update.pairs import Pairs
+
+        options = {"loss_type": "sigmoid", "label_smoothing": 0.0, **actor.advantage_kwargs}
+        yield Pairs(
+            models.actor, models.frozen["ref"], **options, temperature=recipe.gconfig.temperature, timers=timers
+        )
     elif actor.credit != "episode":
         state_weight = actor.state_weight if actor.credit == "state" else None
         yield TurnAdvantages(advantage, actor.compares_group, actor.turn_discount, state_weight, shaping)

@@ -22,9 +22,13 @@ class Reference(Part):
     timers: PhaseTimers
     refresh_steps: int | None
     """Steps from one refresh of its weights to the next; None: they stay as they are."""
+    is_of_tokens: bool = True
+    """Whether its log-probs of tokens are read; otherwise `Pairs` asks it about whole completions."""
 
     def prepare(self, step: Prepared) -> Prepared:
         """Add the column `ref_logprobs`."""
+        if not self.is_of_tokens:
+            return step
         with self.timers.phase("reference"):
             pieces = self.model.score(step.batch, Logprobs(self.temperature, "ref_logprobs"))
             return replace(step, batch=step.batch.with_pieces(pieces))

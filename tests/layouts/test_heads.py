@@ -265,7 +265,7 @@ def engine_dpo(case: AnyCase, folder: Path) -> Compared:
     engine = case.engine(folder, OPTIMIZER)
     batch = uneven_batch(lengths=ANSWERS)
     ratios_N = sums_of(batch, engine.logprobs_of(batch, temperature=1.0)[0]) - reference_scores()
-    objective = DirectPreference(DPOModelConfig(path="m", beta=BETA))
+    objective = DirectPreference.of(DPOModelConfig(path="m", beta=BETA))
     batch, loss = weighted(batch, objective, ratios_N)
     engine.forward_backward_of(batch, LinearLoss("logprobs"))
     return Compared(ratios_N, loss, whole(engine.gradients()))

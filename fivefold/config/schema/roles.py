@@ -99,6 +99,8 @@ class ActorConfig(TrainedModelConfig):
         Named(tuple(ADVANTAGES), "function"),
         needs("gae", given("critic", fix="name its model, for example critic.path=${actor.path}"), "needs a critic"),
         needs("remax", _SYNCHRONOUS, _SAMPLES_MORE),
+        needs("dpo", above_0("kl_ctl", fix="it is DPO's beta: raise actor.kl_ctl"), "compares with a reference"),
+        needs("dpo", equals("kl_in", "pairs", fix="set algorithm=online_dpo"), "takes the reference into its pairs"),
     ] = "grpo"
     """How rewards become advantages (docs/algorithms.md)."""
     advantage_kwargs: dict[str, Any] = {}
@@ -106,7 +108,7 @@ class ActorConfig(TrainedModelConfig):
     credit: Annotated[
         Literal["episode", "turn", "state"],
         reads_if(given("environment", fix="name what plays episodes of several turns, for example environment.game")),
-        reads_if(differs("advantage", "optimal_token_baseline"), why="is for advantages of whole completions"),
+        reads_if(differs("advantage", "optimal_token_baseline", "dpo"), why="is for advantages of whole completions"),
         needs("state", differs("advantage", "gae"), "compares moves without a critic"),
     ] = "episode"
     """What the tokens of one turn of an episode get (docs/agents.md): the advantage of the `episode`; of what is earned
@@ -129,7 +131,7 @@ class ActorConfig(TrainedModelConfig):
     gae_length_alpha: Annotated[PositiveFloat | None, read_by("advantage", ADVANTAGES, "gae_length_alpha")] = None
     """`advantage: gae` weights by 1 - 1 / (`gae_length_alpha` l) for a completion of l tokens, in place of `gae_lambda`
     (VAPO); null: by `gae_lambda`."""
-    whiten_advantages: bool | None = None
+    whiten_advantages: Annotated[bool | None, needs(True, differs("advantage", "dpo"), "changes its loss")] = None
     """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1, after a KL penalty in the
     reward; null: with `gae`, `reinforce_pp` and `reinforce_pp_baseline`."""
     whiten_by_source: Annotated[bool, reads_if(differs("advantage", "gae"))] = False
@@ -181,9 +183,18 @@ class ActorConfig(TrainedModelConfig):
     divergence (DeepSeek-V3.2)."""
     kl_clip: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl")), reads_if(equals("kl_in", "loss"))] = None
     """Each token's estimate in the loss is clipped to ± this value, in nats; null: it is not clipped."""
-    kl_in: Annotated[Literal["loss", "reward"], reads_if(above_0("kl_ctl"), warns=True)] = "loss"
-    """Add the KL term to the loss, or subtract it from each token's reward."""
-    kl_target: Annotated[PositiveFloat | None, reads_if(above_0("kl_ctl"), "adapts the weight of the KL term")] = None
+    kl_in: Annotated[
+        Literal["loss", "reward", "pairs"],
+        reads_if(above_0("kl_ctl"), warns=True),
+        needs("pairs", equals("advantage", "dpo"), "is for completions that are compared as pairs"),
+    ] = "loss"
+    """Add the KL term to the loss, subtract it from each token's reward, or, with `advantage: dpo`, measure pairs by
+    the log-ratios of policy and reference, with `kl_ctl` as beta."""
+    kl_target: Annotated[
+        PositiveFloat | None,
+        reads_if(above_0("kl_ctl"), "adapts the weight of the KL term"),
+        reads_if(differs("kl_in", "pairs"), "needs a KL term"),
+    ] = None
     """KL divergence, in nats per token, towards which `kl_ctl` is adapted after each step (Ziegler et al. 2019);
     null: `kl_ctl` is fixed."""
     kl_horizon: Annotated[Positive, reads_if(given("kl_target"), warns=True)] = 10_000

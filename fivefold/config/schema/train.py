@@ -271,6 +271,7 @@ class TrainRecipe(RunConfig):
     @rule
     def _replayed(self) -> Iterator[str]:
         corrects = self.actor.rollout_correction.method != "none" or self.actor.recompute_logprob is False
+        corrects = corrects or self.actor.advantage == "dpo"  # whose pairs may come from any policy
         if self.rollout.replay_buffer is not None and not corrects:
             yield (
                 "rollout.replay_buffer trains on samples of older weights, and with actor.rollout_correction.method="

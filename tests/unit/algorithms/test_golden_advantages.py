@@ -172,6 +172,7 @@ CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("opmd", {"advantage_kwargs": {"tau": 0.3}}, opmd(0.3)),
     ("raft", {}, raft),
     ("optimal_token_baseline", {}, plain),
+    ("dpo", {"kl_ctl": 0.1, "kl_in": "pairs"}, plain),
     ("gae", {}, plain),
     ("none", {}, lambda group, _: [0.0] * len(group)),
 ]

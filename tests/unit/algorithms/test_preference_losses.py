@@ -20,7 +20,7 @@ BETA = 0.3
 
 
 def dpo(**values: Any) -> DirectPreference:
-    return DirectPreference(DPOModelConfig(path="m", beta=BETA, **values))
+    return DirectPreference.of(DPOModelConfig(path="m", beta=BETA, **values))
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

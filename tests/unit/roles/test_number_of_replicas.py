@@ -49,6 +49,7 @@ KL_IN_REWARD = ("actor.kl_ctl=0.2", "actor.kl_in=reward", "actor.kl_estimator=k3
 RECIPES: dict[str, tuple[str, ...]] = {
     "KL in the reward, whitened": (*KL_IN_REWARD, "actor.advantage=reinforce_pp", "actor.ppo_epochs=2"),
     "token baselines": ("actor.advantage=optimal_token_baseline", "actor.loss_aggregation=sequence_sum"),
+    "pairs": ("algorithm=online_dpo", "actor.mask_truncated=true", "actor.positive_nll_coeff=0.2"),
     "critic": (*KL_IN_REWARD, "algorithm=ppo", "critic={path: package:tiny-moe, ppo_n_minibatches: 2}"),
     "covariances": ("algorithm=clip_cov", "actor.loss_kwargs={clip_cov_ratio: 0.2, clip_cov_lb: 0.0}"),
     "second moment": ("algorithm=m2po", "actor.rollout_correction.mask_above=0.3", "actor.ppo_n_minibatches=1"),
