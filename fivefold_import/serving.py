@@ -65,7 +65,9 @@ def engine_option(draft: Draft, source: str) -> None:
         return drafts_in_vllm(draft, source)
     if name.startswith("speculative_"):
         return drafts_in_sglang(draft, source)
-    if FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
+    if name == "enable_dp_attention" and draft.get(source) is not True:
+        return draft.implied(source, "a replica has no copies of the attention")
+    if name == "enable_dp_attention" or FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
         return draft.unsupported(source, reasons.NO_ENGINE_OPTIONS)
     argument = _of_sglang(name, draft.get(source)) if backend == "sglang" else of_vllm(name, draft.get(source))
     if argument is None:
@@ -91,7 +93,7 @@ def copies_of_attention(draft: Draft, source: str, model: str, per_node: int) ->
     """Convert the copies that a replica has of all but its experts: here, all of it is split over the replica's ranks.
 
     Copies of a dense `model` share nothing: each is a replica. A replica that is split has the `per_node` GPUs of a
-    node at most.
+    node at most: over nodes, t would split the attention too.
     """
     plan, copies = draft.plans["rollout"], draft.get(source)
     if plan.backend not in ("vllm", "sglang") or not isinstance(copies, int) or copies < 2:
@@ -100,7 +102,9 @@ def copies_of_attention(draft: Draft, source: str, model: str, per_node: int) ->
         draft.implied(source, "copies of a dense model share nothing: each is a replica")
         return
     if plan.get("tp") * copies > per_node:
-        draft.unsupported(source, "a replica is split by t and p, and t is for the GPUs of one node")
+        draft.unsupported(
+            source, "copies of the attention that share experts over nodes are not offered: t and p split a replica"
+        )
         return
     plan.degrees["tp"] = plan.get("tp") * copies
     plan.keys[source] = "the copies share their experts: t splits the attention too, which they have whole"

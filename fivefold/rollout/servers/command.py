@@ -21,6 +21,8 @@ from fivefold.rollout.servers.dialect import Dialect
 
 RAW_PATCH = 3 * 2 * 14 * 14
 """Numbers of a patch that SGLang's Qwen2.5-VL takes for pixels."""
+COPIES = ("--data-parallel", "-dp", "--dp", "--enable-dp-attention")
+"""How the arguments of vLLM and SGLang begin that give a replica further copies of the attention, or of all of it."""
 
 
 def server_command(dialect: Dialect, spec: ReplicaSpec, address: Address) -> list[str]:
@@ -54,6 +56,11 @@ def check_command(dialect: Dialect, spec: ReplicaSpec) -> None:
         raise ValueError(
             f"{spec.section}.server_args has {', '.join(sorted(taken))}, which follows from other keys of the recipe: "
             "drop it"
+        )
+    if copies := {name for name in written if name.startswith(COPIES)}:
+        raise ValueError(
+            f"{spec.section}.server_args has {', '.join(sorted(copies))}, but a replica has no copies of attention: "
+            f"drop it, and count replicas in {spec.section}.backend, such as {spec.backend}:d2t4"
         )
 
 

@@ -138,6 +138,12 @@ def test_a_reference_in_the_actors_processes_moves_with_the_actor() -> None:
     assert "ref.offload" not in conversion.recipe
 
 
+@pytest.mark.parametrize(("value", "outcome"), [("false", "implied"), ("true", "unsupported")])
+def test_a_replica_has_no_copies_of_attention_by_an_option_of_the_engine(value: str, outcome: str) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.sglang.enable_dp_attention"
+    assert convert_words("verl", *words("verl", "sglang"), f"+{key}={value}")[key].outcome == outcome
+
+
 def test_experts_are_spread_over_all_ranks_of_a_replica_or_not(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout."
     for engine, degree, expected in (("vllm", 4, ["--enable-expert-parallel"]), ("sglang", 4, ["--ep-size=4"])):

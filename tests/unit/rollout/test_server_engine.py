@@ -134,6 +134,23 @@ def test_the_recipe_cannot_say_where_vllm_listens_or_how_it_answers(argument: st
         check_command(DIALECTS["vllm"], spec)
 
 
+@pytest.mark.parametrize(
+    ("backend", "argument"),
+    [
+        ("vllm", "--data-parallel-size=2"),
+        ("vllm", "-dp=2"),
+        ("sglang", "--dp-size"),
+        ("sglang", "--enable_dp_attention"),
+    ],
+)
+def test_a_replica_gets_no_copies_of_the_attention(backend: str, argument: str, tmp_path: Path) -> None:
+    own = ("--ep-size=2",) if backend == "sglang" else ("--enable-expert-parallel",)
+    spec = spec_of(backend, Path("/models/a"), python=write_python(tmp_path), arguments=own)
+    check_command(DIALECTS[backend], spec)
+    with pytest.raises(ValueError, match=rf"a replica has no copies of attention.*{backend}:d2t4"):
+        check_command(DIALECTS[backend], replace(spec, arguments=(*own, argument, "2")))
+
+
 def test_the_server_is_started_as_its_command_line_says(server: Served) -> None:
     [row] = server.log.rows("start")
     flag = {"vllm": "--uds", "sglang": "--port"}[server.backend]
