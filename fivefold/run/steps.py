@@ -23,7 +23,7 @@ from fivefold.checkpoints.writer import CheckpointWriter, StateOwner
 from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
 from fivefold.config.schema.recipe import Recipe
 from fivefold.observe.errors import RunFailed, RunStopped
-from fivefold.observe.jsonl import records
+from fivefold.observe.json_records import records
 from fivefold.observe.step_log import MetricsLog, SampleLog
 from fivefold.roles.devices import Models
 from fivefold.roles.trainer_worker import TrainerWorker
