@@ -102,7 +102,7 @@ def by_trainer(args: argparse.Namespace, tokens_SL: torch.Tensor) -> torch.Tenso
 
     from fivefold.batch import Batch
     from fivefold.engine.contract import EngineOptions
-    from fivefold.engine.heads import Logprobs
+    from fivefold.engine.scores import Logprobs
     from fivefold.layout.parser import parse_backend
     from fivefold.roles.engines import build_engine
 

@@ -13,7 +13,7 @@ from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.imports import large_imports
-from fivefold.observe.jsonl import records
+from fivefold.observe.json_records import records
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.screens import ScreenKind
 from fivefold.run.stepwise import Steps, to_the_end

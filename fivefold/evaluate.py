@@ -31,7 +31,7 @@ from fivefold.layout.allocation import Allocation
 from fivefold.layout.placement import Placement, place_allocation
 from fivefold.layout.recipe import recipe_allocation
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.jsonl import write_lines
+from fivefold.observe.json_records import write_lines
 from fivefold.observe.private_folder import PrivateFolder
 from fivefold.observe.status_line import StatusLine
 from fivefold.observe.timers import PhaseTimers

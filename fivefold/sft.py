@@ -11,7 +11,7 @@ from fivefold.config.schema.data import SFTRowsConfig
 from fivefold.config.schema.sft import SFTRecipe
 from fivefold.data.examples import Examples
 from fivefold.data.sft import SFTExample, load_sft, sft_columns
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.columns import SFT_COLUMNS
 from fivefold.observe.screens import ScreenKind
 from fivefold.observe.timers import PhaseTimers

@@ -38,11 +38,12 @@ from fivefold.roles.remote_batch import RemoteBatch
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rules.models import check_examples
 from fivefold.rules.vision import image_keys
+from fivefold.run.loop import begin, run_steps
 from fivefold.run.profiling import recorder
 from fivefold.run.setup import Groundwork, OpenRun, lay_groundwork
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
-from fivefold.run.steps import StepDone, begin, run_steps
+from fivefold.run.steps import StepDone
 from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import RunSetup, run_whole
 from fivefold.update.preferences import Comparison, Scoring

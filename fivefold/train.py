@@ -38,11 +38,12 @@ from fivefold.observe.screens import ScreenKind
 from fivefold.observe.step_log import SampleLog
 from fivefold.roles.devices import Roles
 from fivefold.roles.launch import launch_roles
+from fivefold.run.loop import begin, run_steps
 from fivefold.run.profiling import recorder
 from fivefold.run.setup import OpenRun
 from fivefold.run.speed import StepSpeed, Worked
 from fivefold.run.state_owners import state_owners
-from fivefold.run.steps import StepDone, begin, run_steps
+from fivefold.run.steps import StepDone
 from fivefold.run.stepwise import Steps
 from fivefold.run.whole_run import run_whole
 from fivefold.train_setup import TrainSetup, set_up

@@ -27,7 +27,7 @@ from fivefold.run import steps
 
 begun, step = Path(sys.argv[1]), int(sys.argv[2])
 sys.argv = ["fivefold", *sys.argv[3:]]
-inner = steps._Loop.step
+inner = steps.Loop.step
 
 def traced(self, state):
     if state.step + 1 == step:
@@ -37,7 +37,7 @@ def traced(self, state):
     finally:
         begun.unlink(missing_ok=True)
 
-steps._Loop.step = traced
+steps.Loop.step = traced
 app()
 """
 HOOK = '''

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import zero_unless
 from fivefold.algorithms.metrics import Metric, Metrics
+from fivefold.algorithms.token_sums import zero_unless
 
 MOST_TOLD = 8
 """Ages below this have their own metrics; older tokens count as this age."""

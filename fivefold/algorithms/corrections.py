@@ -41,9 +41,10 @@ import torch
 from fivefold.algorithms.batch_steps import BatchStep, Gather
 from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
-from fivefold.algorithms.loss import Sums, count, means
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sequences import Sequences
+from fivefold.algorithms.token_sums import count, means
 from fivefold.batch import Batch
 from fivefold.config.algorithms import CORRECTIONS
 from fivefold.config.schema.corrections import RolloutCorrectionConfig

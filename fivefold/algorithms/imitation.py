@@ -24,8 +24,9 @@ from typing import Literal
 
 import torch
 
-from fivefold.algorithms.loss import LossInputs, means, zero_unless
+from fivefold.algorithms.loss import LossInputs
 from fivefold.algorithms.metrics import Metrics
+from fivefold.algorithms.token_sums import means, zero_unless
 from fivefold.batch import Batch
 
 EXPERT = "is_expert"

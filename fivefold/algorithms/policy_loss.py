@@ -13,20 +13,11 @@ from fivefold.algorithms.corrections import RolloutCorrection
 from fivefold.algorithms.distillation import Distillation
 from fivefold.algorithms.imitation import Imitation
 from fivefold.algorithms.kl import KLEstimator, bounded_exp, kl_estimate
-from fivefold.algorithms.loss import (
-    Aggregation,
-    LossInputs,
-    Sums,
-    Surrogate,
-    divisor,
-    largest,
-    means,
-    token_weights,
-    zero_unless,
-)
+from fivefold.algorithms.loss import Aggregation, LossInputs, Sums, Surrogate
 from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
 from fivefold.algorithms.sequences import PolicyTokens, Sequences
+from fivefold.algorithms.token_sums import divisor, largest, means, token_weights, zero_unless
 from fivefold.batch import Totals
 
 _POLICY_FIELDS = frozenset({"advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"})

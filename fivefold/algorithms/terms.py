@@ -8,8 +8,9 @@ import torch
 
 from fivefold.algorithms.distillation import LOGPROBS, Distillation, at
 from fivefold.algorithms.kl import KLEstimator, kl_estimate
-from fivefold.algorithms.loss import Sums, count, zero_unless
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.sequences import PolicyTokens
+from fivefold.algorithms.token_sums import count, zero_unless
 
 
 def closeness(

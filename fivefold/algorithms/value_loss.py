@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.loss import Aggregation, LossInputs, divisor, means, token_weights
+from fivefold.algorithms.loss import Aggregation, LossInputs
 from fivefold.algorithms.metrics import Metrics
+from fivefold.algorithms.token_sums import divisor, means, token_weights
 from fivefold.batch import Totals
 
 

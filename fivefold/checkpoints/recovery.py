@@ -26,7 +26,7 @@ from fivefold.config.problems import COMMANDS
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.source import read_mapping
 from fivefold.json_text import read_object
-from fivefold.observe.jsonl import records
+from fivefold.observe.json_records import records
 from fivefold.observe.run_dir import RunDir
 
 OPERATIONAL = (

@@ -22,9 +22,10 @@ from fivefold.engine.adapters import Switch
 from fivefold.engine.context_parallel import SumOverGroup
 from fivefold.engine.contract import OFFLOADABLE, Offloadable, StepResult
 from fivefold.engine.distillation import Divergence
-from fivefold.engine.heads import Asked, Head, Logprobs, Predictions, Score
+from fivefold.engine.heads import Asked, Head, Predictions
 from fivefold.engine.packing import Share
 from fivefold.engine.saving import SavingVerbs, no_optimizer
+from fivefold.engine.scores import Logprobs, Score
 from fivefold.engine.sequences import MicroBatch
 from fivefold.engine.values import Values
 from fivefold.types import ROUTES

@@ -19,8 +19,8 @@ from fivefold.algorithms.loss import Loss
 from fivefold.algorithms.metrics import Metrics
 from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.machines import SchedulerConfig
-from fivefold.engine.heads import Score
 from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.scores import Score
 from fivefold.families.adapters import AdapterShape
 from fivefold.families.shape import ModelShape
 from fivefold.families.tensors import ADAPTERS, ALL, NONE, Trained

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.distillation import Distillation, at
-from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions, Score
+from fivefold.engine.heads import Asked, Head, OutputLayer, Predictions
 from fivefold.engine.logprobs import Vocabulary, linear_logprobs, logits_of
+from fivefold.engine.scores import Score
 from fivefold.engine.sequences import MicroBatch
 
 TOKENS, LOGPROBS = "teacher_tokens", "teacher_token_logprobs"

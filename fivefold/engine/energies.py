@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.engine.heads import Head, Logprobs, OutputLayer, Predictions
+from fivefold.engine.heads import Head, OutputLayer, Predictions
 from fivefold.engine.logprobs import Vocabulary, logits_of
+from fivefold.engine.scores import Logprobs
 from fivefold.engine.sequences import MicroBatch
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from fivefold.algorithms.metrics import Metric, Metrics
 from fivefold.batch import Batch
 from fivefold.families.shape import ModelShape
 from fivefold.routes import route_dtype
@@ -150,3 +151,35 @@ def require_routes(batch: Batch) -> None:
             "the batch has no routes to replay, because the rollout's engine has reported none: set "
             "actor.router_replay to old_logprobs or none"
         )
+
+
+def replay_metrics(counts_L3: torch.Tensor, n_choices: float, moe_layers: Sequence[bool]) -> Metrics:
+    """Return the share of choices that were replayed, and how many of these the routers would have made otherwise.
+
+    Over all layers they are `replay/share` and `replay/differs`, of layer n `replay/differs/layer_<n>`.
+
+    Args:
+        counts_L3: for each layer, replayed choices that the router would have made otherwise, replayed choices, and
+            tokens whose recorded experts cannot be a choice.
+        n_choices: choices of all layers.
+        moe_layers: which layers have experts.
+
+    Raises:
+        RuntimeError: recorded experts that cannot be a choice.
+    """
+    counts = counts_L3.tolist()
+    layers = [layer for layer, is_moe in enumerate(moe_layers) if is_moe]
+    for layer in layers:
+        if counts[layer][2]:
+            raise RuntimeError(
+                f"router replay: {counts[layer][2]:.0f} tokens have recorded experts in layer {layer} that are no "
+                "choice, because one comes twice or the model has no such expert: the rollout's server and the trainer "
+                "must run the same model. Or set actor.router_replay to none"
+            )
+    n_differ, n_replayed = (sum(counts[layer][column] for layer in layers) for column in (0, 1))
+    width = len(str(len(moe_layers) - 1))
+    differs = {f"replay/differs/layer_{layer:0{width}}": Metric(*counts[layer][:2]) for layer in layers}
+    return {
+        "replay/share": Metric(n_replayed, n_choices),
+        **({"replay/differs": Metric(n_differ, n_replayed), **differs} if n_replayed else {}),
+    }

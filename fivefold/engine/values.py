@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fivefold.batch import Batch
-from fivefold.engine.heads import Head, OutputLayer, Predictions, Score
+from fivefold.engine.heads import Head, OutputLayer, Predictions
+from fivefold.engine.scores import Score
 from fivefold.engine.sequences import MicroBatch
 
 N_APPENDED = 2

@@ -27,7 +27,8 @@ from fivefold.data.sampler import EpochSampler, SamplerState
 from fivefold.data.turns import Turns
 from fivefold.experience.group import Group, groups_of
 from fivefold.experience.rounds import with_signal
-from fivefold.experience.samples import outcomes, staleness_metrics
+from fivefold.experience.samples import outcomes
+from fivefold.experience.staleness import staleness_metrics
 from fivefold.experience.stream import Stream
 from fivefold.experience.waiting import Saved, WaitingGroups
 from fivefold.observe.timers import PhaseTimers

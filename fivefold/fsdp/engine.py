@@ -34,11 +34,12 @@ from fivefold.engine.base import (
 from fivefold.engine.contract import OFFLOADABLE, EngineOptions, Offloadable
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.engine.ema import EMAWeights
-from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.heads import Asked, Head
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.routes import require_routes
+from fivefold.engine.scores import Score
 from fivefold.engine.sequences import MicroBatch, MicroBatchBuilder
 from fivefold.engine.state.optimizer_state import loss_scale_of
 from fivefold.engine.state.parkable import Parkable

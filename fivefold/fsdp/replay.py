@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fivefold.algorithms.metrics import Metrics
-from fivefold.engine.metrics import replay_metrics
-from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, recorded_routes, replayed
+from fivefold.engine.routes import LocalRoutes, MicroBatchRoutes, recorded_routes, replay_metrics, replayed
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
 from fivefold.routes import route_dtype

@@ -38,7 +38,8 @@ from fivefold.engine.kernels.matmul import padded_rank
 from fivefold.families.adapters import MATRICES, AdapterShape, layer_of
 from fivefold.families.tensors import Cut
 from fivefold.mcore.layers import GroupedExperts
-from fivefold.mcore.model import Decoder, global_name
+from fivefold.mcore.model import Decoder
+from fivefold.mcore.tensor_names import global_name
 
 if TYPE_CHECKING:
     from fivefold.engine.dropout import Dropout, Stream

@@ -41,11 +41,12 @@ from fivefold.layout.parallel import ParallelLayout
 from fivefold.mcore import compat, settings
 from fivefold.mcore.adapters import install_adapters, tracked_dropout
 from fivefold.mcore.buffers import free_weights
-from fivefold.mcore.model import Decoder, named_tensors
+from fivefold.mcore.model import Decoder
 from fivefold.mcore.optimizer import Optimizer
 from fivefold.mcore.parallel import MegatronGenerators, initialize_parallel, shard_groups
 from fivefold.mcore.releases import IS_0_16
 from fivefold.mcore.specs import build_chunks, spec_provider
+from fivefold.mcore.tensor_names import named_tensors
 from fivefold.mcore.weight_source import WeightSource
 
 TE_VERSIONS = SpecifierSet(">=2.11,<2.12")

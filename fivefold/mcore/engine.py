@@ -30,13 +30,14 @@ from fivefold.engine.base import (
     whole_sequences,
 )
 from fivefold.engine.contract import EngineOptions, StepResult
-from fivefold.engine.heads import Asked, Head, Score
+from fivefold.engine.heads import Asked, Head
 from fivefold.engine.kernels.elementwise import cos_sin
 from fivefold.engine.kernels.flash import flash_kernels
 from fivefold.engine.metrics import auxiliary_losses, load_metrics, reduce_metrics
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.rope import inverse_frequencies, local_frequencies
 from fivefold.engine.routes import require_routes
+from fivefold.engine.scores import Score
 from fivefold.engine.sequences import LocalSequences, MicroBatch, MicroBatchBuilder
 from fivefold.families.vision import VisionShape
 from fivefold.layout.parallel import ParallelLayout, with_stages

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fivefold.algorithms.metrics import Metrics
-from fivefold.engine.metrics import replay_metrics
-from fivefold.engine.routes import MicroBatchRoutes, recorded_routes
+from fivefold.engine.routes import MicroBatchRoutes, recorded_routes, replay_metrics
 from fivefold.families.shape import ModelShape
 from fivefold.mcore.router import Router, forget_micro_batches
 

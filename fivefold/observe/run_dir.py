@@ -47,7 +47,7 @@ from fivefold.observe import alive
 from fivefold.observe.alive import Heartbeat, is_near, is_this_process, still_runs, this_process
 from fivefold.observe.durable import PART, write_file
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.jsonl import cut_back, write_json
+from fivefold.observe.json_records import cut_back, write_json
 from fivefold.observe.sample_parts import cut_back_parts
 
 State = Literal["setup", "running", "finished", "failed", "interrupted", "killed"]

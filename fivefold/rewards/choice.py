@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.rewards.reward import GradedReward, after_thoughts
+from fivefold.rewards.contract import GradedReward
+from fivefold.rewards.reward import after_thoughts
 
 BOX = re.compile(r"\\boxed\{([^}]+)\}")
 CUE = "answer is"

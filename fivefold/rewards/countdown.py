@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fivefold.rewards.reward import GradedReward, after_thoughts
+from fivefold.rewards.contract import GradedReward
+from fivefold.rewards.reward import after_thoughts
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MOST_CHARACTERS = 500

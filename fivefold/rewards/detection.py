@@ -17,7 +17,7 @@ from fivefold.rewards.boxes import (
     paired_by_overlap,
     read_boxes,
 )
-from fivefold.rewards.reward import QuickReward
+from fivefold.rewards.contract import QuickReward
 from fivefold.types import ImagePart, Prompt
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from fivefold.rewards.reward import QuickReward, accepted_answers, as_text
+from fivefold.rewards.contract import QuickReward
+from fivefold.rewards.reward import accepted_answers, as_text
 
 ARTICLES = ("a", "an", "the")
 

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from fivefold.json_text import parsed
-from fivefold.rewards.reward import QuickReward, after_thoughts
+from fivefold.rewards.contract import QuickReward
+from fivefold.rewards.reward import after_thoughts
 
 FUNCTION = "func_name"
 SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.rewards.reward import QuickReward
+from fivefold.rewards.contract import QuickReward
 
 
 @dataclass(frozen=True)

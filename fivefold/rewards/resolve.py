@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.config.schema.rewards import OF_ENVIRONMENT, OF_MODEL, OneRewardConfig, RewardConfig
-from fivefold.rewards.reward import GivenByEnvironment, NamedReward, ScoredByModel
+from fivefold.rewards.contract import GivenByEnvironment, ScoredByModel
+from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet, WeightedReward
 from fivefold.rewards.static_check import BUILT_IN, built_in_reward, in_rewards, no_such_reward
 from fivefold.rewards.user_function import load_user_reward

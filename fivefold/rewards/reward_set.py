@@ -11,9 +11,10 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
+from fivefold.rewards.contract import BuiltIn, GivenByEnvironment, ScoredByModel
 from fivefold.rewards.event_loop import N_AT_ONCE, judge_together
 from fivefold.rewards.judge import Host, HostedJudge
-from fivefold.rewards.reward import BuiltIn, GivenByEnvironment, InWork, Judged, NamedReward, ScoredByModel, describe
+from fivefold.rewards.reward import InWork, Judged, NamedReward, describe
 from fivefold.rewards.time_limit import OutOfTime, time_limit
 from fivefold.rewards.unscored import Unscored
 from fivefold.types import Prompt

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.engine.contract import PARAMS, Offloadable
-from fivefold.engine.heads import Score
+from fivefold.engine.scores import Score
 from fivefold.roles.actor import Actor
 from fivefold.roles.ema import EMA
 from fivefold.roles.models import ModelHandle, Turn

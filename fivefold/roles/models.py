@@ -29,8 +29,8 @@ from fivefold.algorithms.loss import Loss
 from fivefold.batch import Columns
 from fivefold.cluster.group import WorkerGroup, fetch
 from fivefold.engine.contract import Offloadable
-from fivefold.engine.heads import Score
 from fivefold.engine.packing import BatchPlan, BatchPlanner
+from fivefold.engine.scores import Score
 from fivefold.layout.grid import rank_grid
 from fivefold.roles.remote_batch import Piece, RemoteBatch
 from fivefold.roles.trainer_worker import BatchChange, ColumnFunction, Model, TrainerWorker, UpdateResult, first_ranks

@@ -23,8 +23,8 @@ from fivefold.batch import Batch, Columns
 from fivefold.config.schema.engine import EngineConfig
 from fivefold.engine.compat import share_gloo_devices
 from fivefold.engine.contract import PARAMS, EngineOptions, Offloadable, TrainingEngine
-from fivefold.engine.heads import Score
 from fivefold.engine.metrics import UPDATE, PeakMemory
+from fivefold.engine.scores import Score
 from fivefold.layout.grid import rank_grid
 from fivefold.layout.parallel import ParallelLayout
 from fivefold.roles.engines import build_engine

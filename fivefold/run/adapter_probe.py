@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fivefold.batch import Columns
 from fivefold.cluster.group import fetch
 from fivefold.config.schema.rollout import GenerationConfig
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.errors import RunFailed
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.adapter_probe import MadeUpAdapters, Samples

@@ -8,28 +8,18 @@ state ─> Training.step ─> problem? save? evaluate? ─> is a checkpoint due?
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 from fivefold.checkpoints.checkpointer import Checkpointer, Schedule, TimeLimit
 from fivefold.checkpoints.run_state import RunState
-from fivefold.checkpoints.start import FromScratch, Resume
-from fivefold.checkpoints.store import CheckpointStore
 from fivefold.checkpoints.weights import WeightSaver
-from fivefold.checkpoints.writer import CheckpointWriter, StateOwner
-from fivefold.cluster.interrupt import EndRequest, ending_after_a_step
-from fivefold.config.schema.recipe import Recipe
+from fivefold.cluster.interrupt import EndRequest
 from fivefold.observe.errors import RunFailed, RunStopped
-from fivefold.observe.jsonl import records
 from fivefold.observe.step_log import MetricsLog, SampleLog
 from fivefold.roles.devices import Models
-from fivefold.roles.trainer_worker import TrainerWorker
 from fivefold.run.setup import OpenRun
-from fivefold.run.state_owners import load_states
-from fivefold.run.stepwise import Step, Steps
 from fivefold.run.whole_run import RunSetup
 
 
@@ -68,13 +58,13 @@ class Training(Protocol):
         """Return what else the user should know since the last call."""
 
 
-def _is_over(state: RunState) -> bool:
+def is_over(state: RunState) -> bool:
     """Return whether the run makes no further step."""
     return state.step >= state.total_steps or state.stopped_early is not None
 
 
 @dataclass
-class _Loop:
+class Loop:
     """The loop, with its logs and what decides when results are kept."""
 
     setup: RunSetup[Any]
@@ -128,7 +118,7 @@ class _Loop:
 
     def leave(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Write a checkpoint of a run that ends before its last step, unless there is one, or there are none."""
-        if self._writes and not self.is_copied and not _is_over(state):
+        if self._writes and not self.is_copied and not is_over(state):
             self.checkpoints.begin(state, metrics)
             self.is_copied = True
             self._logged(state)
@@ -203,110 +193,13 @@ class _Loop:
             self.metrics.sync()
             self.samples.sync()
         self.checkpoints.commit()
-        if _is_over(state):
+        if is_over(state):
             self.checkpoints.finish()
         elif self.ends_because is not None:
             self.checkpoints.finish()
             raise RunStopped(
                 f"The run ended after step {state.step} of {state.total_steps}, because {self.ends_because}."
             )
-
-
-def begin(start: FromScratch | Resume, models: Models, recipe: Recipe, run: OpenRun) -> None:
-    """Load the states of a checkpoint into models that have their processes; the run has started then."""
-    load_states(start, models, recipe, run.timers)
-    engines = {
-        name: model.trainer.group.call_first(TrainerWorker.effective_config) for name, model in models.trained.items()
-    }
-    run.folder.write_engines(engines)
-    run.folder.started()
-
-
-def run_steps(
-    setup: RunSetup[Any],
-    training: Training,
-    models: Models,
-    run: OpenRun,
-    state: RunState,
-    owners: Mapping[str, StateOwner],
-    began: float,
-) -> Steps[RunState]:
-    """Run the steps after `state`, one at a time. Returns the state after the last one.
-
-    Args:
-        setup: the run as it is known before a process is started.
-        training: what a step does.
-        models: the models that are trained and saved.
-        run: folder, screen and timers of the run.
-        state: the state of the run before its next step.
-        owners: whose state is saved, by the folder of a checkpoint that gets it.
-        began: time on `time.perf_counter` at which the command was started.
-    """
-    with _loop(setup, training, models, run, state, owners, began) as loop:
-        run.screen.start(setup.total_steps, state.step, records(run.folder.metrics))
-        state = loop.begin(state)
-        while not _is_over(state):
-            state, metrics = loop.step(state)
-            try:
-                yield Step(state.step, state.total_steps, dict(metrics))
-            except GeneratorExit:
-                loop.leave(state, metrics)
-                raise
-    return state
-
-
-@contextmanager
-def _loop(
-    setup: RunSetup[Any],
-    training: Training,
-    models: Models,
-    run: OpenRun,
-    state: RunState,
-    owners: Mapping[str, StateOwner],
-    began: float,
-) -> Iterator[_Loop]:
-    """Yield the loop. Inside the block, Ctrl-C and SIGTERM end the run after the step in progress.
-
-    Without checkpoints they end it at once, because there is nothing to save.
-    """
-    recipe, folder = setup.recipe, run.folder
-    config = recipe.recover
-    tensorboard = folder.tensorboard if "tensorboard" in recipe.stats.trackers else None
-    store = CheckpointStore(folder.checkpoints)
-    writer = CheckpointWriter(recipe, store, owners, run.timers, run.screen.note, folder.is_ours)
-    checkpoints = Checkpointer(writer, schedule=setup.schedule(config), history=state.kept_metric)
-    with (
-        MetricsLog(folder.metrics, tensorboard, run.trackers, first_step=state.step + 1) as metrics,
-        SampleLog(folder.samples, folder.sample_parts, run.trackers) as samples,
-        ending_after_a_step() if config.is_enabled else nullcontext(EndRequest()) as request,
-        checkpoints,
-    ):
-        yield _Loop(
-            setup=setup,
-            training=training,
-            models=models,
-            run=run,
-            metrics=metrics,
-            samples=samples,
-            checkpoints=checkpoints,
-            limit=TimeLimit(config.save_before if config.is_enabled else None, began=began),
-            request=request,
-            seconds_before=state.seconds,
-            began=began,
-            saver=setup.schedule(recipe.saver),
-            evaluator=setup.schedule(setup.evaluations_due),
-            judge=_judge(setup),
-        )
-
-
-def _judge(setup: RunSetup[Any]) -> Callable[[RunState], RunState] | None:
-    """Return what compares an evaluation with the best one; None: the run does not end early."""
-    config, metric = setup.evaluations_due.early_stopping, setup.compared()
-    if config is None or metric is None:
-        return None
-    from fivefold.run.early_stopping import judged
-
-    return partial(judged, config=config, metric=metric)
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:

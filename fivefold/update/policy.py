@@ -19,7 +19,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.schema.roles import ActorConfig
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.remote_batch import RemoteBatch

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fivefold.algorithms.metrics import Metric
 from fivefold.algorithms.preferences import Objective, derivatives
 from fivefold.algorithms.supervised_losses import COEFFICIENT, LinearLoss
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.engine.values import Values
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models

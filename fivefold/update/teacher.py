@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fivefold.algorithms.distillation import LOGPROBS, at
 from fivefold.config.schema.distillation import DistillConfig
 from fivefold.engine.distillation import TopK
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import RemoteBatch

@@ -20,7 +20,7 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.config.schema.distillation import NamedTeacherConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.distillation import TopK
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.frozen import FrozenModel
 from fivefold.roles.remote_batch import Piece, RemoteBatch

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.observe.jsonl import JsonLines, cut_back
+from fivefold.observe.json_records import cut_back
+from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.sample_parts import TokenValues
 from fivefold.observe.step_log import SampleLog
 from fivefold.planning.plan import plan_model

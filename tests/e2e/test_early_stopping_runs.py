@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoints.run_state import FILE
 from fivefold.checkpoints.store import CheckpointStore
-from fivefold.observe.jsonl import records
+from fivefold.observe.json_records import records
 from fivefold.observe.run_dir import RunDir
 from tests.e2e.conftest import ROOT, Fivefold
 

@@ -17,7 +17,7 @@ from fivefold.batch import Batch
 from fivefold.config.schema.engine import EngineConfig, MicroBatchConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.contract import EngineOptions
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.engine.state.dcp_files import finish
 from fivefold.layout.parser import parse_backend
 from fivefold.mcore.engine import MegatronEngine

@@ -15,8 +15,8 @@ from fivefold.batch import Batch
 from fivefold.config.schema.engine import MicroBatchConfig, OptimizerConfig
 from fivefold.engine.base import EngineBase
 from fivefold.engine.contract import EngineOptions
-from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import Share
+from fivefold.engine.scores import Logprobs
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 

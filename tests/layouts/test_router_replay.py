@@ -25,7 +25,7 @@ from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.batch import Batch
 from fivefold.config.schema.engine import FSDPConfig, OptimizerConfig
 from fivefold.config.schema.megatron import MegatronConfig
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.families.read import load_shape
 from fivefold.types import ROUTES, UNKNOWN_EXPERT
 from tests.rows import long

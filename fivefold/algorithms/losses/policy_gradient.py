@@ -9,9 +9,10 @@ import torch
 from pydantic import Field
 
 from fivefold.algorithms.kl import bounded_exp
-from fivefold.algorithms.loss import Sums, count
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.losses.ppo import clip_range
 from fivefold.algorithms.sequences import PolicyTokens
+from fivefold.algorithms.token_sums import count
 
 LARGEST_RATIO = 20.0
 """Largest weight of a token unless `c_clip` says otherwise."""

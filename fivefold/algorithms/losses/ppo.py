@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.algorithms.loss import Sums, count
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.sequences import PolicyTokens
+from fivefold.algorithms.token_sums import count
 
 
 @dataclass(frozen=True)

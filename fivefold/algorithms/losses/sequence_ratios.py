@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.algorithms.kl import bounded_exp
-from fivefold.algorithms.loss import Sums, count
+from fivefold.algorithms.loss import Sums
 from fivefold.algorithms.losses.ppo import clip_metrics, clip_range
 from fivefold.algorithms.sequences import PolicyTokens
+from fivefold.algorithms.token_sums import count
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fivefold.config.keys import flattened
 from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.run import PackagedTracker
 from fivefold.json_text import parsed
-from fivefold.observe.jsonl import write_json
+from fivefold.observe.json_records import write_json
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.sample_parts import encodable
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fivefold.algorithms.corrections import KEPT_TOKENS, RolloutCorrection
-from fivefold.algorithms.loss import Surrogate, zero_unless
+from fivefold.algorithms.loss import Surrogate
 from fivefold.algorithms.losses.covariance import CHOSEN, ClipCov, KLCov
 from fivefold.algorithms.losses.policy_gradient import CISPO, DPPOKL, DPPOTV, REC, TOPR, Reinforce
 from fivefold.algorithms.losses.ppo import PPO
@@ -26,6 +26,7 @@ from fivefold.algorithms.losses.soft_clips import CPGD, SAPO, Kimi
 from fivefold.algorithms.metrics import merge_metrics, metric_values
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.sample_weights import SAMPLE_WEIGHT
+from fivefold.algorithms.token_sums import zero_unless
 from fivefold.config.methods import LOSSES
 from tests.unit.algorithms.random_batches import Sampled, random_split, sample
 

@@ -25,7 +25,8 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.state.dcp_files import WrittenPart
 from fivefold.engine.state.state_store import HostSnapshot, StateWriter, StoredRange
 from fivefold.observe.errors import RunFailed
-from fivefold.observe.jsonl import JsonLines, write_json
+from fivefold.observe.json_records import write_json
+from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.timers import PhaseTimers
 from tests.unit.checkpoints.examples import run_state
 

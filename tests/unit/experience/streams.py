@@ -24,8 +24,9 @@ from fivefold.experience.source import Source
 from fivefold.experience.stream import Stream
 from fivefold.experience.waiting import Saved, SavedGroup, WaitingGroups, read_waiting
 from fivefold.observe.timers import PhaseTimers
+from fivefold.rewards.contract import PromptReward, Reward
 from fivefold.rewards.resolve import resolve_rewards
-from fivefold.rewards.reward import NamedReward, PromptReward, Reward
+from fivefold.rewards.reward import NamedReward
 from fivefold.rewards.reward_set import RewardSet
 from fivefold.roles.responses import Job, Responses
 from fivefold.roles.reward_model import RewardModel

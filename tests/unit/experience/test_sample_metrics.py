@@ -9,7 +9,8 @@ from statistics import mean
 
 import pytest
 
-from fivefold.experience.samples import idle_shares, sample_metrics, staleness_metrics
+from fivefold.experience.samples import idle_shares, sample_metrics
+from fivefold.experience.staleness import staleness_metrics
 from fivefold.types import Prompt, Sample
 
 

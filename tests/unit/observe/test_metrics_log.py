@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from fivefold.observe.jsonl import JsonLines, cut_back, write_json
+from fivefold.observe.json_records import cut_back, write_json
+from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.step_log import MetricsLog
 
 

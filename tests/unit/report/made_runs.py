@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.observe.jsonl import JsonLines, write_json
+from fivefold.observe.json_records import write_json
+from fivefold.observe.jsonl import JsonLines
 from fivefold.observe.run_dir import RunDir
 from fivefold.observe.sample_parts import TokenValues
 from fivefold.observe.step_log import SampleLog

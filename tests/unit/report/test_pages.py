@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.cli.size import size
 from fivefold.observe.held_out import HeldOut
-from fivefold.observe.jsonl import write_json
+from fivefold.observe.json_records import write_json
 from fivefold.observe.sample_parts import parts_of, read_part
 from fivefold.observe.timers import TimeLeft
 from fivefold.report import page as page_module

@@ -22,9 +22,9 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.contract import StepResult
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
-from fivefold.engine.heads import Logprobs, Score
 from fivefold.engine.metrics import PeakMemory
 from fivefold.engine.packing import BatchPlanner, Share
+from fivefold.engine.scores import Logprobs, Score
 from fivefold.engine.values import Values
 from fivefold.layout.parser import parse_backend
 from fivefold.roles import models, remote_batch

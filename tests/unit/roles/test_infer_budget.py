@@ -10,8 +10,8 @@ import pytest
 
 from fivefold.algorithms.supervised_losses import SFTLoss
 from fivefold.config.schema.engine import TrainedMicroBatchConfig
-from fivefold.engine.heads import Logprobs
 from fivefold.engine.packing import BatchPlanner
+from fivefold.engine.scores import Logprobs
 from fivefold.layout.parser import parse_backend
 from fivefold.roles.models import Trainer
 from fivefold.roles.remote_batch import Piece, RemoteBatch

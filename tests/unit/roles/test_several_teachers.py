@@ -19,8 +19,8 @@ from fivefold.config.schema.distillation import NamedTeacherConfig
 from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.distillation import TopK
-from fivefold.engine.heads import Logprobs, Score
 from fivefold.engine.packing import BatchPlanner
+from fivefold.engine.scores import Logprobs, Score
 from fivefold.layout.parser import parse_backend
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles import remote_batch

@@ -19,7 +19,7 @@ from fivefold.batch import Columns
 from fivefold.checkpoints.start import FromScratch
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.heads import Logprobs, Score
+from fivefold.engine.scores import Logprobs, Score
 from fivefold.experience.stream import Stream
 from fivefold.observe.columns import TRAIN_COLUMNS
 from fivefold.observe.console import RunConsole
