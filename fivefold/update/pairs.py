@@ -12,7 +12,7 @@ from fivefold.algorithms.advantages.pairs import best_and_worst
 from fivefold.algorithms.imitation import NLL_WEIGHT
 from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.preferences import DirectPreference, PairLoss, derivatives
-from fivefold.engine.heads import Logprobs
+from fivefold.engine.scores import Logprobs
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
 from fivefold.roles.frozen import FrozenModel
