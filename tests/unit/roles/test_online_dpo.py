@@ -20,7 +20,7 @@ from fivefold.algorithms.state import AlgorithmState
 from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
-from fivefold.engine.heads import Score
+from fivefold.engine.scores import Score
 from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.actor import Actor
