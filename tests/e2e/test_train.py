@@ -85,6 +85,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         *("draft_acceptance", "prefix_cache_hits"),  # servers that count tokens: test_generated.py
         "reward/penalty",  # keys and losses that the recipe does not have
         *(
+            *("pairs", "pairs/accuracy", "pairs/loss", "pairs/margin", "pairs/reward/chosen", "pairs/reward/rejected"),
             "covariance_chosen",
             "masked_groups",
             "opsm_masked",

@@ -13,7 +13,7 @@ from fivefold.checkpoints.fingerprints import config_fingerprint
 from fivefold.checkpoints.manifest import DamagedCheckpointError
 from fivefold.checkpoints.run_state import RunState
 from fivefold.json_text import parsed, parsed_object
-from fivefold.observe import earlier, jsonl
+from fivefold.observe import earlier, json_records
 from fivefold.report.samples import Samples
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -30,9 +30,9 @@ def test_what_is_not_json_is_a_value_error(text: bytes) -> None:
 def test_odd_lines_of_metrics_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1}\n' + DEEP + b'\n[1]\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n')
-    assert list(jsonl.records(file)) == [{"step": 1}, {"step": 2}, {"step": 3}]
-    jsonl.cut_back(file, 2)
-    assert list(jsonl.records(file)) == [{"step": 1}, {"step": 2}]
+    assert list(json_records.records(file)) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    json_records.cut_back(file, 2)
+    assert list(json_records.records(file)) == [{"step": 1}, {"step": 2}]
     events = tmp_path / "events"
     events.write_bytes(b'[1]\n{"name": "build", "seconds": "x"}\n' + DEEP + b"\n")
     assert earlier._seconds(events) is None
