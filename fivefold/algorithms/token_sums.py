@@ -40,7 +40,7 @@ def token_weights(mask_T: torch.Tensor, lengths: tuple[int, ...], aggregation: A
     Args:
         mask_T: [T], 1 on trained tokens, else 0.
         lengths: tokens of each sequence; they sum to T.
-        aggregation: as at the top of this file.
+        aggregation: as at the top of `fivefold/algorithms/loss.py`.
 
     Returns:
         [T], in the mask's dtype.
@@ -56,7 +56,7 @@ def divisor(totals: Totals, aggregation: Aggregation, length: int = 1) -> float:
 
     Args:
         totals: sizes of the mini-batch.
-        aggregation: as at the top of this file.
+        aggregation: as at the top of `fivefold/algorithms/loss.py`.
         length: tokens by which `sequence_sum_fixed` divides.
     """
     if aggregation == "token_mean":

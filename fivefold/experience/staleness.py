@@ -1,4 +1,4 @@
-"""Metrics of how many updates older than the policy the trained tokens are."""
+"""Metrics of staleness: how many versions older than the trained weights a step's samples are."""
 
 from __future__ import annotations
 

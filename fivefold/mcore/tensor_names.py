@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from fivefold.bridge.megatron_names import UNFUSED_NORMS
 from fivefold.mcore.model import Decoder
-
-if TYPE_CHECKING:
-    pass
 
 
 def named_tensors(chunks: list[Decoder]) -> Iterator[tuple[str, torch.Tensor]]:

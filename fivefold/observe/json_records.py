@@ -9,7 +9,7 @@ from typing import Any
 
 from fivefold.json_text import parsed_object
 from fivefold.observe.durable import replacing, write_file
-from fivefold.observe.jsonl import _line, finite
+from fivefold.observe.jsonl import finite, json_line
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
@@ -43,7 +43,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file with one JSON object per line, atomically, as `JsonLines` writes them."""
-    write_file(path, "".join(map(_line, lines)).encode(errors="backslashreplace"))
+    write_file(path, "".join(map(json_line, lines)).encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

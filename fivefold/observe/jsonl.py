@@ -26,7 +26,7 @@ class JsonLines:
         """Append `record`. Floats that are not finite are written as null."""
         try:
             with self._lock:
-                self._file.write(_line(record))
+                self._file.write(json_line(record))
                 self._file.flush()
         except OSError as error:
             name_file(error, self._path)
@@ -50,7 +50,8 @@ class JsonLines:
         self.close()
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return `record` as a line, with null for floats that are not finite."""
     return json.dumps(finite(record), ensure_ascii=False) + "\n"
 
 

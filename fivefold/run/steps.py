@@ -1,4 +1,4 @@
-"""The loop of every command that trains: when results are saved, evaluated, checkpointed and shown, and when it ends.
+"""A step of every command that trains: when results are saved, evaluated, checkpointed and shown, and when a run ends.
 
 state ─> Training.step ─> problem? save? evaluate? ─> is a checkpoint due? is the run to end? ─> copy of the state
   ^   ─> the step's metrics and samples are logged ─> the checkpoint is written in the background
