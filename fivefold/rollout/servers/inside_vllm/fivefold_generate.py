@@ -48,10 +48,12 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 PATH, BEAT = "/fivefold/generate", "/fivefold/beat"
 HOLD, GO_ON = "/fivefold/hold", "/fivefold/go_on"
@@ -112,6 +114,7 @@ class Generate:
     """ASGI middleware that answers POST requests to its own paths, and hands all others on."""
 
     def __init__(self, app: App) -> None:
+        take_rows_together(LogprobsProcessor)
         self._app = app
         self._running: set[Running] = set()
         self._version: int | None = None
@@ -237,6 +240,37 @@ class Generate:
         await engine.resume_generation()
         self._goes_on.set()
         return b"{}"
+
+
+def take_rows_together(processor: Any) -> None:
+    """Make vLLM add the log-probs of all tokens of a request at once.
+
+    Symptom: the answers of 512 requests that end together come two seconds late.
+    Cause: vLLM turns each token's arrays into lists, and appends their one entry to six lists.
+    Instead: the lists of a request without texts grow by all of its rows, which `fivefold_scheduler` sends together.
+    Remove this together with that scheduler.
+
+    Args:
+        processor: vLLM's class of what holds the log-probs of one request.
+    """
+    one_by_one = processor._update_sample_logprobs
+
+    def update(self: Any, rows: Any) -> None:
+        flat = self.logprobs
+        if not isinstance(flat, FlatLogprobs) or self.tokenizer is not None or self.num_logprobs != 0:
+            one_by_one(self, rows)
+            return
+        begin, values = len(flat.logprobs), rows.logprobs[:, 0].tolist()
+        end = begin + len(values)
+        flat.start_indices.extend(range(begin, end))
+        flat.end_indices.extend(range(begin + 1, end + 1))
+        flat.token_ids.extend(rows.logprob_token_ids[:, 0].tolist())
+        flat.logprobs.extend(values)
+        flat.ranks.extend(rows.sampled_token_ranks.tolist())
+        flat.decoded_tokens.extend([None] * len(values))
+        self.cumulative_logprob += sum(values)
+
+    processor._update_sample_logprobs = update
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -1,97 +1,127 @@
-"""Runs inside vLLM's engine: sends log-probs and routes of sampled tokens to the API server several at a time.
+"""Runs inside vLLM's engine: sends the log-probs and routes of a request to the API server once, when it ends.
 
 It is on vLLM's path and `scheduler` is vLLM's `--scheduler-cls`, so it imports nothing of Fivefold, which need not be
 installed next to vLLM.
 
 Symptom: log-probs of the sampled tokens take 15 to 40% of the speed of vLLM 0.25 with 256 sequences on an H200, by the
     processor of the host: 7 ms of its time for each step.
-Cause: every step, three arrays for each sequence are encoded, sent and decoded, for one number in each.
+Cause: every step, three arrays for each sequence are cut out, encoded, sent and decoded, for one number in each.
     Routes are one more array.
-Instead: the rows of a request are kept until there are `BUNDLE` of them or it has ended, and go as one. vLLM's code in
+Instead: the numbers of a step become lists once, a request's are kept until it ends, and go together. vLLM's code in
     the API server adds however many rows come to the request's.
 Remove this when vLLM with log-probs of the sampled tokens is at most a tenth slower than without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
 
-BUNDLE = 16
-"""Rows that go together. A request that is aborted loses the last ones, fewer than so many."""
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What the API server has not got of a request. Log-probs are empty if it asks for none."""
+
+    wants_logprobs: bool
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    routes: list[Any] = field(default_factory=list)
+    """Arrays [tokens, layers, top_k]."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of vLLM's output that take all of it."""
+        fields: dict[str, Any] = {}
+        if self.token_ids:
+            columns = (np.array(self.token_ids), np.array(self.logprobs, np.float32))
+            fields["new_logprobs"] = LogprobsLists(*(column[:, None] for column in columns), np.array(self.ranks))
+        if self.routes:
+            fields["routed_experts"] = np.concatenate(self.routes)
+        return fields
 
 
-class Bundles:
+class EndsWhole:
     """What is added to vLLM's scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rows: dict[str, list[Any]] = {}
-        """vLLM's `LogprobsLists` that have not gone yet, of each request whose rows are bundled."""
-        self._routes: dict[str, list[Any]] = {}
-        """Arrays [tokens, layers, top_k] that have not gone yet, of each request whose routes are bundled."""
+        self._kept: dict[str, Kept] = {}
+        """What has not gone yet, of each running request that is read at its end."""
+        self._cut_by_vllm: set[str] = set()
+        """The other requests with log-probs."""
+        self._ended: dict[str, Kept] = {}
+        """What has not gone yet, of requests that have just been ended from outside."""
 
     def add_request(self, request: Any) -> None:
         """Take a request."""
         super().add_request(request)  # type: ignore[misc]
         params = request.sampling_params
-        if _is_read_at_its_end(params):
-            self._routes[request.request_id] = []
-            if params.logprobs is not None and params.flat_logprobs:
-                self._rows[request.request_id] = []
+        wants_logprobs = params is not None and params.logprobs is not None
+        keeps_logprobs = wants_logprobs and params.flat_logprobs and params.logprobs == 0
+        if is_read_at_its_end(params):
+            self._kept[request.request_id] = Kept(keeps_logprobs)
+        if wants_logprobs and not (keeps_logprobs and request.request_id in self._kept):
+            self._cut_by_vllm.add(request.request_id)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """End requests from outside; what is kept of them is dropped."""
+        """End requests from outside. All of them end when the engine pauses; `take_ended` has what is kept of them."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         requests = cast(dict[str, Any], self.requests)  # type: ignore[attr-defined]
-        self._rows = {name: rows for name, rows in self._rows.items() if name in requests}
-        self._routes = {name: parts for name, parts in self._routes.items() if name in requests}
+        gone = {name: self._kept.pop(name) for name in self._kept.keys() - requests.keys()}
+        # Nobody reads what the API server ends.
+        self._ended = gone if request_ids is None else {}
+        self._cut_by_vllm &= requests.keys()
         return ended
+
+    def take_ended(self, name: str) -> dict[str, Any]:
+        """Return the further fields of the output with which a request ends that was ended from outside."""
+        kept = self._ended.pop(name, None)
+        return {} if kept is None else kept.fields()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Return the outputs of a step, by client of the engine."""
+        rows = model_runner_output.logprobs
+        if rows is not None and not self._cut_by_vllm:
+            model_runner_output.logprobs = None
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        values, ranks = ([], []) if rows is None else (rows.logprobs[:, 0].tolist(), rows.sampled_token_ranks.tolist())
+        begins = None if rows is None else rows.cu_num_generated_tokens
+        places = model_runner_output.req_id_to_index
         for of_client in outputs.values():
             for output in of_client.outputs:
-                _bundle(output, "new_logprobs", self._rows, _joined_rows)
-                # The prompt's routes come with the first ones.
-                _bundle(output, "routed_experts", self._routes, np.concatenate)
+                name = output.request_id
+                if (kept := self._kept.get(name)) is not None:
+                    if kept.wants_logprobs and values:
+                        begin = places[name] if begins is None else begins[places[name]]
+                        end = begin + len(output.new_token_ids)
+                        kept.token_ids.extend(output.new_token_ids)
+                        kept.logprobs.extend(values[begin:end])
+                        kept.ranks.extend(ranks[begin:end])
+                        output.new_logprobs = None
+                    self._keep_or_send(output, kept)
+                elif output.finish_reason is not None:
+                    self._cut_by_vllm.discard(name)
         return outputs
 
-
-def _bundle(output: Any, name: str, kept: dict[str, list[Any]], join: Callable[[list[Any]], Any]) -> None:
-    """Replace a field of an output: by all that is kept of it, or by nothing until there is enough.
-
-    Args:
-        output: vLLM's.
-        name: the field's.
-        kept: what has not gone yet, of each request whose field is bundled.
-        join: makes the field of several.
-    """
-    parts = kept.get(output.request_id)
-    if parts is None:
-        return
-    if (part := getattr(output, name, None)) is not None:
-        parts.append(part)
-        setattr(output, name, None)
-    if parts and (len(parts) >= BUNDLE or output.finish_reason is not None):
-        setattr(output, name, join(parts))
-        parts.clear()
-    if output.finish_reason is not None:
-        del kept[output.request_id]
+    def _keep_or_send(self, output: Any, kept: Kept) -> None:
+        """Keep the routes of an output, or give it all that is kept if it is the request's last one."""
+        if output.routed_experts is not None:
+            kept.routes.append(output.routed_experts)
+            output.routed_experts = None
+        if output.finish_reason is not None:
+            for key, value in self._kept.pop(output.request_id).fields().items():
+                setattr(output, key, value)
+            self._cut_by_vllm.discard(output.request_id)
 
 
-def _joined_rows(rows: list[Any]) -> Any:
-    columns = zip(*(row[:3] for row in rows), strict=True)
-    return type(rows[0])(*(np.concatenate(column) for column in columns))
-
-
-def _is_read_at_its_end(params: Any) -> bool:
+def is_read_at_its_end(params: Any) -> bool:
     """Return whether nobody looks at log-probs and routes of a request before it has ended.
 
     Stop strings are found by the API server, which ends the request: the engine would keep the last rows.
@@ -99,7 +129,18 @@ def _is_read_at_its_end(params: Any) -> bool:
     return params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
 
 
+def _send_ended(self: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
+    """Send the ends of requests that were ended from outside, with what is kept of them; vLLM's own sends no rows."""
+    outputs = [
+        EngineCoreOutput(name, [], finish_reason=finish_reason, **self.scheduler.take_ended(name)) for name in req_ids
+    ]
+    self.output_queue.put_nowait((client_index, EngineCoreOutputs(finished_requests=req_ids, outputs=outputs)))
+
+
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
-    """Return vLLM's own scheduler for a configuration, with bundles."""
+    """Return vLLM's own scheduler for a configuration, whose requests end whole."""
+    from vllm.v1.engine.core import EngineCoreProc  # which imports schedulers
+
+    EngineCoreProc._send_finish_outputs_to_client = _send_ended
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type(f"Bundling{base.__name__}", (Bundles, base), {})(vllm_config=vllm_config, **kwargs)
+    return type(f"EndsWhole{base.__name__}", (EndsWhole, base), {})(vllm_config=vllm_config, **kwargs)
