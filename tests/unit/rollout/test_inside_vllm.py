@@ -97,7 +97,9 @@ def request(name: str, **params: Any) -> Any:
 
 
 def start(inside: Any, *, is_async: bool = True) -> Any:
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async), parallel_config=SimpleNamespace(worker_cls="auto")
+    )
     return inside.fivefold_scheduler.scheduler(vllm_config=config, log_stats=False)
 
 

@@ -22,6 +22,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+WORKER = "fivefold_capture.Worker"
+"""vLLM's `--worker-cls` if routes come from Fivefold's worker."""
 BUNDLE = 16
 """Rows that go together. A request that is aborted loses the last ones, fewer than so many."""
 
@@ -40,7 +42,7 @@ class Bundles:
         """Take a request."""
         super().add_request(request)  # type: ignore[misc]
         params = request.sampling_params
-        if _is_read_at_its_end(params):
+        if is_read_at_its_end(params):
             self._routes[request.request_id] = []
             if params.logprobs is not None and params.flat_logprobs:
                 self._rows[request.request_id] = []
@@ -91,7 +93,7 @@ def _joined_rows(rows: list[Any]) -> Any:
     return type(rows[0])(*(np.concatenate(column) for column in columns))
 
 
-def _is_read_at_its_end(params: Any) -> bool:
+def is_read_at_its_end(params: Any) -> bool:
     """Return whether nobody looks at log-probs and routes of a request before it has ended.
 
     Stop strings are found by the API server, which ends the request: the engine would keep the last rows.
@@ -100,6 +102,12 @@ def _is_read_at_its_end(params: Any) -> bool:
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
-    """Return vLLM's own scheduler for a configuration, with bundles."""
+    """Return vLLM's own scheduler for a configuration, with bundles, and with routes if the workers send them."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type(f"Bundling{base.__name__}", (Bundles, base), {})(vllm_config=vllm_config, **kwargs)
+    bases: tuple[type, ...] = (Bundles, base)
+    if vllm_config.parallel_config.worker_cls == WORKER:
+        from fivefold_routes import RoutesBySlot, send_ends_with_routes  # by servers that tell routes this way
+
+        send_ends_with_routes()
+        bases = (Bundles, RoutesBySlot, base)
+    return type(f"Bundling{base.__name__}", bases, {})(vllm_config=vllm_config, **kwargs)
