@@ -189,7 +189,7 @@ def check_options(vllm_config: Any) -> None:
 
 
 def _send_ended(self: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
-    """Send the ends of requests with their routes, of which vLLM's own function sends none."""
+    """Send the ends of requests with their routes, which vLLM's own function leaves out."""
     outputs = [
         EngineCoreOutput(name, [], finish_reason=finish_reason, routed_experts=self.scheduler.take_ended(name))
         for name in req_ids
