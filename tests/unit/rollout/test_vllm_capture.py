@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,13 @@ def test_a_worker_sends_copies_of_the_rows_of_a_step(inside: Any, monkeypatch: p
         block_tables=SimpleNamespace(slot_mappings=torch.arange(12).view(2, 6)),
         output_copy_stream=SimpleNamespace(wait_stream=lambda stream: log.append(f"waits for {stream}")),
     )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.inference_mode(False))
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        log.append("on the other stream")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     worker = inside.fivefold_capture.Worker()
     worker.model_runner = runner
     worker.initialize_from_config(CONFIG)
@@ -66,7 +73,7 @@ def test_a_worker_sends_copies_of_the_rows_of_a_step(inside: Any, monkeypatch: p
     layer.router.capture(chosen)
     log.clear()
     output = worker.sample_tokens("grammar")
-    assert log == ["waits for main", "vLLM copies"]
+    assert log == ["waits for main", "on the other stream", "vLLM copies"]
     layer.router.capture(chosen + 1)
     runner.block_tables.slot_mappings += 1
     done = output.get_output()

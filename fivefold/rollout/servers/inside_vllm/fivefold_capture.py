@@ -53,8 +53,9 @@ class Worker(gpu_worker.Worker):
         slots = runner.block_tables.slot_mappings[self.fivefold_group, :n_tokens]
         # The next step overwrites them, perhaps before they are copied.
         tensors = [self.fivefold_rows[:n_tokens].clone(), slots.clone()]
+        # vLLM takes the current stream for its main one when it is asked first, so ask before another is current.
+        runner.output_copy_stream.wait_stream(runner.main_stream)
         with torch.cuda.stream(runner.output_copy_stream):
-            runner.output_copy_stream.wait_stream(runner.main_stream)
             copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         # What it copies on the same stream comes later, so that all have arrived once its own have.
         return WithRoutes(super().sample_tokens(grammar_output), tensors, copies)
