@@ -109,6 +109,7 @@ def _own_flags(dialect: Dialect, spec: ReplicaSpec) -> set[str]:
     changes: list[dict[str, Any]] = [
         *({"load_weights": loads, "speculative": drafted} for loads in (False, True) for drafted in (None, drafts)),
         {"adapters": adapters},
+        {"sees": False},
     ]
     specs = [replace(full, **change) for change in changes]
     words = [word for each in specs for word in dialect.arguments(each, address=0)]

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +49,17 @@ WEIGHTS = "fivefold_weights.WorkerWeights"
 """The class there that loads experts together, and tells a checksum of what arrives."""
 SCHEDULER = "fivefold_scheduler.scheduler"
 """What makes vLLM's scheduler there, which sends log-probs several at a time."""
+CAPTURE = "fivefold_capture.Worker"
+"""The class there of workers that tell routes with the second model runner."""
+TELLS_ROUTES = (0, 28)
+"""First release whose second model runner tells routes."""
 _COUNTS = {
     b"vllm:spec_decode_num_draft_tokens": "drafted", b"vllm:spec_decode_num_accepted_tokens": "accepted",
     b"vllm:prefix_cache_queries": "prompt", b"vllm:prefix_cache_hits": "cached",
 }  # fmt: skip
 """vLLM's counts of tokens, among its metrics."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""The variable that chooses vLLM's model runner."""
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -71,6 +80,49 @@ def _second_runner(spec: ReplicaSpec) -> str:
     """
     drafts_by_ngrams = spec.speculative is not None and spec.speculative.method == "ngram"
     return "1" if os.environ.get("CUDA_VISIBLE_DEVICES") and not drafts_by_ngrams else "0"
+
+
+def _runner(spec: ReplicaSpec) -> dict[str, str]:
+    """Return the variable that says which model runner vLLM uses, if it does not choose."""
+    if chosen := os.environ.get(RUNNER):
+        return {RUNNER: chosen}
+    # Which of them sees images, or by itself returns routes, depends on vLLM's release.
+    if spec.sees or (spec.returns_routes and not _captures(spec)):
+        return {}
+    return {RUNNER: _second_runner(spec)}
+
+
+def _captures(spec: ReplicaSpec) -> bool:
+    """Return whether Fivefold's own worker tells routes, because vLLM's second model runner tells none."""
+    if not spec.returns_routes or spec.sees:
+        return False
+    runner = os.environ.get(RUNNER) or _second_runner(spec)
+    return runner == "1" and _release(spec.python or sys.executable) < TELLS_ROUTES
+
+
+@cache
+def _release(python: str) -> tuple[int, ...]:
+    """Return the first two numbers of the release of vLLM that a Python has.
+
+    Raises:
+        ValueError: it does not tell.
+    """
+    command = [python, "-c", "from importlib.metadata import version; print(version('vllm'))"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    numbers = told.stdout.strip().split(".")[:2]
+    if told.returncode or not all(number.isdecimal() for number in numbers):
+        raise ValueError(
+            f"{python} does not tell its release of vLLM, on which routes for router replay depend: it must run "
+            f"`{command[-1]}`, and ended with {told.stderr.strip()[-200:]!r}"
+        )
+    return tuple(map(int, numbers))
+
+
+def _for_routes(spec: ReplicaSpec) -> list[str]:
+    """Return the arguments for routes."""
+    if not spec.returns_routes:
+        return []
+    return ["--worker-cls", CAPTURE] if _captures(spec) else ["--enable-return-routed-experts"]
 
 
 def _for_images(spec: ReplicaSpec) -> list[str]:
@@ -171,7 +223,7 @@ class VLLMDialect:
             *([] if spec.counts else ["--disable-log-stats"]),
             *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
             *("--worker-extension-cls", WEIGHTS, "--scheduler-cls", SCHEDULER),
-            *(["--enable-return-routed-experts"] if spec.returns_routes else []),
+            *_for_routes(spec),
             *([] if spec.route.transport.carries_weights else ["--weight-transfer-config", _transfer(spec)]),
             *([] if spec.loads_files else ["--load-format", "dummy"]),
             *([] if spec.adapters is None else _for_adapters(spec.adapters)),
@@ -185,15 +237,11 @@ class VLLMDialect:
 
     def environment(self, spec: ReplicaSpec) -> Mapping[str, str]:
         path = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Which of its model runners returns routes or sees images depends on vLLM's release, which chooses by itself.
-        runner = {} if spec.returns_routes or spec.sees else {"VLLM_USE_V2_MODEL_RUNNER": _second_runner(spec)}
-        if chosen := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
-            runner = {"VLLM_USE_V2_MODEL_RUNNER": chosen}
         return {
             "PYTHONPATH": os.pathsep.join(path),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            **runner,
+            **_runner(spec),
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.

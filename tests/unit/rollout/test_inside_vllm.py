@@ -165,7 +165,9 @@ def request(name: str, **params: Any) -> Any:
 
 
 def start(inside: Any, *, is_async: bool = True) -> Any:
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async), parallel_config=SimpleNamespace(worker_cls="auto")
+    )
     return inside.fivefold_scheduler.scheduler(vllm_config=config, log_stats=False)
 
 
@@ -275,7 +277,7 @@ def test_nothing_is_kept_of_a_request_that_the_api_server_ends(inside: Any) -> N
     scheduler.add_request(request("a"))
     rows = step(scheduler, {"a": [(5, -5.0)], "b": [(6, -6.0)]}, {"a": "stop", "b": "stop"})
     assert rows == {"a": [(5, -5.0)], "b": [(2, -2.0), (6, -6.0)]}
-    assert (scheduler._kept, scheduler._cut_by_vllm, scheduler._ended) == ({}, set(), {})
+    assert (scheduler._unsent, scheduler._cut_by_vllm, scheduler._cut_off) == ({}, set(), {})
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokenizer": str}, {"num_logprobs": 1}], ids=["plain", "texts", "top"])

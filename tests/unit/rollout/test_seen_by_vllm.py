@@ -219,6 +219,8 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
             "mm_input": lambda ids, **rest: {"prompt_token_ids": ids, **rest},
         },
         "vllm.lora": {},
+        "vllm.logprobs": {"FlatLogprobs": list},
+        "vllm.v1.engine.logprobs": {"LogprobsProcessor": SimpleNamespace(_update_sample_logprobs=None)},
         "vllm.lora.request": {"LoRARequest": None},
         "vllm.multimodal": {},
         "vllm.multimodal.inputs": {

@@ -218,6 +218,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "vllm.v1": {},
         "vllm.v1.engine": {"EngineCoreOutputs": lambda: SimpleNamespace(outputs=[], ends=False)},
         "vllm.lora": {},
+        "vllm.logprobs": {"FlatLogprobs": list},
+        "vllm.v1.engine.logprobs": {"LogprobsProcessor": SimpleNamespace(_update_sample_logprobs=None)},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.inputs": {"tokens_input": lambda ids, **salt: {"type": "token", "prompt_token_ids": ids, **salt}},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind, "SamplingParams": SamplingParams},

@@ -24,9 +24,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
+WORKER = "fivefold_capture.Worker"
+"""vLLM's `--worker-cls` if routes come from Fivefold's worker."""
+
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Unsent:
     """What the API server has not got of a request. Log-probs are empty if it asks for none."""
 
     wants_logprobs: bool
@@ -52,11 +55,11 @@ class EndsWhole:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: dict[str, Kept] = {}
+        self._unsent: dict[str, Unsent] = {}
         """What has not gone yet, of each running request that is read at its end."""
         self._cut_by_vllm: set[str] = set()
         """The other requests with log-probs."""
-        self._ended: dict[str, Kept] = {}
+        self._cut_off: dict[str, Unsent] = {}
         """What has not gone yet, of requests that have just been ended from outside."""
 
     def add_request(self, request: Any) -> None:
@@ -66,24 +69,24 @@ class EndsWhole:
         wants_logprobs = params is not None and params.logprobs is not None
         keeps_logprobs = wants_logprobs and params.flat_logprobs and params.logprobs == 0
         if is_read_at_its_end(params):
-            self._kept[request.request_id] = Kept(keeps_logprobs)
-        if wants_logprobs and not (keeps_logprobs and request.request_id in self._kept):
+            self._unsent[request.request_id] = Unsent(keeps_logprobs)
+        if wants_logprobs and not (keeps_logprobs and request.request_id in self._unsent):
             self._cut_by_vllm.add(request.request_id)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """End requests from outside. All of them end when the engine pauses; `take_ended` has what is kept of them."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         requests = cast(dict[str, Any], self.requests)  # type: ignore[attr-defined]
-        gone = {name: self._kept.pop(name) for name in self._kept.keys() - requests.keys()}
+        gone = {name: self._unsent.pop(name) for name in self._unsent.keys() - requests.keys()}
         # Nobody reads what the API server ends.
-        self._ended = gone if request_ids is None else {}
+        self._cut_off = gone if request_ids is None else {}
         self._cut_by_vllm &= requests.keys()
         return ended
 
     def take_ended(self, name: str) -> dict[str, Any]:
         """Return the further fields of the output with which a request ends that was ended from outside."""
-        kept = self._ended.pop(name, None)
-        return {} if kept is None else kept.fields()
+        unsent = self._cut_off.pop(name, None)
+        return {} if unsent is None else unsent.fields()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Return the outputs of a step, by client of the engine."""
@@ -97,26 +100,26 @@ class EndsWhole:
         for of_client in outputs.values():
             for output in of_client.outputs:
                 name = output.request_id
-                if (kept := self._kept.get(name)) is not None:
-                    if kept.wants_logprobs and values:
+                if (unsent := self._unsent.get(name)) is not None:
+                    if unsent.wants_logprobs and values:
                         begin = places[name] if begins is None else begins[places[name]]
                         end = begin + len(output.new_token_ids)
-                        kept.token_ids.extend(output.new_token_ids)
-                        kept.logprobs.extend(values[begin:end])
-                        kept.ranks.extend(ranks[begin:end])
+                        unsent.token_ids.extend(output.new_token_ids)
+                        unsent.logprobs.extend(values[begin:end])
+                        unsent.ranks.extend(ranks[begin:end])
                         output.new_logprobs = None
-                    self._keep_or_send(output, kept)
+                    self._keep_or_send(output, unsent)
                 elif output.finish_reason is not None:
                     self._cut_by_vllm.discard(name)
         return outputs
 
-    def _keep_or_send(self, output: Any, kept: Kept) -> None:
+    def _keep_or_send(self, output: Any, unsent: Unsent) -> None:
         """Keep the routes of an output, or give it all that is kept if it is the request's last one."""
         if output.routed_experts is not None:
-            kept.routes.append(output.routed_experts)
+            unsent.routes.append(output.routed_experts)
             output.routed_experts = None
         if output.finish_reason is not None:
-            for key, value in self._kept.pop(output.request_id).fields().items():
+            for key, value in self._unsent.pop(output.request_id).fields().items():
                 setattr(output, key, value)
             self._cut_by_vllm.discard(output.request_id)
 
@@ -138,9 +141,14 @@ def _send_ended(self: Any, req_ids: list[str], client_index: int, finish_reason:
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
-    """Return vLLM's own scheduler for a configuration, whose requests end whole."""
+    """Return vLLM's own scheduler for a configuration, with all that goes at a request's end."""
     from vllm.v1.engine.core import EngineCoreProc  # which imports schedulers
 
     EngineCoreProc._send_finish_outputs_to_client = _send_ended
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type(f"EndsWhole{base.__name__}", (EndsWhole, base), {})(vllm_config=vllm_config, **kwargs)
+    bases: tuple[type, ...] = (EndsWhole, base)
+    if vllm_config.parallel_config.worker_cls == WORKER:
+        from fivefold_routes import RoutesBySlot  # by servers that tell routes this way
+
+        bases = (RoutesBySlot, *bases)
+    return type(f"EndsWhole{base.__name__}", bases, {})(vllm_config=vllm_config, **kwargs)
