@@ -66,9 +66,18 @@ class RoutesBySlot:
         self._n_ahead += scheduler_output.total_num_scheduled_tokens > 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Return the outputs of a step, by client of the engine."""
-        self._n_ahead -= scheduler_output.total_num_scheduled_tokens > 0
-        if model_runner_output.routed_experts is not None:
+        """Return the outputs of a step, by client of the engine.
+
+        Raises:
+            RuntimeError: a step came without routes.
+        """
+        if scheduler_output.total_num_scheduled_tokens:
+            self._n_ahead -= 1
+            if model_runner_output.routed_experts is None:
+                raise RuntimeError(
+                    "vLLM's worker sent no routes with a step: drop --distributed-executor-backend from "
+                    "rollout.server_args, or set actor.router_replay to old_logprobs"
+                )
             rows, slots = model_runner_output.routed_experts
             model_runner_output.routed_experts = None  # vLLM would look for its own form of them
             row = np.dtype((np.void, rows[0].nbytes))
