@@ -157,6 +157,15 @@ def test_a_pause_tells_the_routes_of_all_requests(inside: Any) -> None:
     assert not engine.scheduler._ended
 
 
+def test_a_step_without_routes_is_an_error(inside: Any) -> None:
+    """Some of vLLM's executors call its model runner, and not the worker."""
+    engine = Engine(inside)
+    engine.schedule((engine.add("a", 3, 2), 3))
+    engine.on_the_way[0][1].routed_experts = None
+    with pytest.raises(RuntimeError, match="sent no routes with a step: drop --distributed-executor-backend"):
+        engine.arrive()
+
+
 @pytest.mark.parametrize(
     ("changes", "option"),
     [

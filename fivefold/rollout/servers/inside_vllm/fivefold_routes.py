@@ -35,10 +35,14 @@ class RoutesBySlot:
         self._group = attention_group(kv_cache_config)
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._n_slots = kv_cache_config.num_blocks * self._block_size
-        self._by_slot: Rows | None = None
-        """The row of each place; None: before the first step."""
+        self._by_slot: npt.NDArray[np.void] | None = None
+        """The row of each place, as bytes, which numpy copies ten times as fast; None: before the first step."""
+        self._form: tuple[np.dtype[Any], tuple[int, ...]] = (np.dtype(np.uint8), ())
+        """Dtype and shape of a row."""
         self._next: dict[str, int] = {}
         """The first token of each request whose routes it has not been given."""
+        self._early: dict[str, Any] = {}
+        """The requests whose outputs are read before they have ended."""
         self._kept: dict[str, list[Rows]] = {}
         """Routes of each request that was preempted, up to the one of `_next`."""
         self._lost: dict[str, list[int]] = {}
@@ -53,41 +57,48 @@ class RoutesBySlot:
         super().add_request(request)  # type: ignore[misc]
         if (params := request.sampling_params) is not None:
             self._next[request.request_id] = params.routed_experts_prompt_start
+            if not is_read_at_its_end(params):
+                self._early[request.request_id] = request
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         self._n_ahead += scheduler_output.total_num_scheduled_tokens > 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Return the outputs of a step, by client of the engine."""
-        self._n_ahead -= scheduler_output.total_num_scheduled_tokens > 0
-        if model_runner_output.routed_experts is not None:
+        """Return the outputs of a step, by client of the engine.
+
+        Raises:
+            RuntimeError: a step came without routes.
+        """
+        if scheduler_output.total_num_scheduled_tokens:
+            self._n_ahead -= 1
+            if model_runner_output.routed_experts is None:
+                raise RuntimeError(
+                    "vLLM's worker sent no routes with a step: drop --distributed-executor-backend from "
+                    "rollout.server_args, or set actor.router_replay to old_logprobs"
+                )
             rows, slots = model_runner_output.routed_experts
             model_runner_output.routed_experts = None  # vLLM would look for its own form of them
+            row = np.dtype((np.void, rows[0].nbytes))
             if self._by_slot is None:
-                self._by_slot = np.zeros((self._n_slots, *rows.shape[1:]), rows.dtype)
+                self._by_slot, self._form = np.zeros(self._n_slots, row), (rows.dtype, rows.shape[1:])
             # Before anything is read: requests may end with this step.
-            self._by_slot[slots] = rows
+            self._by_slot[slots] = rows.reshape(len(rows), -1).view(row)[:, 0]
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for name in self._lost.keys() & self.requests.keys():
             self._keep(self.requests[name])
         # The next step may write to their places.
         self._lost.clear()
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                output.routed_experts = self._routes_of(output)
+        if self._ended or self._early:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    output.routed_experts = self._routes_of(output.request_id)
         return outputs
 
-    def _routes_of(self, output: Any) -> Rows | None:
+    def _routes_of(self, name: str) -> Rows | None:
         """Return the routes that go with an output of a request: all that are left if it has ended."""
-        name = output.request_id
-        if output.finish_reason is not None:
-            return self._ended.pop(name, None)
-        request = self.requests.get(name)
         # The API server ends a request with a stop string, and then has no more than what came until then.
-        if request is None or name not in self._next or is_read_at_its_end(request.sampling_params):
-            return None
-        return self._take(request)
+        return self._take(self._early[name]) if name in self._early else self._ended.pop(name, None)
 
     def take_ended(self, name: str) -> dict[str, Any]:
         """Return the further fields of the output with which a request ends that was ended from outside."""
@@ -109,6 +120,7 @@ class RoutesBySlot:
             if rows is not None:
                 self._ended[name] = rows
             del self._next[name]
+            self._early.pop(name, None)
             self._kept.pop(name, None)
             self._lost.pop(name, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -144,7 +156,9 @@ class RoutesBySlot:
         blocks = np.asarray(self._lost.get(request.request_id) or self._blocks(request))
         places = np.arange(begin, end)
         self._next[request.request_id] = end
-        return self._by_slot[blocks[places // self._block_size] * self._block_size + places % self._block_size]
+        taken = self._by_slot[blocks[places // self._block_size] * self._block_size + places % self._block_size]
+        dtype, shape = self._form
+        return taken.view(dtype).reshape(len(taken), *shape)
 
     def _blocks(self, request: Any) -> list[int]:
         blocks: Sequence[list[int]] = self.kv_cache_manager.get_block_ids(request.request_id)
