@@ -115,7 +115,7 @@ class Runner:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.model_runner: Any
-        self.model_runner.at_sampling()
+        self.model_runner.log.append("vLLM copies")
         output = SimpleNamespace(routed_experts=None, grammar=grammar_output)
         return SimpleNamespace(get_output=lambda: output)
 

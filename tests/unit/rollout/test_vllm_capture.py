@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,12 +48,21 @@ def test_models_whose_routers_do_not_tell_are_refused(inside: Any, layers: list[
 
 def test_a_worker_sends_copies_of_the_rows_of_a_step(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made before vLLM's own copies, for which its output waits, and the next step changes nothing of them."""
+    log: list[str] = []
     layer = MoERunner(0)
-    slots = torch.arange(12).view(2, 6)
     runner: Any = SimpleNamespace(
-        get_model=lambda: torch.nn.ModuleList([layer]), max_num_tokens=6, device=torch.device("cpu"),
-        execute_model_state=None, block_tables=SimpleNamespace(slot_mappings=slots), at_sampling=lambda: None,
+        get_model=lambda: torch.nn.ModuleList([layer]), max_num_tokens=6, device=torch.device("cpu"), log=log,
+        execute_model_state=None, main_stream="main",
+        block_tables=SimpleNamespace(slot_mappings=torch.arange(12).view(2, 6)),
+        output_copy_stream=SimpleNamespace(wait_stream=lambda stream: log.append(f"waits for {stream}")),
     )  # fmt: skip
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        log.append("on the other stream")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     worker = inside.fivefold_capture.Worker()
     worker.model_runner = runner
     worker.initialize_from_config(CONFIG)
@@ -61,13 +71,16 @@ def test_a_worker_sends_copies_of_the_rows_of_a_step(inside: Any, monkeypatch: p
     runner.execute_model_state = SimpleNamespace(input_batch=SimpleNamespace(num_tokens=3))
     chosen = torch.tensor([[1, 2], [3, 4], [5, 6], [0, 0]])
     layer.router.capture(chosen)
-    # What is copied later than vLLM's own tensors may not be there when these are.
-    runner.at_sampling = lambda: (layer.router.capture(chosen + 1), slots.add_(1))
-    done = worker.sample_tokens("grammar").get_output()
+    log.clear()
+    output = worker.sample_tokens("grammar")
+    assert log == ["waits for main", "on the other stream", "vLLM copies"]
+    layer.router.capture(chosen + 1)
+    runner.block_tables.slot_mappings += 1
+    done = output.get_output()
     assert done.grammar == "grammar"
-    rows, places = done.routed_experts
+    rows, slots = done.routed_experts
     assert rows[:, 0].tolist() == chosen[:3].tolist()
-    assert places.tolist() == [6, 7, 8]
+    assert slots.tolist() == [6, 7, 8]
     monkeypatch.setattr(RANK, "rank_in_group", 1)
     assert worker.sample_tokens(None).get_output().routed_experts is None
 

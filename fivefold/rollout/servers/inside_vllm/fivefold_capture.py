@@ -50,29 +50,35 @@ class Worker(gpu_worker.Worker):
         if step is None or get_tp_group().rank_in_group:
             return super().sample_tokens(grammar_output)
         n_tokens = step.input_batch.num_tokens
-        slots = runner.block_tables.slot_mappings[self.fivefold_group]
-        # On the main stream, before the next step overwrites them. vLLM's output waits for all that is before its own
-        # copies, whose stream waits for this one.
-        rows = [tensor[:n_tokens].to("cpu", non_blocking=True, copy=True) for tensor in (self.fivefold_rows, slots)]
-        return WithRoutes(super().sample_tokens(grammar_output), rows)
+        slots = runner.block_tables.slot_mappings[self.fivefold_group, :n_tokens]
+        # The next step overwrites them, perhaps before they are copied.
+        tensors = [self.fivefold_rows[:n_tokens].clone(), slots.clone()]
+        # vLLM takes the current stream for its main one when it is asked first, so ask before another is current.
+        runner.output_copy_stream.wait_stream(runner.main_stream)
+        with torch.cuda.stream(runner.output_copy_stream):
+            copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        # What it copies on the same stream comes later, so that all have arrived once its own have.
+        return WithRoutes(super().sample_tokens(grammar_output), tensors, copies)
 
 
 class WithRoutes(AsyncModelRunnerOutput):
     """vLLM's output of a step, with the routes of its tokens."""
 
-    def __init__(self, output: Any, copies: Sequence[torch.Tensor]) -> None:
+    def __init__(self, output: Any, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         """Hold vLLM's output.
 
         Args:
             output: vLLM's, which waits until its tensors are on the host.
-            copies: the rows [tokens, layers, top_k] and places [tokens], which are on the host by then.
+            tensors: the rows [tokens, layers, top_k] and places [tokens], which must live until they are copied.
+            copies: where they are copied to.
         """
-        self._output, self._copies = output, copies
+        self._output, self._tensors, self._copies = output, tensors, copies
 
     def get_output(self) -> Any:
         """Wait for the output, and return it."""
         output = self._output.get_output()
         output.routed_experts = tuple(copy.numpy() for copy in self._copies)
+        del self._tensors
         return output
 
 
