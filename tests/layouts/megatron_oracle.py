@@ -221,7 +221,6 @@ def _delta_fields(config: dict[str, Any]) -> dict[str, Any]:
     sizes = ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
     return {name: config[name] for name in (*sizes, "linear_conv_kernel_dim")} | {
         "attention_output_gate": True,
-        "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(is_delta) for is_delta in _delta_layers(config)],
         "deterministic_mode": True,
     }
