@@ -39,6 +39,7 @@ _FUSED_INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
 _FUSED_PRE_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 UNFUSED_NORMS = {_FUSED_INPUT_NORM: _INPUT_NORM, _FUSED_PRE_MLP_NORM: _PRE_MLP_NORM}
 """Our name of each norm that is part of the linear layer after it in TransformerEngine's layers, within a layer."""
+_QUERY_NORM, _KEY_NORM = "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"
 _POST_ATTENTION_NORM, _POST_MLP_NORM = "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"
 _FUSED_LATENT_NORMS = {
     f"self_attention.{letter}_layernorm.weight": f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
@@ -49,11 +50,14 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _INPUT_NORM: (_FUSED_INPUT_NORM, _INPUT_NORM),
     _PRE_MLP_NORM: (_PRE_MLP_NORM, _FUSED_PRE_MLP_NORM),
     **{name: (name, fused) for name, fused in _FUSED_LATENT_NORMS.items()},
+    # slime's norms over all heads have the last names of these two.
+    _QUERY_NORM: (_QUERY_NORM, _FUSED_LATENT_NORMS[_QUERY_NORM], "self_attention.q_norm.weight"),
+    _KEY_NORM: (_KEY_NORM, "self_attention.k_norm.weight"),
     "mlp.experts.weight1": ("mlp.experts.experts.{expert}linear_fc1.weight",),
     "mlp.experts.weight2": ("mlp.experts.experts.{expert}linear_fc2.weight",),
     "mlp.experts.fc1.bias": ("mlp.experts.experts.{expert}linear_fc1.bias",),
     "mlp.experts.fc2.bias": ("mlp.experts.experts.{expert}linear_fc2.bias",),
-    # Megatron-Bridge's names, Megatron-LM's with such layers, and mbridge's.
+    # Megatron-Bridge's name, the one in forks of Megatron-LM, and mbridge's.
     _POST_ATTENTION_NORM: (
         "self_attention.linear_proj.post_layernorm.weight",
         _POST_ATTENTION_NORM,
@@ -62,13 +66,17 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     _POST_MLP_NORM: ("mlp.linear_fc2.post_layernorm.weight", _POST_MLP_NORM, "post_feedforward_layernorm.weight"),
 }
 """Names of a layer's parameters in checkpoints, where they differ from ours."""
+CENTRED = "self_attention.out_norm.weight"
+"""The name of a norm that checkpoints hold as weight - 1, within a layer."""
 _DELTA_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     **_SPELLINGS,
-    _INPUT_NORM: ("self_attention.in_proj.layer_norm_weight", _INPUT_NORM),
-    "self_attention.norm.weight": ("self_attention.out_norm.weight",),
+    _INPUT_NORM: ("self_attention.in_proj.layer_norm_weight", _INPUT_NORM, "self_attention.input_layernorm.weight"),
+    "self_attention.norm.weight": (CENTRED,),
     "self_attention.linear_proj.weight": ("self_attention.out_proj.weight",),
 }
 """The same in layers that are gated delta nets."""
+_FILE_MODULE = ".linear_attn."
+"""What is around the name of a gated delta net in the names of its tensors in files."""
 _IN_PROJ, _CONVOLUTION = "self_attention.in_proj.weight", "self_attention.conv1d.weight"
 
 
@@ -151,6 +159,8 @@ def spellings(mapping: WeightMapping, shape: ModelShape) -> Iterator[Spelling]:
         (True, False) if is_gated else (True,),
     ):
         yield _spell(mapping, shape, pattern, stacked=stacked, expert_axis=expert_axis, together=together)
+    if layer is not None and all(_FILE_MODULE in tensor.name for tensor in mapping.tensors):
+        yield _as_in_files(mapping, layer)
 
 
 def written_spelling(mapping: WeightMapping, shape: ModelShape, *, stacked: bool, spec: Spec) -> Spelling:
@@ -232,6 +242,16 @@ def _spell(
                     sizes=(n_rows[run.end], *sizes[1:]),
                 )
             )
+    return Spelling(tuple(parts))
+
+
+def _as_in_files(mapping: WeightMapping, layer: int) -> Spelling:
+    """Return how a checkpoint stores a gated delta net that is transformers' module, as slime's are."""
+    parts = []
+    for piece in mapping.pieces(ShardGroups()):
+        key = f"decoder.layers.{layer}.self_attention{_FILE_MODULE}{piece.name.partition(_FILE_MODULE)[2]}"
+        first = piece.start // prod(piece.sizes[1:])
+        parts.append(Part(key, (), (), first, piece.sizes[0], piece.offsets[0], piece.shape))
     return Spelling(tuple(parts))
 
 

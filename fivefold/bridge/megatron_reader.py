@@ -21,7 +21,7 @@ from fivefold.bridge.centred_norms import centred_norms, uncentred
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import VocabParallel, WeightMapping, mapping_of
-from fivefold.bridge.megatron_names import Part, Spelling, check_layers, spellings
+from fivefold.bridge.megatron_names import CENTRED, Part, Spelling, check_layers, spellings
 from fivefold.bridge.separate_experts import joined, parts_of, stored_mappings
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
@@ -83,7 +83,11 @@ class MegatronWeights:
         self._entries = self._match(shape)
         # Hugging Face's tensors of experts that are stored in parts, with their shapes.
         self._joint = {name: each.shape for each in tensors(shape) if each.is_joint for name in each.names}
-        self._centred = centred_norms(shape)
+        self._centred = {
+            name: matrix
+            for name, matrix in centred_norms(shape).items()
+            if self._entries[name].runs[0].part.key.endswith(CENTRED)
+        }
         self._names = frozenset(self._entries) - {part for name in self._joint for part in parts_of(name)}
 
     @property

@@ -66,17 +66,22 @@ def test_output_norms_of_32_bits_stay_so_in_a_model_of_16(models: Path, tmp_path
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in rounded.items())
 
 
-def rewritten(checkpoint: Path, out: Path, rename: Callable[[str], str], further: dict[str, torch.Tensor]) -> Path:
-    """Write a checkpoint again under other keys, each tensor in chunks of two rows, with further tensors."""
+def rewritten(
+    checkpoint: Path, out: Path, rename: Callable[[str], str | None], further: dict[str, torch.Tensor]
+) -> Path:
+    """Write a checkpoint again under other keys, each tensor in chunks of two rows, with further tensors.
+
+    Tensors that `rename` calls None are left out.
+    """
     stored = DCPFolder(checkpoint)
     out.mkdir()
     with CheckpointFiles(out) as files:
         for key in stored.names:
-            shape = stored.shape(key)
-            for row in range(0, shape[0], 2):
+            shape, name = stored.shape(key), rename(key)
+            for row in range(0, shape[0] if name else 0, 2):
                 rows = slice(row, min(row + 2, shape[0]))
                 chunk = stored.read(key, rows, *(slice(0, size) for size in shape[1:]))
-                files.add(rename(key), shape, (row, *(0 for _ in shape[1:])), chunk.clone())
+                files.add(str(name), shape, (row, *(0 for _ in shape[1:])), chunk.clone())
         for key, tensor in further.items():
             files.add(key, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
         files.finish()
@@ -117,6 +122,34 @@ def test_other_names_of_norms_are_read(
     other = rewritten(tmp_path / "mcore", tmp_path / "other", rename, {})
     assert convert_from_torch_dist(other, tmp_path / "hf", config=models / name).left_out is None
     assert_same_bits(tmp_path / "hf", models / name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "minimax_m2"])
+def test_the_layers_of_slime_are_read(models: Path, tmp_path: Path, name: str) -> None:
+    """Its gated delta nets are transformers' modules, and its norms over all heads have other names."""
+    source = with_norms(models / name, tmp_path / "source")
+    convert_to_torch_dist(source, tmp_path / "mcore", stacked=False)
+    weights = {
+        key.replace("model.language_model.", "model."): each for key, each in load_file(source / WEIGHTS).items()
+    }
+    modules = {
+        key.replace("model.layers", "decoder.layers").replace("linear_attn", "self_attention.linear_attn"): each
+        for key, each in weights.items()
+        if ".linear_attn." in key
+    }
+    layers = {re.match(r"decoder\.layers\.\d+\.", key)[0] for key in modules}  # type: ignore[index]
+
+    def rename(key: str) -> str | None:
+        for layer in layers:
+            if key == f"{layer}self_attention.in_proj.layer_norm_weight":
+                return f"{layer}self_attention.input_layernorm.weight"
+            if key.startswith(f"{layer}self_attention."):
+                return None
+        return re.sub("([qk])_layernorm", r"\1_norm", key) if name == "minimax_m2" else key
+
+    other = rewritten(tmp_path / "mcore", tmp_path / "other", rename, modules)
+    convert_from_torch_dist(other, tmp_path / "hf", config=source)
+    assert_same_bits(tmp_path / "hf", source)
 
 
 def test_the_language_model_inside_a_model_that_sees_is_read_and_the_rest_is_named(
