@@ -1,6 +1,6 @@
 """Gated delta nets, wide norms and norms of outputs in Megatron-Core's checkpoints, as several programs write them.
 
-What Megatron-Core's own models make of them is in `test_torch_dist.py`.
+More of what Megatron-Core's own models make of them is in `test_torch_dist.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import megatron_oracle
 import pytest
 import torch
+from hf_reference import load_model
 from safetensors.torch import load_file, save_file
+from worker_pool import Workers
 
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.megatron_reader import MegatronWeights
@@ -64,6 +67,18 @@ def test_output_norms_of_32_bits_stay_so_in_a_model_of_16(models: Path, tmp_path
     convert_from_torch_dist(tmp_path / "rounded", tmp_path / "rounded-hf", config=source)
     rounded, wanted = (load_file(folder / WEIGHTS) for folder in (tmp_path / "rounded-hf", source))
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in rounded.items())
+
+
+def test_megatron_core_rounds_output_norms_of_more_bits_than_its_own(
+    workers: Workers, models: Path, tmp_path: Path
+) -> None:
+    source = with_norms(models / "qwen3_5", tmp_path / "source")
+    convert_to_torch_dist(source, tmp_path / "mcore")
+    assert DCPFolder(tmp_path / "mcore").dtype("decoder.layers.0.self_attention.out_norm.weight") is torch.float64
+    (logits,) = workers(1).run(megatron_oracle.load, source, tmp_path / "mcore", {}, True, "megatron:d1")
+    with torch.no_grad():
+        wanted = load_model(source)(megatron_oracle.TOKENS).logits[0]
+    torch.testing.assert_close(logits[:, : wanted.shape[1]], wanted, rtol=1e-4, atol=1e-4)
 
 
 def rewritten(
