@@ -4,7 +4,7 @@ All norms of Megatron-Core's models with gated delta nets multiply by 1 + weight
 others do, and this one multiplies by its weight. The difference is rounded in neither direction:
 
     file, bfloat16       weight        checkpoint, bfloat16            weight - 1
-                                       or in the first of float32 and float64 that holds it, e.g. of 0.3
+                                       or in the first of float32 and float64 that holds it, e.g. of 0.1
     checkpoint           weight - 1    file, as the layer's matrices   weight
                                        or float32, in which Megatron-Core adds the 1, where they do not hold it
 """
@@ -35,8 +35,8 @@ def centred_norms(shape: ModelShape) -> Mapping[str, str]:
     }
 
 
-def centred(weight: Tensor) -> Tensor:
-    """Return weight - 1, in the first of its dtype, float32 and float64 that holds it.
+def centred(name: str, weight: Tensor) -> Tensor:
+    """Return weight - 1 of the tensor `name`, in the first of its dtype, float32 and float64 that holds it.
 
     Raises:
         ValueError: none does.
@@ -50,8 +50,8 @@ def centred(weight: Tensor) -> Tensor:
         return difference
     least = wanted[difference + 1 != wanted].abs().min().item()
     raise ValueError(
-        f"the output norm of a gated delta net has a weight of {least:g}, and checkpoints of Megatron-Core hold "
-        "weight - 1, in which it would be lost: use the Hugging Face folder"
+        f"{name} has a weight of {least:g}, and checkpoints of Megatron-Core hold weight - 1, in which bits of it "
+        "would be lost: use the Hugging Face folder"
     )
 
 
@@ -79,4 +79,4 @@ class CentredNorms(WithFurther):
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         weight = self._source.read(name)
-        return centred(weight if self._dtype is None else weight.to(self._dtype))[index]
+        return centred(name, weight if self._dtype is None else weight.to(self._dtype))[index]
