@@ -57,7 +57,6 @@ STEPS = (5, 7)
 """How far the successor of a token is from it, in both chains."""
 SILENT = re.compile(r".*\.(o_proj|out_proj|down_proj)\.weight")
 """Matrices whose outputs are added to the stream of a token."""
-Weights = dict[str, Tensor]
 
 
 def main() -> None:
@@ -185,27 +184,35 @@ def start(args: argparse.Namespace, folder: str, n_tokens: int) -> ServerEngine:
 
 
 def measure(args: argparse.Namespace, engine: ServerEngine, folder: Path, n_tokens: int) -> None:
-    shape = load_shape(folder)
-    with HFWeights(folder) as stored:
-        weights = {name: stored.read(name).cuda() for name in expected_tensors(shape)}
     for version, step in enumerate(STEPS):
         if version:
             engine.sleep()
             engine.wake_weights()
-            [embedding] = (tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
-            length = sharpness(args.acceptance, *embedding.shape)
-            weights["lm_head.weight"] = (embedding.float().roll(step, 0) * length).bfloat16()
-        update(engine, weights, version)
+        update(args, engine, folder, version)
         engine.wake()
         for batch in args.batch:
             row = rollout(args, engine, batch, n_tokens, step)
             print(json.dumps({"backend": args.backend, "version": version, **row}), flush=True)
 
 
-def update(engine: ServerEngine, weights: Weights, version: int) -> None:
+def update(args: argparse.Namespace, engine: ServerEngine, folder: Path, version: int) -> None:
     sender = TRANSPORTS["ipc"].sender(Route(TRANSPORTS["ipc"], "bfloat16", checksum=False), rank=0, timeout_s=120)
-    engine.load_buckets(sender.items(stacked(weights.items())), version)
+    engine.load_buckets(sender.items(stacked(weights_of(args, folder, STEPS[version]))), version)
     sender.free()
+
+
+def weights_of(args: argparse.Namespace, folder: Path, step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the folder's weights with another chain's output layer, one after the other, because the server needs the
+    GPU's memory."""
+    embedding = torch.empty(0)
+    with HFWeights(folder) as stored:
+        for name in expected_tensors(load_shape(folder)):
+            weight = stored.read(name).cuda()
+            if name.endswith("embed_tokens.weight"):
+                embedding = weight
+            elif name == "lm_head.weight":
+                weight = (embedding.float().roll(step, 0) * sharpness(args.acceptance, *embedding.shape)).bfloat16()
+            yield name, weight
 
 
 def rollout(args: argparse.Namespace, engine: ServerEngine, batch: int, n_tokens: int, step: int) -> dict[str, Any]:

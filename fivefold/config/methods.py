@@ -55,6 +55,8 @@ class Advantage(Method):
     """Whether advantages are whitened over the step's tokens where `actor.whiten_advantages` is null."""
     by_token: bool = False
     """Whether rewards of single tokens count from each token on; others take their sum over the response."""
+    scores: bool = False
+    """Whether it takes the policy's own pass over the samples; others take rewards alone, one for each completion."""
 
 
 def _words(*names: str, note: str = "") -> dict[str, Word]:
@@ -286,6 +288,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "verl `optimal_token_baseline`, `tir_optimal_token_baseline`",
         words=_words("optimal_token_baseline", "tir_optimal_token_baseline"),
         compares=True,
+        scores=True,
     ),
     "dpo": Advantage(
         "advantages.pairs:dpo",
@@ -294,6 +297,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "beta is `kl_ctl`, s = log p - log p_ref of the completion",
         "TRL `OnlineDPOTrainer`",
         compares=True,
+        scores=True,
     ),
     "raft": Advantage(
         "advantages.plain:raft",
@@ -315,3 +319,8 @@ ADVANTAGES: Mapping[str, Advantage] = {
     ),
 }
 """Values of `actor.advantage`; any other is a user's function."""
+
+
+def scored() -> list[str]:
+    """Return the advantages that take the policy's own pass over the samples."""
+    return [name for name, row in ADVANTAGES.items() if row.scores]

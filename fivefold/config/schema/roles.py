@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fivefold.config.methods import ADVANTAGES, LOSSES
+from fivefold.config.methods import ADVANTAGES, LOSSES, scored
 from fivefold.config.schema.corrections import RolloutCorrectionConfig
 from fivefold.config.schema.distillation import DistillConfig
 from fivefold.config.schema.engine import (
@@ -108,7 +108,7 @@ class ActorConfig(TrainedModelConfig):
     credit: Annotated[
         Literal["episode", "turn", "state"],
         reads_if(given("environment", fix="name what plays episodes of several turns, for example environment.game")),
-        reads_if(differs("advantage", "optimal_token_baseline", "dpo"), why="is for advantages of whole completions"),
+        reads_if(differs("advantage", *scored()), why="is for advantages of whole completions"),
         needs("state", differs("advantage", "gae"), "compares moves without a critic"),
     ] = "episode"
     """What the tokens of one turn of an episode get (docs/agents.md): the advantage of the `episode`; of what is earned
