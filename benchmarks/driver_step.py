@@ -53,7 +53,7 @@ from fivefold.roles.responses import Job, Responses
 from fivefold.roles.rollout import Rollout
 from fivefold.roles.trainer_worker import UpdateResult
 from fivefold.rollout.protocol import SamplingParams
-from fivefold.types import Prompt
+from fivefold.types import Effort, Prompt
 from fivefold.update.compose import policy_update
 from fivefold.update.step import Skips, StepOutcome, UpdateState
 
@@ -139,6 +139,7 @@ def _report(jobs: list[int], sampled: Any, busy_s: float, n_running: int) -> Res
         turns=[1] * n,
         transcripts=[None] * n,
         moves=[()] * n,
+        efforts=[Effort(given=PROMPT)] * n,
         cuts=None,
         busy_s=busy_s,
         n_running=n_running,

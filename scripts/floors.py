@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-EXTRAS = ("gguf", "report", "dev")
+EXTRAS = ("gguf", "report", "tests", "dev")
 """What `scripts/install.sh` installs."""
 
 

@@ -20,5 +20,5 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     pip install --quiet "${TORCH:-torch==2.13.0}"
 fi
 # The release that the measurements are from; pip alone would take the newest one that this Python can have.
-pip install --quiet "${MEGATRON_CORE:-megatron-core==0.16.1}" --editable '.[dev,gguf,report]'
+pip install --quiet "${MEGATRON_CORE:-megatron-core==0.16.1}" --editable ".[${EXTRAS:-dev,gguf,report}]"
 echo "Installed Fivefold $("$venv/bin/fivefold" --version | cut -d' ' -f2) into $venv: source $venv/bin/activate"

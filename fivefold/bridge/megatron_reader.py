@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fivefold.bridge.audit import listed, raise_if_any, strays
+from fivefold.bridge.centred_norms import centred_norms, uncentred
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.mapping import VocabParallel, WeightMapping, mapping_of
-from fivefold.bridge.megatron_names import Part, Spelling, check_layers, spellings
+from fivefold.bridge.megatron_names import CENTRED, Part, Spelling, check_layers, spellings
 from fivefold.bridge.separate_experts import joined, parts_of, stored_mappings
 from fivefold.families.registry import find_family
 from fivefold.families.shape import ModelShape
@@ -31,6 +32,8 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 """Keys of an optimizer's state, which is not read."""
 _FURTHER = "mtp."
 """How keys of layers for multi-token prediction begin, which are not read."""
+_INSIDE = "language_model."
+"""How the prefix of a language model's keys ends that is a part of a larger model, whose other parts are not read."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _ONE_PROCESS = ShardGroups()
@@ -76,10 +79,15 @@ class MegatronWeights:
         self.folder = find_torch_dist(path)
         self._stored = DCPFolder(self.folder)
         self._prefix = _common_prefix(self._stored.names)
-        self._predicts_further = find_family(shape.family).predicts_further
+        self._may_predict_further = find_family(shape.family).may_predict_further
         self._entries = self._match(shape)
         # Hugging Face's tensors of experts that are stored in parts, with their shapes.
         self._joint = {name: each.shape for each in tensors(shape) if each.is_joint for name in each.names}
+        self._centred = {
+            name: matrix
+            for name, matrix in centred_norms(shape).items()
+            if self._entries[name].runs[0].part.key.endswith(CENTRED)
+        }
         self._names = frozenset(self._entries) - {part for name in self._joint for part in parts_of(name)}
 
     @property
@@ -95,14 +103,21 @@ class MegatronWeights:
     @property
     def has_further_layers(self) -> bool:
         """Whether the checkpoint holds layers for multi-token prediction too, where its family may have such."""
-        return self._predicts_further and any(key.startswith(self._prefix + _FURTHER) for key in self._stored.names)
+        return self._may_predict_further and any(key.startswith(self._prefix + _FURTHER) for key in self._stored.names)
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Whether the language model is a part of the checkpoint's model, which has others too, such as a tower."""
+        return any(self._is_of_other_part(key) for key in self._stored.names)
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a Hugging Face tensor."""
         return self._joint[name] if name in self._joint else self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor is stored."""
+        """Return the dtype in which a tensor is stored; of a centred norm, the one in which it is read."""
+        if name in self._centred:
+            return self.read(name).dtype
         return self._stored.dtype(self._prefix + self._entry(name).runs[0].part.key)
 
     def file(self, name: str) -> str:
@@ -119,6 +134,9 @@ class MegatronWeights:
         if name in self._joint:
             whole = joined([self._read(self._entries[part], ()) for part in parts_of(name)])
             return whole[index] if index else whole
+        if name in self._centred:
+            norm = uncentred(self._read(self._entries[name], ()), self.dtype(self._centred[name]))
+            return norm[index] if index else norm
         return self._read(self._entries[name], index)
 
     def _entry(self, name: str) -> _Entry:
@@ -154,17 +172,18 @@ class MegatronWeights:
 
     def _match(self, shape: ModelShape) -> dict[str, _Entry]:
         """Return all Hugging Face tensors, and where they lie."""
-        stored = {key.removeprefix(self._prefix) for key in self._stored.names if not _OPTIMIZER.fullmatch(key)}
-        if self._predicts_further:
+        own = (key for key in self._stored.names if not (_OPTIMIZER.fullmatch(key) or self._is_of_other_part(key)))
+        stored = {key.removeprefix(self._prefix) for key in own}
+        if self._may_predict_further:
             stored = {key for key in stored if not key.startswith(_FURTHER)}
         found: dict[str, tuple[WeightMapping, Spelling]] = {}
         missing: set[str] = set()
         for mapping in _stored_mappings(shape, stored):
-            way = next((way for way in spellings(mapping, shape.n_layers) if way.keys <= stored), None)
+            way = next((way for way in spellings(mapping, shape) if way.keys <= stored), None)
             if way is not None:
                 found[mapping.parameter] = mapping, way
             else:
-                nearest = min(spellings(mapping, shape.n_layers), key=lambda way: len(way.keys - stored))
+                nearest = min(spellings(mapping, shape), key=lambda way: len(way.keys - stored))
                 missing |= nearest.keys - stored
         used = {key for _, way in found.values() for key in way.keys}
         misfits = [line for mapping, way in found.values() for line in self._misfits(mapping, way)]
@@ -181,6 +200,10 @@ class MegatronWeights:
         )
         return {name: entry for mapping, way in found.values() for name, entry in _entries(mapping, way).items()}
 
+    def _is_of_other_part(self, key: str) -> bool:
+        is_inside = self._prefix.endswith(_INSIDE) and not _OPTIMIZER.fullmatch(key)
+        return is_inside and not key.startswith(self._prefix)
+
     def _misfits(self, mapping: WeightMapping, spelling: Spelling) -> Iterator[str]:
         """Yield a line for each tensor that does not have its shape; vocabularies may be padded to more rows."""
         for part in spelling.parts:
@@ -191,7 +214,7 @@ class MegatronWeights:
 
 
 def _common_prefix(keys: frozenset[str]) -> str:
-    """Return the prefix of every parameter's key: nothing, or a wrapper's name such as `module.`."""
+    """Return the prefix of the parameters' keys: nothing, or names of what is around the model, such as `module.`."""
     ends = [key for key in keys if key.endswith(_EMBEDDING) and not _OPTIMIZER.fullmatch(key)]
     return min(ends, key=len, default=_EMBEDDING).removesuffix(_EMBEDDING)
 
@@ -212,7 +235,20 @@ def _entries(mapping: WeightMapping, spelling: Spelling) -> dict[str, _Entry]:
         row, end, hf_row = piece.start // width, piece.end // width, piece.offsets[0]
         while row < end:
             part = spelling.parts[bisect_right(firsts, row) - 1]
-            n_rows = min(end, part.first + part.sizes[0]) - row
-            runs.setdefault(piece.name, []).append(_Run(hf_row, n_rows, part, row - part.first))
+            n_rows = min(end, part.first + part.n_rows) - row
+            runs.setdefault(piece.name, []).append(_Run(hf_row, n_rows, part, part.row + row - part.first))
             row, hf_row = row + n_rows, hf_row + n_rows
-    return {name: _Entry(full, tuple(runs[name])) for name, full in mapping.hf_shapes().items()}
+    return {name: _Entry(full, tuple(_merged(runs[name]))) for name, full in mapping.hf_shapes().items()}
+
+
+def _merged(runs: list[_Run]) -> list[_Run]:
+    """Return the runs of a tensor in its order, those that lie next to each other as one."""
+    merged: list[_Run] = []
+    for run in sorted(runs, key=lambda run: run.first):
+        last = merged[-1] if merged else None
+        is_next = last is not None and (last.part.key, last.part.lead) == (run.part.key, run.part.lead)
+        if last is not None and is_next and last.row + last.n_rows == run.row:
+            merged[-1] = replace(last, n_rows=last.n_rows + run.n_rows)
+        else:
+            merged.append(run)
+    return merged

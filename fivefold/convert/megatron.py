@@ -9,7 +9,7 @@ compared bit for bit before the folder gets its name. Never more than a tensor o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -21,13 +21,14 @@ from torch import Tensor
 from fivefold.bridge import folder_swap
 from fivefold.bridge.audit import check_weights
 from fivefold.bridge.bridge import check_tied_output
+from fivefold.bridge.centred_norms import CentredNorms, centred_norms
 from fivefold.bridge.decoder import expected_tensors, file_tensors
 from fivefold.bridge.groups import ShardGroups
 from fivefold.bridge.hf_reader import HFWeights, resolve_model_folder
 from fivefold.bridge.hf_writer import copy_configs, copy_tokenizer, save_hf, tensor_specs
 from fivefold.bridge.kept import check_kept
 from fivefold.bridge.mapping import WeightMapping
-from fivefold.bridge.megatron_names import Spec, check_layers, layer_of, written_spelling
+from fivefold.bridge.megatron_names import Part, Spec, check_layers, check_spec, written_spelling
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.reading import TensorReader, fill
 from fivefold.bridge.separate_experts import SeparateExperts, stored_mappings
@@ -42,6 +43,8 @@ from fivefold.families.tensors import Shape
 from fivefold.families.torch_dist import find_torch_dist
 
 _ONE_PROCESS = ShardGroups()
+_LINEAR = ("linear_", "in_proj", "out_proj")
+"""How names of linear layers begin."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class Converted:
     """What the source held besides, and was not converted."""
 
 
-def left_out(*, optimizer: bool = False, further_layers: bool, indexers: bool = False) -> str | None:
+def left_out(
+    *, optimizer: bool = False, further_layers: bool, indexers: bool = False, other_parts: bool = False
+) -> str | None:
     """Return in words what a conversion leaves out of what a source may hold."""
     held = {"the optimizer's state": optimizer, "layers for multi-token prediction": further_layers}
-    held["the indexers of sparse attention"] = indexers
+    held |= {"the indexers of sparse attention": indexers, "all but the language model": other_parts}
     return " and ".join(words for words, is_held in held.items() if is_held) or None
 
 
@@ -97,8 +102,9 @@ def convert_to_torch_dist(
     target, folder = free_target(out, overwrite=overwrite), resolve_model_folder(source)
     shape = load_shape(folder)
     check_layers(shape)
+    check_spec(shape, spec)
     check_weights(folder, shape)
-    is_alike = len(set(shape.moe_layers)) == 1
+    is_alike = len(set(shape.layer_sorts)) == 1
     with HFWeights(folder) as weights, written_beside(target) as partial:
         if shape.tied_embeddings:
             check_tied_output(shape, weights)
@@ -110,8 +116,12 @@ def convert_to_torch_dist(
             folder_swap.sync(file)
         with MegatronWeights(partial, shape) as written:
             n_tensors = _compare(shape, weights, written, progress)
-        further = has_further_layers(weights, shape)
-        return Converted(shape, n_tensors, left_out(further_layers=further, indexers=shape.indexer is not None))
+        omitted = left_out(
+            further_layers=has_further_layers(weights, shape),
+            indexers=shape.indexer is not None,
+            other_parts=shape.vision is not None,
+        )
+        return Converted(shape, n_tensors, omitted)
 
 
 def convert_from_torch_dist(
@@ -153,7 +163,11 @@ def convert_from_torch_dist(
         save_hf(partial, streamed(weights, tensors, progress), described, tensors=tensors)
         with HFWeights(partial) as written:
             n_tensors = _compare(shape, weights, written, progress)
-    omitted = left_out(optimizer=weights.has_optimizer, further_layers=weights.has_further_layers)
+    omitted = left_out(
+        optimizer=weights.has_optimizer,
+        further_layers=weights.has_further_layers,
+        other_parts=weights.has_other_parts,
+    )
     return Converted(shape, n_tensors, omitted)
 
 
@@ -179,16 +193,11 @@ class _Writer:
     def __init__(
         self, shape: ModelShape, weights: HFWeights, dtype: torch.dtype | None, spec: Spec, *, stacked: bool
     ) -> None:
-        self._shape, self._weights, self._spec = shape, SeparateExperts(weights, shape), spec
+        self._weights = CentredNorms(SeparateExperts(weights, shape), shape, dtype)
+        self._spec, self._has_wide_norms = spec, shape.wide_qk_norm
+        self._centred = centred_norms(shape)
         self._parts = {
-            mapping: written_spelling(
-                mapping,
-                shape.n_layers,
-                stacked=stacked,
-                spec=spec,
-                is_moe=self._is_moe(mapping),
-                is_latent=shape.latent is not None,
-            ).parts
+            mapping: written_spelling(mapping, shape, stacked=stacked, spec=spec).parts
             for mapping in stored_mappings(shape)
             if mapping.exists(_ONE_PROCESS)
         }
@@ -201,36 +210,49 @@ class _Writer:
         for parts in self._parts.values():
             for part in parts:
                 dtype = self._dtypes[part.key]
-                elements[dtype] = elements.get(dtype, 0) + prod(part.sizes)
+                elements[dtype] = elements.get(dtype, 0) + part.n_elements
         return max(elements, key=lambda dtype: elements[dtype])
 
     def write(self, folder: Path, progress: Progress | None) -> None:
         """Write all tensors, and the objects that Megatron-Core wants with them."""
-        total = sum(prod(part.sizes) for parts in self._parts.values() for part in parts)
+        total = sum(part.n_elements for parts in self._parts.values() for part in parts)
         done = 0
         with CheckpointFiles(folder) as files:
             for mapping, parts in self._parts.items():
-                for single, part in zip(_singles(mapping), parts, strict=True):
-                    chunk = torch.empty(part.sizes, dtype=self._dtypes[part.key])
-                    fill(chunk.view(single.local_shape(_ONE_PROCESS)), single, self._weights, _ONE_PROCESS)
-                    sizes = (1,) * len(part.lead) + part.sizes
-                    files.add(part.key, part.shape, (*part.lead, *(0,) * len(part.sizes)), chunk.view(sizes))
-                    done += chunk.numel()
+                singles = list(_singles(mapping))
+                n_own = len(parts) // len(singles)
+                for number, single in enumerate(singles):
+                    for part, chunk in self._chunks(single, parts[number * n_own : (number + 1) * n_own]):
+                        offsets = (*part.lead, *(0,) * len(part.sizes))
+                        files.add(part.key, part.shape, offsets, chunk.view((1,) * len(part.lead) + part.sizes))
+                        done += chunk.numel()
                     if progress is not None:
                         progress("writing", done, total)
-            for key in self._state_keys():
+            for key in dict.fromkeys(self._state_keys()):
                 files.add_empty_object(key)
             files.finish()
 
-    def _is_moe(self, mapping: WeightMapping) -> bool:
-        layer = layer_of(mapping.parameter)
-        return layer is not None and self._shape.moe_layers[layer]
+    def _chunks(self, mapping: WeightMapping, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
+        """Yield what each tensor of the checkpoint gets of a parameter, or of one expert of it, with a part that says
+        which tensor."""
+        whole = torch.empty(mapping.local_shape(_ONE_PROCESS), dtype=self._dtypes[parts[0].key])
+        fill(whole, mapping, self._weights, _ONE_PROCESS)
+        if len(parts) == 1:
+            yield parts[0], whole
+            return
+        rows = list(whole.split([part.n_rows for part in parts]))
+        by_key: dict[str, list[tuple[int, int]]] = {}
+        for number, part in enumerate(parts):
+            by_key.setdefault(part.key, []).append((part.row, number))
+        for places in by_key.values():
+            numbers = [number for _, number in sorted(places)]
+            yield parts[numbers[0]], torch.cat([rows[number] for number in numbers])
 
     def _dtypes_by_key(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
         """Return the dtype of each tensor: one that holds all that goes into it."""
         dtypes: dict[str, set[torch.dtype]] = {}
         for mapping, parts in self._parts.items():
-            if dtype is not None:
+            if dtype is not None and mapping.tensors[0].name not in self._centred:
                 found = {torch.float32 if mapping.keeps_float32 else dtype}
             else:
                 found = {self._weights.read(name, slice(0, 1)).dtype for name in mapping.sources()}
@@ -242,18 +264,18 @@ class _Writer:
         """Yield the keys of the objects that models of the spec have for the states of their modules."""
         for parts in self._parts.values():
             for part in parts:
-                for name in _modules_with_state(part.key, self._spec):
+                for name in self._modules_with_state(part.key):
                     yield f"{name}._extra_state/shard_{_dotted(part.lead, 0)}_{_dotted(part.lead_sizes, 1)}"
 
-
-def _modules_with_state(key: str, spec: Spec) -> Iterator[str]:
-    """Yield the modules that Megatron-Core saves a state of where it saves the tensor `key`."""
-    module, _, kind = key.rpartition(".")
-    name = module.rpartition(".")[2]
-    if kind == "weight" and (name.startswith("linear_") or (spec == "te" and name.endswith("layernorm"))):
-        yield module
-    if spec == "te" and name == "linear_proj":
-        yield module.removesuffix("linear_proj") + "core_attention"
+    def _modules_with_state(self, key: str) -> Iterator[str]:
+        """Yield the modules that Megatron-Core saves a state of where it saves the tensor `key`."""
+        module, weight, _ = key.partition(".weight")
+        name = module.rpartition(".")[2]
+        is_norm = name.endswith("norm") and not (self._has_wide_norms and name in ("q_layernorm", "k_layernorm"))
+        if weight and (name.startswith(_LINEAR) or (self._spec == "te" and is_norm)):
+            yield module
+        if self._spec == "te" and name == "linear_proj":
+            yield module.removesuffix("linear_proj") + "core_attention"
 
 
 def _dotted(numbers: tuple[int, ...], otherwise: int) -> str:

@@ -135,6 +135,11 @@ class Family:
         """Return whether a tensor in files of a model of `n_layers` layers is kept and not trained."""
         return self.is_further(name, n_layers) or any(re.fullmatch(pattern, name) for pattern in self.kept)
 
+    @property
+    def may_predict_further(self) -> bool:
+        """Whether files may hold tensors for multi-token prediction."""
+        return self.predicts_further or any(pattern.startswith(re.escape(FURTHER)) for pattern in self.kept)
+
     def is_further(self, name: str, n_layers: int) -> bool:
         """Return whether a tensor of files is for multi-token prediction: under `mtp.`, or of a layer behind the last
         one."""

@@ -11,6 +11,7 @@ import torch
 from hf_reference import Tensors, load_model
 from megatron_cases import Case, whole
 from ragged import uneven_batch
+from safetensors.torch import load_file
 from worker_pool import Workers
 
 from fivefold.algorithms.supervised_losses import SFTLoss
@@ -47,6 +48,11 @@ def assert_same_predictions(megatron_logits: torch.Tensor, folder: Path) -> None
         ("gpt_oss", False, {}),
         ("gpt_oss", True, {}),
         ("gpt_oss", False, LAYERS_APART),
+        ("qwen3_next", True, {}),
+        ("qwen3_5_moe", True, {}),
+        ("minimax_m2", True, {}),
+        ("gemma3_text", True, {}),
+        *long(("qwen3_5", True, {})),
     ],
 )
 def test_megatron_core_loads_a_converted_model_and_predicts_as_hugging_face(
@@ -76,6 +82,11 @@ def test_megatron_core_loads_a_converted_model_on_several_ranks(workers: Workers
         ("deepseek_v3", True, {}, "megatron:d1", ""),
         ("gpt_oss", False, {}, "megatron:d1", ""),
         ("gpt_oss", True, EXPERTS_APART, "megatron:d2e2", ""),
+        ("qwen3_next", True, EXPERTS_APART, "megatron:t2", ""),
+        ("qwen3_5_moe", True, {}, "megatron:d2e2", "module.language_model."),
+        ("minimax_m2", True, {}, "megatron:t2", ""),
+        ("gemma3_text", True, LAYERS_APART, "megatron:t2", ""),
+        *long(("qwen3_5", True, {}, "megatron:t2", "language_model.")),
     ],
 )
 def test_what_megatron_core_has_saved_becomes_a_hugging_face_model_that_predicts_the_same(
@@ -99,6 +110,30 @@ def test_what_megatron_core_has_saved_becomes_a_hugging_face_model_that_predicts
     assert_same_predictions(logits, tmp_path / "hf")
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "metadata"),
+    [
+        ("qwen3_next", "megatron:(attn:p2t2|ffn:p2e2)", {}),
+        ("minimax_m2", "megatron:(attn:p2t2|ffn:p2e2)", EXPERTS_APART),
+        ("gemma3_text-bf16", "megatron:p2t2", {}),
+        *long(("qwen3_5_moe-bf16", "megatron:(attn:p2t2|ffn:p2e2)", EXPERTS_APART), ("qwen3_5", "megatron:p2t2", {})),
+    ],
+)
+def test_what_megatron_core_loads_and_saves_on_another_layout_comes_back_bit_for_bit(
+    workers: Workers, models: Path, tmp_path: Path, name: str, layout: str, metadata: dict[str, Any]
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    convert_to_torch_dist(models / name, tmp_path / "mcore")
+    workers(Case(layout).world_size).run(
+        megatron_oracle.save_again, models / name, tmp_path / "mcore", saved, metadata, layout
+    )
+    convert_from_torch_dist(saved, tmp_path / "hf", config=models / name)
+    written, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", models / name))
+    assert written.keys() == source.keys()
+    assert [key for key, tensor in source.items() if not torch.equal(tensor.float(), written[key].float())] == []
+
+
 def train(case: Case, model: Path) -> tuple[Tensors, Tensors]:
     """In a worker: return the weights as they were loaded, and after a step."""
     engine = case.engine(model, OPTIMIZER)
@@ -115,10 +150,13 @@ def train(case: Case, model: Path) -> tuple[Tensors, Tensors]:
         ("qwen3_moe_mixed", "megatron:(attn:t2|ffn:e2)"),
         ("qwen2-bf16", "megatron:p2"),
         ("gpt_oss-bf16", "megatron:(attn:d2|ffn:e2)"),
+        ("qwen3_next", "megatron:(attn:t2|ffn:e2)"),
         *long(
             ("qwen3_moe_mixed", "megatron:(attn:p2t2|ffn:p2e2)"),
             ("qwen2_moe", "megatron:(attn:t2|ffn:t2e1)"),
             ("gpt_oss", "megatron:(attn:p2t2|ffn:t2)"),
+            ("minimax_m2", "megatron:(attn:p2t2|ffn:p2e2)"),
+            ("gemma3_text-bf16", "megatron:p2t2"),
         ),
     ],
 )

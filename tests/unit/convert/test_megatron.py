@@ -29,6 +29,7 @@ from typer.testing import CliRunner, Result
 from fivefold.bridge.dcp_folder import DCPFolder
 from fivefold.bridge.hf_reader import HFWeights
 from fivefold.bridge.hf_writer import HFFolder, save_hf
+from fivefold.bridge.megatron_names import check_spec
 from fivefold.bridge.megatron_reader import MegatronWeights
 from fivefold.bridge.separate_experts import SeparateExperts
 from fivefold.bridge.shard_plan import TensorSpec
@@ -74,6 +75,7 @@ def test_models_that_see_images_keep_the_tower_and_the_form_of_published_experts
     model.save_pretrained(tmp_path / "model")
     there = fivefold("convert", tmp_path / "model", "--to", "torch_dist", "-o", tmp_path / "mcore")
     assert there.exit_code == 0, there.output
+    assert "Not converted: all but the language model" in there.output
     back = fivefold("convert", tmp_path / "mcore", "--config", tmp_path / "model", "-o", tmp_path / "hf")
     assert back.exit_code == 0, back.output
     written = load_file(tmp_path / "hf" / "model.safetensors")
@@ -179,14 +181,13 @@ def test_positions_that_megatron_core_would_compute_otherwise_are_refused(tmp_pa
         MegatronWeights(tmp_path / "mcore", load_shape(model.folder))
 
 
-def test_norms_that_megatron_core_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="minimax_m2: norms over all heads are not supported in torch_dist"):
-        MegatronWeights(tmp_path, find_shape("MiniMax-M2"))
-
-
-def test_norms_on_outputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gemma3_text: norms on the outputs of attention and MLP are not supported"):
-        MegatronWeights(tmp_path, find_shape("gemma-3-1b"))
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [("Qwen3-Next-80B-A3B", "gated delta nets"), ("gemma-3-1b", "norms on the outputs of attention and MLP")],
+)
+def test_a_layer_spec_that_megatron_core_does_not_have_is_refused(model: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"--spec local has no {what}"):
+        check_spec(find_shape(model), "local")
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
