@@ -482,3 +482,51 @@ def test_areal_leaves_groups_without_signal_out_and_stays_ahead() -> None:
     assert conversion.recipe["rollout.max_head_offpolicyness"] == 4
     assert "nothing takes their place" in conversion["actor.dynamic_sampling"].note
     assert conversion["actor.dynamic_sampling"].outcome == "unsupported"
+
+
+def test_advantages_of_trinity_that_leave_out_tokens_become_losses() -> None:
+    for name, loss, words, options in (
+        ("clipb", "clip_b", ["mu=3"], {"mu": 3.0}),
+        ("clipv", "clip_v", ["mu=7.5", "max_frac=0.01"], {"mu": 7.5, "max_share": 0.01}),
+    ):
+        arguments = [f"algorithm.advantage_fn_args.{word}" for word in words]
+        conversion = convert_words(
+            "trinity", "algorithm.algorithm_type=grpo_verl", f"algorithm.advantage_fn={name}", *arguments
+        )
+        assert conversion.report.unsupported == []
+        recipe = conversion.recipe
+        prefix = "actor.loss_kwargs."
+        assert recipe["actor.loss"] == loss
+        assert {key.removeprefix(prefix): recipe[key] for key in recipe if key.startswith(prefix)} == options
+    plain = convert_words("trinity", "algorithm.algorithm_type=grpo_verl", "algorithm.advantage_fn_args.mu=3")
+    assert [entry.key for entry in plain.report.unsupported] == ["algorithm.advantage_fn_args.mu"]
+    assert "actor.loss" not in plain.recipe
+
+
+def test_dapos_reward_of_trinity_penalises_long_responses() -> None:
+    task = "buffer.explorer_input.taskset."
+    words = [f"{task}default_reward_fn_type=math_dapo_reward", f"{task}path=a/b", "model.max_response_tokens=2000"]
+    penalty = [
+        f"{task}reward_fn_args.{word}"
+        for word in ("enable_overlong_penalty=true", "penalty_factor=0.5", "cache_length=400")
+    ]
+    longest = f"{task}reward_fn_args.max_response_length="
+    conversion = convert_words("trinity", *words, *penalty, f"{longest}2000")
+    assert conversion.report.unsupported == []
+    names = ("overlong_reward_penalty", "overlong_penalty_factor", "overlong_tokens")
+    assert [conversion.recipe[f"actor.{name}"] for name in names] == [True, 0.5, 400]
+    assert conversion.recipe["reward.fn"] == "math"
+    other = convert_words("trinity", *words, *penalty, f"{longest}1000")
+    assert [entry.key for entry in other.report.unsupported] == [longest.rstrip("=")]
+
+
+def test_trinitys_workflow_of_answers_in_boxes_has_its_system_prompt() -> None:
+    task = "buffer.explorer_input.taskset."
+    words = [f"{task}default_workflow_type=math_boxed_workflow", f"{task}path=a/b"]
+    boxed = convert_words("trinity", *words, f"{task}workflow_args.use_base=false")
+    assert boxed.report.unsupported == []
+    assert boxed.recipe["train_dataset.system_prompt"].endswith(r"within \boxed{}.")
+    own = convert_words("trinity", *words, f"{task}format.system_prompt=Think.")
+    assert own.recipe["train_dataset.system_prompt"] == "Think."
+    base = convert_words("trinity", *words, f"{task}workflow_args.use_base=true")
+    assert len(base.report.unsupported) == 2
