@@ -67,7 +67,7 @@ def engine_option(draft: Draft, source: str) -> None:
     if name.startswith("speculative_"):
         return drafts_in_sglang(draft, source)
     if name == "enable_expert_parallel" and backend == "vllm" and isinstance(draft.get(source), bool):
-        return _spread_over_all(draft, source)
+        return spread_over_all(draft, source)
     if name == "enable_dp_attention" and draft.get(source) is not True:
         return draft.implied(source, "a replica has no copies of the attention")
     if name == "enable_dp_attention" or FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
@@ -81,10 +81,11 @@ def engine_option(draft: Draft, source: str) -> None:
     return draft.mapped(source, TO, arguments)
 
 
-def _spread_over_all(draft: Draft, source: str) -> None:
+def spread_over_all(draft: Draft, source: str) -> None:
     """Convert vLLM's switch that spreads experts over all ranks of a replica."""
-    if draft.get(source) is False:
-        return draft.implied(source, "experts are not spread over ranks")
+    plan = draft.plans.get("rollout")
+    if draft.get(source) is False or (plan is not None and plan.backend != "vllm"):
+        return draft.implied(source, "experts are not spread over ranks, or not by vLLM")
     arguments = draft.recipe.setdefault(TO, [])
     if SPREAD not in arguments:
         arguments.append(SPREAD)
