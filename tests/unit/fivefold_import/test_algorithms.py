@@ -175,7 +175,7 @@ def test_estimators_have_their_names_or_are_unsupported() -> None:
                 "tir_optimal_token_baseline": "optimal_token_baseline",
             },
         ),
-        ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd": None}),
+        ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd_other": None}),
         ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp"}),
         ("trinity", "algorithm.algorithm_type", {"asymre": "asymre", "raft": "raft"}),
         ("roll", "adv_estimator", {"gigpo": None, "step_reinforce": None}),
@@ -530,3 +530,18 @@ def test_trinitys_workflow_of_answers_in_boxes_has_its_system_prompt() -> None:
     assert own.recipe["train_dataset.system_prompt"] == "Think."
     base = convert_words("trinity", *words, f"{task}workflow_args.use_base=true")
     assert len(base.report.unsupported) == 2
+
+
+def test_siirls_estimator_of_cpgd_is_grpos() -> None:
+    words = ["algorithm.adv_estimator=cpgd", "actor_rollout_ref.rollout.n=4"]
+    weight = "algorithm.weight_factor_in_cpgd"
+    plain = convert_words("siirl", *words, f"{weight}=STD_weight", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert plain.unsupported() == set()
+    assert plain.recipe.get("actor.advantage", "grpo") == "grpo"
+    assert plain.recipe["actor.reward_norm.std_level"] == "group"
+    assert convert_words("siirl", *words, f"{weight}=naive").recipe["actor.reward_norm.std_level"] == "none"
+    assert convert_words("siirl", *words, f"{weight}=clip_filter_like_weight").unsupported() == {weight}
+    tau = "actor_rollout_ref.actor.policy_loss.tau_pos"
+    sapo = convert_words("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", f"+{tau}=2.0")
+    assert sapo[tau].outcome == "implied"
+    assert "actor.loss_kwargs.tau_pos" not in sapo.recipe
