@@ -73,8 +73,9 @@ def linear_expected_change(
     for rows in vocabulary.chunks(len(hidden_NH)) if real_rows else []:
         logits = logits_of(hidden_NH[rows], weight_VH[:real_rows], temperature)
         sums_3N[0, rows] = logits.logsumexp(1)
-        sums_3N[1, rows] = (2 * logits).logsumexp(1)
-        sums_3N[2, rows] = (logits * (2 * logits).softmax(1)).sum(1)
+        sums_3N[1, rows] = logits.mul_(2).logsumexp(1)
+        weights = (logits - sums_3N[1, rows].unsqueeze(1)).exp_()
+        sums_3N[2, rows] = weights.mul_(logits).sum(1) / 2
     once_RN, twice_RN, mean_RN = vocabulary.gathered(sums_3N).unbind(1)
     once_N, twice_N = once_RN.logsumexp(0), twice_RN.logsumexp(0)
     mean_N = ((twice_RN - twice_N).exp() * mean_RN).sum(0)

@@ -245,8 +245,8 @@ def _train_seconds(recipe: TrainRecipe, found: Estimate, length: float) -> float
     assert time is not None, "an actor is trained"
     computes_again = config.moves_from_old if config.recompute_logprob is None else config.recompute_logprob
     loss = LOSSES.get(config.loss)
-    chooses = loss is not None and loss.chooses_by is not None
-    computes_again = computes_again or chooses or config.advantage in ("optimal_token_baseline", "dpo")
+    compares = config.rollout_correction.needs_old_logprobs or (loss is not None and loss.chooses_by is not None)
+    computes_again = computes_again or compares or config.advantage in ("optimal_token_baseline", "dpo")
     n_forward = computes_again + (inputs.hosted_reference is not None)
     # A third of the computation of a step is its forward pass.
     forward = (time.layers + time.head + time.exposed + time.bubble) / 3

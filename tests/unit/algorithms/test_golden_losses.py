@@ -265,6 +265,9 @@ CORRECTIONS = [
     RolloutCorrection(None, None, "largest", 1.3, 0.5),
     RolloutCorrection(None, None, "token", 0.01, mask_by="binary_kl"),
     RolloutCorrection("token", None, "second_moment", 0.05),
+    RolloutCorrection("token", 1.2, weight_normalized=True),
+    RolloutCorrection("sequence", 1.5, "token", 1.4, 0.6, weight_normalized=True),
+    RolloutCorrection("token", None, "second_moment", 0.05, weight_normalized=True),
     RolloutCorrection(None, None, "turn", 1.05, 0.9),
     RolloutCorrection("token", None, "turn", 1.3, 0.7, difference_above=0.03, difference_below=-0.02),
     RolloutCorrection(None, None, "sequence", 2.0, 0.5, difference_below=-0.05),
@@ -356,6 +359,18 @@ def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:
     return result
 
 
+def mean_weight(loss: PolicyLoss, sequences: list[list[Token]]) -> float:
+    """Return by what the weights of a mini-batch are divided."""
+    correction = loss.correction
+    if correction is None or not correction.weight_normalized:
+        return 1.0
+    weights = [[weight for weight, _ in correct(loss, tokens)] for tokens in sequences if tokens]
+    if correction.weight == "sequence":
+        weights = [own[:1] for own in weights]
+    every = [weight for own in weights for weight in own]
+    return sum(every) / len(every)
+
+
 def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Scalar:
     """Return the loss of a whole mini-batch, divided as its aggregation says."""
     sums = []
@@ -363,7 +378,8 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
         total = number(0.0)
         if not tokens:
             continue
-        corrected = correct(loss, tokens)
+        divisor = mean_weight(loss, sequences)
+        corrected = [(weight / divisor, kept) for weight, kept in correct(loss, tokens)]
         drift = sum(t.old - t.logprob.item() for t in tokens) / len(tokens)
         advantage = sum(t.advantage for t in tokens) / len(tokens)
         for t, cost, (weight, kept) in zip(tokens, oracle(tokens), corrected, strict=True):

@@ -219,6 +219,11 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
             {"mask": "largest", "mask_by": "k3", "mask_above": 0.01, **custom},
         ),
         (
+            "verl",
+            [f"algorithm.rollout_correction.{w}" for w in ("rollout_is=token", "rollout_is_batch_normalize=True")],
+            {"weight": "token", "weight_normalized": True, **custom},
+        ),
+        (
             "areal",
             ["actor.use_decoupled_loss=true", "actor.m2_threshold=0.04"],
             {"weight": "token", "mask": "second_moment", "mask_above": 0.04, **custom},
