@@ -97,7 +97,7 @@ def _of_training(draft: Draft, source: str) -> None:
         draft.unsupported(source, reasons.NO_MULTIMODAL)
     if _boxes(draft, workflow):
         if not draft.writes(f"{TASKS}format.system_prompt"):
-            draft.mapped(source, "train_dataset.system_prompt", BOX)
+            draft.mapped(source, "train_dataset.system_prompt", BOX, "reward.fn=math reads the box")
         draft.implied(source, "reward.fn=math reads the box for which the system prompt asks")
     if any(word in workflow for word in JUDGED):
         draft.unsupported(source, "it gives one completion a reward: write that as reward.fn=file.py:function")
