@@ -108,6 +108,19 @@ def cap_of_weights(draft: Draft, key: str) -> None:
     return correct_rollout(draft, key, {"mask": level, "mask_below": low, "mask_above": high})
 
 
+def normalized_weights(draft: Draft, key: str) -> None:
+    """Convert whether weights are divided by their mean."""
+    level = str(draft.get(_beside(key, "rollout_is"))).lower()
+    if draft.get(key) is not True:
+        draft.implied(key, "it is switched off")
+    elif level in OFF:
+        draft.implied(key, "only rollout_is reads this")
+    elif level in ("token", "sequence") and not _weight_is_in_ratio(draft, key):
+        draft.mapped(key, CORRECTION + "weight_normalized", True, "by the mean over the mini-batch, not over the step")
+    else:
+        draft.unsupported(key, "only weights of tokens and sequences are divided by their mean")
+
+
 def masks(draft: Draft, key: str) -> None:
     """Convert by what tokens or sequences are left out."""
     name = str(draft.get(key)).lower()

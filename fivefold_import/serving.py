@@ -34,6 +34,7 @@ FOLLOWS = re.compile(
     r"trust_remote_code|worker_|scheduler_cls|logprobs|kv_cache_dtype|host$|port$|nnodes|node_rank"
 )
 """Options that other keys of the recipe decide, or that would change what Fivefold relies on."""
+SPREAD = "--enable-expert-parallel"
 SGLANG: Mapping[str, tuple[Any, str]] = {
     "enforce_eager": (True, "--disable-cuda-graph"),
     "enable_prefix_caching": (False, "--disable-radix-cache"),
@@ -65,6 +66,8 @@ def engine_option(draft: Draft, source: str) -> None:
         return drafts_in_vllm(draft, source)
     if name.startswith("speculative_"):
         return drafts_in_sglang(draft, source)
+    if name == "enable_expert_parallel" and backend == "vllm" and isinstance(draft.get(source), bool):
+        return spread_over_all(draft, source)
     if name == "enable_dp_attention" and draft.get(source) is not True:
         return draft.implied(source, "a replica has no copies of the attention")
     if name == "enable_dp_attention" or FOLLOWS.match(name) or not re.fullmatch(r"[a-z][a-z0-9_]*(\.\w+)*", name):
@@ -76,6 +79,17 @@ def engine_option(draft: Draft, source: str) -> None:
     if argument not in arguments:
         arguments.append(argument)
     return draft.mapped(source, TO, arguments)
+
+
+def spread_over_all(draft: Draft, source: str) -> None:
+    """Convert vLLM's switch that spreads experts over all ranks of a replica."""
+    plan = draft.plans.get("rollout")
+    if draft.get(source) is False or (plan is not None and plan.backend != "vllm"):
+        return draft.implied(source, "experts are not spread over ranks, or not by vLLM")
+    arguments = draft.recipe.setdefault(TO, [])
+    if SPREAD not in arguments:
+        arguments.append(SPREAD)
+    return draft.mapped(source, TO, arguments, "the engine spreads experts over the ranks of a replica")
 
 
 def quantized(draft: Draft, source: str) -> None:
@@ -110,9 +124,19 @@ def copies_of_attention(draft: Draft, source: str, model: str, per_node: int) ->
     plan.keys[source] = "the copies share their experts: t splits the attention too, which they have whole"
 
 
+SLICES = "moe_tensor_parallel_size"
+"""TensorRT-LLM's slices of each expert, which verl hands on."""
+
+
 def spread_experts(draft: Draft, source: str) -> None:
-    """Convert the ranks over which an engine spreads experts: all of a replica, or one."""
+    """Convert the ranks over which an engine spreads experts: all of a replica, or one.
+
+    Where TensorRT-LLM spreads slices of experts, vLLM in its place spreads whole ones over as many ranks.
+    """
     plan, ranks = draft.plans.get("rollout"), draft.get(source)
+    sliced = source.removesuffix("expert_parallel_size") + SLICES
+    if isinstance(ranks, int) and isinstance(slices := draft.get(sliced, 1), int) and ranks > 1:
+        ranks *= slices
     has_more = draft.get("sglang_dp_size", 1) != 1
     if ranks in (1, None):
         draft.implied(source, "experts are not spread over ranks")
@@ -120,8 +144,19 @@ def spread_experts(draft: Draft, source: str) -> None:
         draft.unsupported(source, f"experts are spread over the t ranks of a replica: {reasons.ROLLOUT_DEGREES}")
     else:
         arguments = draft.recipe.setdefault(TO, [])
-        arguments.append("--enable-expert-parallel" if plan.backend == "vllm" else f"--ep-size={ranks}")
+        argument = SPREAD if plan.backend == "vllm" else f"--ep-size={ranks}"
+        if argument not in arguments:
+            arguments.append(argument)
         draft.mapped(source, TO, arguments, "the engine spreads experts over the ranks of a replica")
+
+
+def slice_experts(draft: Draft, source: str) -> None:
+    """Say what becomes of slices of experts in TensorRT-LLM: vLLM spreads whole ones over the same ranks."""
+    slices, ranks = draft.get(source), draft.get(source.replace(SLICES, "expert_parallel_size"), 1)
+    plan = draft.plans.get("rollout")
+    if slices == 1 or (plan is not None and slices * ranks == plan.get("tp")):
+        draft.implied(source, "experts stay whole: their number over the ranks is the same weight for each")
+    draft.unsupported(source, reasons.ROLLOUT_DEGREES)
 
 
 def of_vllm(name: str, value: Any) -> str | None:

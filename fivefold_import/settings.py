@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,13 +97,17 @@ def template_variable(draft: Draft, source: str) -> None:
     draft.mapped(source, f"chat_template_kwargs.{source.rpartition('.')[2]}", draft.get(source))
 
 
+DECIMAL = re.compile(r"\d*\.?\d+(e-?\d+)?")
+"""A number of a list that stays a text, as `[0.9,0.95]` does without spaces."""
+
+
 def betas(draft: Draft, key: str) -> None:
     """Convert Adam's [beta1, beta2]."""
     written = draft.get(key)
     value = written.strip("[] ").split(",") if isinstance(written, str) else written
     if not isinstance(value, list) or len(value) != 2:
         raise Unfit(f"{value!r} is not a list of two numbers")
-    beta1, beta2 = map(number, value)
+    beta1, beta2 = (number(float(each) if DECIMAL.fullmatch(str(each).strip()) else each) for each in value)
     if draft.writes(key) or beta2 != own_default("actor.optimizer.beta2"):
         draft.recipe.setdefault("actor.optimizer.beta2", beta2)
     draft.mapped(key, "actor.optimizer.beta1", beta1, "and actor.optimizer.beta2")

@@ -6,7 +6,8 @@ of q estimate an expectation under p_old only if each is weighted by
     w_t = p_old,t / q_t            of its token: a biased estimate of low variance
     w   = prod_t w_t               of its whole sequence: unbiased
 
-`weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`]. `mask` leaves tokens out
+`weight` multiplies the surrogate of a token by w, brought to [`weight_floor`, `weight_cap`], and with
+`weight_normalized` divided by its mean over the mini-batch (`WeightMean`). `mask` leaves tokens out
 by a measure of theirs (`mask_by`), whole sequences by its sum, mean or largest value, or turns by its mean:
 
     ratio       log w_t: its sum stands for the product, and its mean for the geometric mean
@@ -38,7 +39,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fivefold.algorithms.batch_steps import BatchStep, Gather
+from fivefold.algorithms.batch_steps import BatchStep, Gather, StepsInTurn
 from fivefold.algorithms.imitation import policy_mask
 from fivefold.algorithms.kl import bounded_exp, kl_estimate
 from fivefold.algorithms.loss import Sums
@@ -55,6 +56,10 @@ SMALLEST = 1e-8
 """Least probability of "any other" token in a logarithm."""
 KEPT_TOKENS = "second_moment_kept"
 """Name of the field that is 1 on the tokens that are kept, else 0."""
+WEIGHT_MEAN = "weight_mean"
+"""Name of the field with the mean by which weights are divided, the same on all tokens."""
+LEAST_MEAN = 1e-8
+"""Mean up to which weights are not divided by it."""
 
 
 class Corrected(NamedTuple):
@@ -83,6 +88,7 @@ class RolloutCorrection:
     weight_floor: float | None = None
     difference_above: float | None = None
     difference_below: float | None = None
+    weight_normalized: bool = False
 
     @staticmethod
     def automatic() -> RolloutCorrection:
@@ -108,14 +114,18 @@ class RolloutCorrection:
             config.weight_floor,
             config.difference_above,
             config.difference_below,
+            config.weight_normalized,
         )
 
     @property
     def before(self) -> BatchStep | None:
         """What is computed over a whole mini-batch first; None: nothing."""
-        if self.mask != "second_moment" or self.mask_above is None:
-            return None
-        return SecondMomentMask(self.mask_above)
+        steps: list[BatchStep] = []
+        if self.mask == "second_moment" and self.mask_above is not None:
+            steps.append(SecondMomentMask(self.mask_above))
+        if self.weight_normalized:
+            steps.append(WeightMean(self))
+        return StepsInTurn(tuple(steps)) if len(steps) > 1 else next(iter(steps), None)
 
     def __call__(
         self, old_T: torch.Tensor, rollout_T: torch.Tensor, sequences: Sequences, fields: Mapping[str, torch.Tensor]
@@ -131,7 +141,9 @@ class RolloutCorrection:
         log_w_T = (old_T - rollout_T).detach()
         trained_T = sequences.mask_T.bool()
         kept_T = trained_T & self._inside(log_w_T, rollout_T, sequences, fields)
-        weights_T, is_truncated_T = self._weights(log_w_T, sequences)
+        weights_T, is_truncated_T = self.weights(log_w_T, sequences)
+        if self.weight_normalized:
+            weights_T = weights_T / fields[WEIGHT_MEAN]
         weights_T = torch.where(kept_T, weights_T, torch.zeros_like(weights_T))
         sums: Sums = {
             "correction/truncated": count(is_truncated_T & kept_T, weights_T),
@@ -141,7 +153,8 @@ class RolloutCorrection:
         }
         return Corrected(weights_T, kept_T, trained_T & (is_truncated_T | ~kept_T), means(sums, trained_T))
 
-    def _weights(self, log_w_T: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(self, log_w_T: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of each token before it is normalised, and bool [T]: whether it was truncated."""
         if self.weight is None:
             return torch.ones_like(log_w_T), torch.zeros_like(log_w_T, dtype=torch.bool)
         if self.weight == "sequence":
@@ -237,6 +250,31 @@ class SecondMomentMask:
         square_T = torch.where(trained_T, log_w_T, torch.zeros_like(log_w_T)).square()
         most = largest_kept(torch.cat(gather(square_T[trained_T])), self.bound)
         return batch.with_fields(**{KEPT_TOKENS: (trained_T & (square_T <= most)).to(batch.mask_T.dtype)})
+
+
+@dataclass(frozen=True)
+class WeightMean:
+    """Finds the mean over a mini-batch of the weights of tokens, or of sequences if `weight` is `sequence`."""
+
+    correction: RolloutCorrection
+
+    def __call__(self, batch: Batch, gather: Gather) -> Batch:
+        """Return `batch` with the field `weight_mean`.
+
+        Fields read: `old_logprobs` and `rollout_logprobs`.
+        """
+        mask_T = policy_mask(batch)
+        sequences, trained_T = Sequences.of(mask_T, batch.lengths), mask_T.bool()
+        log_w_T = batch.fields["old_logprobs"].double() - batch.fields["rollout_logprobs"].double()
+        weights_T, _ = self.correction.weights(torch.where(trained_T, log_w_T, torch.zeros_like(log_w_T)), sequences)
+        if self.correction.weight == "sequence":
+            # Each trained token of a sequence has its weight.
+            own = torch.stack([sequences.mean(weights_T).sum(), (sequences.counts_S > 0).double().sum()])
+        else:
+            own = torch.stack([(weights_T * trained_T).sum(), trained_T.double().sum()])
+        total, n = torch.stack(gather(own)).sum(0).tolist()
+        mean = total / n if n and total / n > LEAST_MEAN else 1.0
+        return batch.with_fields(**{WEIGHT_MEAN: torch.full_like(batch.mask_T, mean)})
 
 
 def largest_kept(squares_N: torch.Tensor, bound: float) -> float:

@@ -130,6 +130,16 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "Cui et al. 2025, arXiv 2505.22617, section 4.2",
         {"actor.loss": "kl_cov"},
     ),
+    "clip_b": Algorithm(
+        "Leave out bad tokens that would lower the entropy most, compared with the others of the batch.",
+        "arXiv 2602.03392",
+        {"actor.loss": "clip_b"},
+    ),
+    "clip_v": Algorithm(
+        "Leave out bad tokens that would lower the entropy most, compared with all that might have been sampled.",
+        "arXiv 2602.03392",
+        {"actor.loss": "clip_v"},
+    ),
     "lite_ppo": Algorithm(
         "GRPO with the mean of the group and the standard deviation of the batch.",
         "Liu et al. 2025, arXiv 2508.08221",

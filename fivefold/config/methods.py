@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Loss(Method):
 
     options: str = ""
     """Names and defaults of the options in `actor.loss_kwargs`, for docs/algorithms.md."""
+    chooses_by: Literal["covariance", "entropy", "expected_entropy"] | None = None
+    """By what of the policy before the step some tokens are chosen: the covariance of log-probs and advantages, or the
+    changes of the entropy, less their expectation over the vocabulary or not. None: none are chosen."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ LOSSES: Mapping[str, Loss] = {
         reads=_CLIP,
         words=_words("clip_cov", note=_PER_MINI_BATCH),
         options="2e-4, 1, 5",
+        chooses_by="covariance",
     ),
     "kl_cov": Loss(
         "losses.covariance:KLCov",
@@ -135,6 +139,26 @@ LOSSES: Mapping[str, Loss] = {
         "verl `kl_cov`",
         words=_words("kl_cov", note=_PER_MINI_BATCH),
         options="2e-4, 1",
+        chooses_by="covariance",
+    ),
+    "clip_b": Loss(
+        "losses.entropy_clips:ClipB",
+        "PPO's; 0 where A < 0 and S < mean of S - `mu` std of S over the mini-batch, S = p_old (entropy + log p_old)",
+        "Trinity-RFT `clipb`",
+        reads=_DUAL_CLIP,
+        words=_words("clipb", note="tokens are chosen over the mini-batch, and count in the divisor of the loss"),
+        options="`mu` 2.5",
+        chooses_by="entropy",
+    ),
+    "clip_v": Loss(
+        "losses.entropy_clips:ClipV",
+        "PPO's; 0 where A < 0 and S - E < -`mu` std of S - E over the mini-batch, E = sum over the vocabulary of p S; "
+        "at most for `max_share` of the tokens",
+        "Trinity-RFT `clipv`",
+        reads=_DUAL_CLIP,
+        words=_words("clipv", note="tokens are chosen over the mini-batch, and count in the divisor of the loss"),
+        options="`mu` 8.5, `max_share` 1e-4",
+        chooses_by="expected_entropy",
     ),
     "kimi": Loss(
         "losses.soft_clips:Kimi",

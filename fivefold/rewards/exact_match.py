@@ -36,6 +36,8 @@ class ExactMatch(QuickReward):
     """Whether two numbers are compared as decimal numbers; thousands separators do not count."""
     plain_words: bool = False
     """Whether case, punctuation, the articles a, an and the, and white space do not count, as in SQuAD's evaluation."""
+    minerva: bool = False
+    """Whether short mathematical answers are compared in the form of Minerva's evaluation, as DAPO's reward does."""
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -77,6 +79,10 @@ class ExactMatch(QuickReward):
 
     def _normal_form(self, text: str) -> str | Decimal:
         text = text.strip()
+        if self.minerva:
+            from fivefold.rewards.minerva import minerva_form  # here, because few recipes need it
+
+            text = minerva_form(text)
         if self.numbers:
             try:
                 number = Decimal(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))

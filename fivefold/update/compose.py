@@ -15,9 +15,10 @@ from fivefold.algorithms.policy_loss import PolicyLoss
 from fivefold.algorithms.reward_shaping import RewardShaping
 from fivefold.algorithms.sample_weights import SampleWeights
 from fivefold.algorithms.turn_gae import TurnGAE
-from fivefold.config.methods import ADVANTAGES
+from fivefold.config.methods import ADVANTAGES, LOSSES
 from fivefold.config.roles import TEACHER
 from fivefold.config.schema.train import TrainRecipe
+from fivefold.engine.scores import Logprobs
 from fivefold.families.shape import ModelShape
 from fivefold.observe.timers import PhaseTimers
 from fivefold.roles.devices import Models
@@ -105,9 +106,20 @@ def _columns(recipe: TrainRecipe, models: Models, loss: PolicyLoss, timers: Phas
     recomputes = needed if actor.recompute_logprob is None else actor.recompute_logprob
     records = actor.router_replay == "old_logprobs"
     if (recomputes or records) and not _has_token_baseline(recipe):  # which brings the old log-probs
-        yield OldLogprobs(models.actor, temperature, timers, records)
+        yield OldLogprobs(models.actor, timers, _old_scores(recipe, records=records))
     if (reference := models.frozen.get("ref")) is not None:
         yield Reference(reference, models.actor, temperature, timers, recipe.ref.refresh_steps, actor.kl_in != "pairs")
+
+
+def _old_scores(recipe: TrainRecipe, *, records: bool) -> Logprobs:
+    """Return what the pass before the updates computes of each token."""
+    temperature, loss = recipe.gconfig.temperature, LOSSES.get(recipe.actor.loss)
+    if loss is None or loss.chooses_by not in ("entropy", "expected_entropy"):
+        return Logprobs(temperature, "old_logprobs", records_routes=records)
+    from fivefold.engine.entropy_changes import EntropyChanges  # here, because most losses need none
+
+    expected = loss.chooses_by == "expected_entropy"
+    return EntropyChanges(temperature, records_routes=records, less_expected=expected)
 
 
 def _teaching(recipe: TrainRecipe, models: Models, timers: PhaseTimers, vocab: int) -> Teacher | Teachers | None:

@@ -109,16 +109,14 @@ class OldLogprobs(Part):
     """Computes the log-probs of the policy before the step."""
 
     actor: Actor
-    temperature: float
     timers: PhaseTimers
-    records_routes: bool = False
-    """Whether the experts of tokens become a column, too, for the updates to replay."""
+    what: Logprobs
+    """What is computed, with the column `old_logprobs` among others."""
 
     def prepare(self, step: Prepared) -> Prepared:
-        """Add the column `old_logprobs`."""
-        what = Logprobs(self.temperature, "old_logprobs", records_routes=self.records_routes)
+        """Add its columns."""
         with self.timers.phase("old log-probs"):
-            pieces = self.actor.score(step.batch, what)
+            pieces = self.actor.score(step.batch, self.what)
             return replace(step, batch=step.batch.with_pieces(pieces))
 
 

@@ -22,7 +22,7 @@ from fivefold_import.defaults import own_default
 from fivefold_import.dialect import Conversion, Dialect, merged
 from fivefold_import.draft import Draft
 from fivefold_import.layouts import engine_of
-from fivefold_import.models import is_moe
+from fivefold_import.models import is_moe, reads_images
 from fivefold_import.settings import MEAN_LEVEL, STD_LEVEL, ask_as_user, cut_of_held_out
 from fivefold_import.source import Document
 from fivefold_import.tasks import DISTILLATION, PREFERENCES, REINFORCEMENT, REWARD_MODEL, SFT, Sign
@@ -30,6 +30,8 @@ from fivefold_import.values import flag, number, whole
 
 GSM8K = "openai/gsm8k"
 COLUMNS = "AReaL chooses columns by the data set's name"
+WITH_IMAGES = ("clevr_count_70k", "geometry3k")
+"""Parts of the names of data sets whose rows have `images`, which AReaL scales before the model's processor does."""
 SIGNS = (
     Sign("train_dataset.type", SFT, ("sft",)),
     Sign("train_dataset.type", PREFERENCES, ("dpo",)),
@@ -89,6 +91,7 @@ def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
     if any(f"saver.{name}" in draft.recipe for name in ("freq_epochs", "freq_steps", "freq_secs")):
         draft.recipe["saver.max_to_keep"] = None
         draft.notes.append("AReaL keeps all the weights that it saves: saver.max_to_keep=null, each in its own folder")
+    _names_images(draft)
     if "train_dataset.path" in draft.recipe and not _names_gsm8k(draft):
         draft.notes.append(f"{COLUMNS}; set {keys} of train_dataset and valid_dataset, unless {unless}")
     if not draft.writes("train_dataset.max_length"):
@@ -96,6 +99,20 @@ def _note_data(draft: Draft, keys: str, unless: str, *, longer: str) -> None:
         draft.notes.append(
             f"AReaL trains on {longer} of any length; {longer} of more than {most} tokens are dropped here"
         )
+
+
+def _names_images(draft: Draft) -> None:
+    """Name the column of images of the data sets whose images AReaL's code reads, for a model that sees."""
+    keys = [f"{section}.path" for section in ("train_dataset", "valid_dataset")]
+    found = [key for key in keys if any(name in str(draft.recipe.get(key, "")) for name in WITH_IMAGES)]
+    if not found or draft.schema is not TrainRecipe or not reads_images(str(draft.recipe.get("actor.path", ""))):
+        return
+    for key in found:
+        draft.recipe[key.replace("path", "image_key")] = "images"
+    draft.notes.append(
+        "image_key=images, as AReaL's code has it, which also scales images first: bound their sizes with min_pixels "
+        "and max_pixels of the data set"
+    )
 
 
 def _names_gsm8k(draft: Draft) -> bool:

@@ -213,14 +213,35 @@ def convert_rewards(draft: Draft, section: str) -> None:
         return
     draft.recipe["actor.overlong_reward_penalty"] = True
     draft.mapped(f"{at}enabled", "actor.overlong_reward_penalty", True)
+    stretch = _stretch(draft, at)
     penalty = f"{at}overlong_buffer_penalty"
     if draft.get(penalty) is not None:
         note = f"over the factor {factor:g} of the rewards, which are scaled after it here" if factor != 1 else ""
-        draft.sets(penalty, "actor.overlong_penalty_factor", draft.read(penalty, number) / factor, note)
-    limit, longest = f"{at}max_response_length", draft.get("policy.generation.max_new_tokens")
-    if draft.get(limit) == longest:
+        draft.sets(penalty, "actor.overlong_penalty_factor", draft.read(penalty, number) * stretch / factor, note)
+
+
+def _stretch(draft: Draft, at: str) -> float:
+    """Convert where the penalty on long responses begins; return by what its weight grows with the stretch.
+
+    NeMo-RL's penalty grows evenly from `max_response_length` less the buffer on, and without an end: a response may be
+    longer. Here it ends at gconfig.max_new_tokens, with as much as it has grown to there.
+    """
+    limit, buffer = f"{at}max_response_length", f"{at}overlong_buffer_length"
+    longest, known = draft.get("policy.generation.max_new_tokens"), [draft.get(limit), draft.get(buffer)]
+    if known[0] == longest:
         draft.implied(limit, "it is gconfig.max_new_tokens")
-    draft.unsupported(limit, f"the penalty counts from gconfig.max_new_tokens, which is {longest}")
+        return 1.0
+    if not all(isinstance(value, int) for value in (*known, longest)) or known[1] <= 0:
+        draft.unsupported(limit, f"the penalty counts from gconfig.max_new_tokens, which is {longest}")
+        return 1.0
+    tokens = longest - (known[0] - known[1])
+    if tokens <= 0:
+        draft.unsupported(limit, f"the penalty begins above gconfig.max_new_tokens, which is {longest}: drop it")
+        return 1.0
+    note = f"from {known[0] - known[1]} tokens on, up to gconfig.max_new_tokens"
+    for key in (buffer, limit):
+        draft.mapped(key, "actor.overlong_tokens", tokens, note)
+    return tokens / known[1]
 
 
 def _scale(draft: Draft, at: str) -> float:

@@ -216,6 +216,10 @@ def convert_environment(draft: Draft, section: str) -> None:
         draft.mapped(turns, "environment.max_turns", draft.read(turns, whole))
 
 
+ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
+"""What finds the answer by DAPO's rule."""
+
+
 def _math(draft: Draft, key: str) -> None:
     """Convert the judge of mathematics: math-verify, or a rule of DAPO's."""
     name = str(draft.get(key, MATH))
@@ -230,9 +234,10 @@ def _math(draft: Draft, key: str) -> None:
     if kind != "math":
         draft.unsupported(f"{at}verifier_type", f"the verifier {kind!r} is not offered: write it as reward.fn")
     draft.implied(f"{at}verifier_type", "it is the verifier of mathematics")
-    if how != "hf_math_verify":
-        draft.unsupported(
-            f"{at}math_verify_impl",
-            "DAPO's rule compares the text after `Answer:`, and gives -1: write it as reward.fn",
-        )
+    if how == "dapo_math_verify" and kind == "math":
+        draft.recipe |= {"reward.kwargs.pattern": ANSWER, "reward.kwargs.minerva": True}
+        note = "DAPO's rule: the text after the last `Answer:`, of the whole response and not of its end alone"
+        draft.mapped(f"{at}math_verify_impl", "reward.fn", "exact_match", note)
+    elif how != "hf_math_verify":
+        draft.unsupported(f"{at}math_verify_impl", f"the verifier {how!r} is not offered: write it as reward.fn")
     draft.implied(f"{at}math_verify_impl", "it is math-verify")

@@ -58,10 +58,12 @@ def convert_steps(draft: Draft, section: str) -> None:
     """Convert the limits of a run, which ends at the first that it reaches."""
     steps_key, epochs_key = f"{section}max_num_steps", f"{section}max_num_epochs"
     steps, epochs = draft.get(steps_key), draft.get(epochs_key)
-    by_steps = isinstance(steps, int) and 0 < steps < MANY
-    if by_steps:
+    is_endless = isinstance(epochs, int) and epochs <= 0
+    if isinstance(steps, int) and (0 < steps < MANY or (is_endless and steps > 0)):
         draft.sets(steps_key, "total_train_steps", steps)
-        if epochs is not None:
+        if is_endless:
+            draft.implied(epochs_key, f"{steps_key} ends the run")
+        elif epochs is not None:
             draft.implied(epochs_key, f"{steps_key} ends the run")
             draft.notes.append(
                 f"total_train_steps={steps}: NeMo-RL ends earlier if {epochs} passes over the data are fewer steps"

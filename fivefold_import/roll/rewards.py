@@ -17,6 +17,8 @@ READER = "fivefold.data.roll:rows"
 RULES: Mapping[str, str] = {
     "MathRule": "math",
     "CrossThinkQA": "choice",
+    "GeneralVal": "choice",
+    "MultipleChoiceBoxed": "choice",
     "GeneralRuleReward": "instructions",
     "CodeSandbox": "code",
     "DetectionReward": "detection",
@@ -128,6 +130,8 @@ def _rule(draft: Draft, own: str, to: str) -> bool:
         draft.mapped(worker, f"{to}fn", fn)
     if fn == "choice":
         _graded(draft, own, to)
+        if "MultipleChoiceBoxed" in kind:
+            draft.recipe[f"{to}kwargs.right_unboxed"] = 0.0
     elif fn == "code":
         draft.recipe |= {f"{to}kwargs.timeout_s": SECONDS, f"{to}kwargs.preamble": PREAMBLE}
         for key in ("use_local", "code_url"):

@@ -14,6 +14,19 @@ TASKS = f"{INPUT}taskset."
 WORKFLOW, ARGUMENTS = "default_workflow_type", "workflow_args."
 SINGLE = ("simple_workflow", "math_workflow", "on_policy_distill_workflow", "on_policy_distill_math_workflow")
 """Workflows of one completion whose reward is another key's."""
+BOXED = "math_boxed_workflow"
+"""The workflow of one completion that asks for an answer in a box."""
+BOX = "Please reason step by step, and put your final answer within \\boxed{}."
+"""The system prompt of that workflow, where the task set has none."""
+DAPO_REWARD = "math_dapo_reward"
+PENALTY = "enable_overlong_penalty"
+OVERLONG: Mapping[str, str] = {
+    PENALTY: "actor.overlong_reward_penalty",
+    "penalty_factor": "actor.overlong_penalty_factor",
+    "cache_length": "actor.overlong_tokens",
+    "max_response_length": "",
+}
+"""Arguments of that reward which penalise long responses, as DAPO does."""
 JUDGED = ("math_boxed", "math_eval", "math_rm", "ruler", "rubric", "tool_call", "toolcall", "thinking_budget")
 """Words in the names of workflows of one completion that have their own rewards."""
 PLAYERS: Mapping[str, Player] = {
@@ -62,6 +75,12 @@ def _player(draft: Draft) -> Player | None:
     return "agent" if any(draft.writes(f"{TASKS}{ARGUMENTS}{name}") for name in TURNS) else None
 
 
+def _boxes(draft: Draft, workflow: str) -> bool:
+    """Return whether a workflow asks for an answer in a box, in a chat, and rewards it alone."""
+    asks_more = any(draft.get(f"{TASKS}{ARGUMENTS}{name}") is True for name in ("use_base", "with_think"))
+    return workflow.removeprefix("async_") == BOXED and not asks_more
+
+
 def _is_single(workflow: str) -> bool:
     return workflow.removeprefix("async_") in (*SINGLE, "")
 
@@ -76,6 +95,10 @@ def _of_training(draft: Draft, source: str) -> None:
         draft.implied(source, "a step is prompt, response and reward")
     if "_mm_" in workflow:
         draft.unsupported(source, reasons.NO_MULTIMODAL)
+    if _boxes(draft, workflow):
+        if not draft.writes(f"{TASKS}format.system_prompt"):
+            draft.mapped(source, "train_dataset.system_prompt", BOX, "reward.fn=math reads the box")
+        draft.implied(source, "reward.fn=math reads the box for which the system prompt asks")
     if any(word in workflow for word in JUDGED):
         draft.unsupported(source, "it gives one completion a reward: write that as reward.fn=file.py:function")
     if has_turns(draft):
@@ -99,12 +122,25 @@ def _argument(draft: Draft, source: str) -> None:
         if draft.get(source) == draft.get(f"{TASKS}{ARGUMENTS}{name}"):
             draft.implied(source, ALIKE)
         draft.unsupported(source, ALIKE)
+    if _boxes(draft, _workflow(draft)) and name in ("use_base", "with_think", "format_score_coef"):
+        draft.implied(source, "the workflow asks in a chat, for a box alone")
     draft.unsupported(source, reasons.OWN_VALUES)
 
 
 def _rewards_argument(draft: Draft, source: str) -> None:
+    """Convert an argument of the reward: DAPO's penalty of long responses, if the reward has it."""
     if has_turns(draft):
         draft.unsupported(source, reasons.OWN_VALUES)
+    section, _, name = source.rpartition(".")
+    rewards = [draft.get(f"{at}default_reward_fn_type") for at in (TASKS, INPUT)]
+    if name in OVERLONG and source.startswith(TASKS) and DAPO_REWARD in rewards:
+        if draft.get(f"{section}.{PENALTY}") is not True:
+            draft.implied(source, "long responses are not penalised")
+        elif OVERLONG[name]:
+            draft.mapped(source, OVERLONG[name], draft.get(source))
+        elif draft.get(source) == draft.get("model.max_response_tokens"):
+            draft.implied(source, "the penalty is full at gconfig.max_new_tokens")
+        draft.unsupported(source, "the penalty is full at gconfig.max_new_tokens: set actor.overlong_tokens")
     draft.unsupported(source, "give the reward function's arguments as reward.kwargs")
 
 

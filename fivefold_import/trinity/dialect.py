@@ -61,16 +61,18 @@ from fivefold_import.verl.rules import ACTOR, OF_CRITICS
 
 TREE_SECTIONS = ("actor_rollout_ref.", "critic.")
 
-CLIPPED = ("ppo", "grpo", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "remax")
+CLIPPED = ("ppo", "grpo", "grpo_verl", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "remax")
 """Algorithms that differ in their advantages only, and have PPO's clipped loss unless another is written."""
 GROUP_SIZES = {"ppo": 1, "multi_step_grpo": 8, "dapo": 16, "mix": 8, "mix_chord": 8}
 """The default of `repeat_times` for some algorithms; 2 for the others."""
 ESTIMATORS = {
-    **dict.fromkeys(("multi_step_grpo", "dapo", "gspo", "sapo", "cispo", "mix", "mix_chord"), "grpo"),
+    **dict.fromkeys(("grpo_verl", "multi_step_grpo", "dapo", "gspo", "sapo", "cispo", "mix", "mix_chord"), "grpo"),
     "topr": "reinforce",
     "sppo": "opmd",
 }
 """Advantages of algorithms that have not their own name."""
+CLIPS = ("clipb", "clipv")
+"""Advantages of GRPO that leave out tokens, which is the loss's part here."""
 WITHOUT_KL = ("dapo", "rec", "sppo", "asymre", "raft", *DISTILLING)
 """Algorithms that have no KL term unless one is written."""
 OWN_DEFAULTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
@@ -169,13 +171,16 @@ def _advantages(draft: Draft, algorithm: str, n_samples: int) -> None:
         draft.assume({TREE + key: value for key, value in OF_CRITICS.items()})
         constants = {f"{key}_args.gamma": "actor.discount", f"{key}_args.lam": "actor.gae_lambda"}
         gae(draft, written, constants)
+    elif estimator in CLIPS:
+        choose_loss(draft, written, estimator)
+        advantages(draft, written, "grpo", divides_by_std=True, n_samples=n_samples)
     elif estimator in ("opmd", "asymre", "rec", "reinforce"):
         _centred(draft, written, estimator)
     else:
         advantages(draft, written, estimator, divides_by_std=True, n_samples=n_samples)
     _scale_of_opmd(draft, algorithm, estimator)
     _unwritten_options(draft, algorithm)
-    if algorithm in ("grpo", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
+    if algorithm in ("grpo", "grpo_verl", "multi_step_grpo", "dapo", "rloo", "reinforceplusplus", "ppo"):
         draft.implied("algorithm.algorithm_type", f"{key} overrides it")
     draft.unsupported("algorithm.algorithm_type", f"the algorithm {algorithm!r} is not offered")
 
@@ -401,6 +406,8 @@ def _one_of_several(draft: Draft, section: str, target: str) -> None:
         if draft.writes(section + key):
             draft.mapped(section + key, to, draft.read(section + key, convert))
     draft.implied(section + "name", "it is the name of the set")
+    if draft.get(section + "storage_type") == "file":
+        draft.implied(section + "storage_type", "data are files, folders or hub names")
     for name in ("rollout_args.n", "rollout_args.logprobs"):
         draft.implied(section + name, "repeat_times is the number of responses")
     draft.all_unsupported(section + "workflow_args*", "all sets are judged by the recipe's reward")

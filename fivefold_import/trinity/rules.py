@@ -115,6 +115,14 @@ def _range_of_sppo(draft: Draft, key: str) -> None:
     draft.implied(key, "only the loss sppo reads this")
 
 
+def _option_of_clip(draft: Draft, key: str) -> None:
+    """Convert an option of the advantages that leave out tokens by the change of the entropy."""
+    if draft.recipe.get("actor.loss") not in ("clip_b", "clip_v"):
+        draft.unsupported(key, "only the advantages clipb and clipv read this")
+    name = "mu" if key.endswith(".mu") else "max_share"
+    draft.mapped(key, f"actor.loss_kwargs.{name}", number(draft.get(key)))
+
+
 def _selector(draft: Draft, key: str) -> None:
     """Convert the order of tasks, as far as rewards have no influence on it."""
     if draft.get(key) in ("sequential", "shuffle"):

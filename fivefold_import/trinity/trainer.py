@@ -81,7 +81,7 @@ def sequence_length(draft: Draft) -> int | None:
 def path_of_data(draft: Draft, section: str, target: str) -> None:
     """Convert a data set's path; a hub name gets the name of its subset, as in `openai/gsm8k:main`."""
     path, subset = draft.get(section + "path"), draft.get(section + "subset_name")
-    if not isinstance(path, str) or "${" in path:
+    if not isinstance(path, str):
         return
     is_hub = not path.startswith(("/", "./", "../", "~")) and path.count("/") == 1
     value = f"{path}:{subset}" if subset and is_hub else path

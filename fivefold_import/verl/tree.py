@@ -288,6 +288,9 @@ def _advantages(draft: Draft, at: str) -> None:
         gae(draft, key, {at + "algorithm.gamma": "actor.discount", at + "algorithm.lam": "actor.gae_lambda"})
         draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
         return
+    if estimator == "cpgd":
+        _of_cpgd(draft, at, n_samples)
+        return
     advantages(draft, key, estimator, divides_by_std=divides, n_samples=n_samples)
     if estimator in ("grpo", "grpo_vectorized"):
         draft.mapped(std, STD_LEVEL, "group" if divides else "none")
@@ -295,6 +298,19 @@ def _advantages(draft: Draft, at: str) -> None:
         draft.sets(std, "actor.advantage_kwargs.divide_by_std", divides)
     draft.implied(std, f"only grpo reads this, and {key} is {estimator}")
     draft.all_implied(at + "critic.*", f"{estimator} has no critic")
+
+
+def _of_cpgd(draft: Draft, at: str, n_samples: int) -> None:
+    """Convert siiRL's estimator of CPGD, GRPO's with or without the deviation of the group."""
+    key, weight = f"{at}algorithm.adv_estimator", f"{at}algorithm.weight_factor_in_cpgd"
+    how = draft.get(weight, "STD_weight")
+    if how not in ("STD_weight", "naive"):
+        draft.unsupported(weight, f"weights {how!r} of groups are not offered: there are STD_weight and naive")
+    divides = how != "naive"
+    draft.sets(key, STD_LEVEL, "group" if divides else "none", "the advantages of grpo")
+    draft.mapped(weight, STD_LEVEL, "group" if divides else "none")
+    advantages(draft, key, "grpo", divides_by_std=divides, n_samples=n_samples)
+    draft.implied(f"{at}algorithm.norm_adv_by_std_in_grpo", f"{weight} is in its place")
 
 
 def kl(draft: Draft, at: str) -> None:

@@ -86,7 +86,7 @@ def test_the_page_of_metrics_lists_what_a_run_writes(metrics: list[dict[str, Any
         "reward/penalty",  # keys and losses that the recipe does not have
         *(
             *("pairs", "pairs/accuracy", "pairs/loss", "pairs/margin", "pairs/reward/chosen", "pairs/reward/rejected"),
-            "covariance_chosen",
+            *("covariance_chosen", "entropy_clipped"),
             "masked_groups",
             "opsm_masked",
             "entropy_coeff",

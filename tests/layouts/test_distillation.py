@@ -25,6 +25,7 @@ from fivefold.config.schema.fsdp import FSDPConfig
 from fivefold.config.schema.megatron import MegatronConfig
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
+from fivefold.engine.entropy_changes import EntropyChanges
 
 TOLERANCE = 1e-4
 COEFF, TEMPERATURE = 0.7, 1.3
@@ -113,12 +114,15 @@ def divergence(p_TV: torch.Tensor, q_TV: torch.Tensor, k: int, direction: str) -
 
 
 def teacher_top_k(case: AnyCase, folder: Path, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In a worker: return tokens and log-probs of the whole batch; and the log-probs and energies of its own."""
+    """In a worker: return tokens and log-probs of the whole batch; and of its own tokens what losses read of them."""
     engine, batch = case.engine(folder), uneven_batch()
     tokens_TK, logprobs_TK = engine.score(engine.share(batch), TopK(k, TEMPERATURE)).values()
     rows = engine._assembled(batch, torch.cat([tokens_TK.float(), logprobs_TK], 1).T)
-    energies = engine.score(engine.share(batch), Energies(TEMPERATURE))
-    return rows[:k].T.long(), rows[k:].T, engine._assembled(batch, torch.stack(list(energies.values())))
+    columns = engine.score(engine.share(batch), Energies(TEMPERATURE))
+    for less_expected in (False, True):
+        changes = engine.score(engine.share(batch), EntropyChanges(TEMPERATURE, less_expected=less_expected))
+        columns[f"changes, {less_expected}"] = changes["entropy_changes"]
+    return rows[:k].T.long(), rows[k:].T, engine._assembled(batch, torch.stack(list(columns.values())))
 
 
 def pupil(
@@ -148,7 +152,7 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
     batch = uneven_batch()
     (expected,) = workers(1).run(hugging_face, models, k, direction, tmp_path)
     teacher, case = case_of(of_teacher), KEEPING.get(layout) or case_of(layout)
-    for tokens_TK, logprobs_TK, own_2T in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
+    for tokens_TK, logprobs_TK, own_4T in workers(teacher.world_size).run(teacher_top_k, teacher, models / TEACHER, k):
         trained_T = batch.mask_T.bool()
         best = expected.log_q_TV.topk(k)
         torch.testing.assert_close(logprobs_TK[trained_T], best.values[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
@@ -158,9 +162,15 @@ def test_a_pupil_has_the_gradient_of_the_divergence(
         squares_T = expected.log_q_TV.exp().square().sum(1)
         sampled_T = expected.log_q_TV.gather(1, batch.tokens_T[:, None]).squeeze(1)
         energies_T = 1 - 2 * sampled_T.exp() + squares_T
-        for mine_T, theirs_T in zip(own_2T, (sampled_T, energies_T), strict=True):
+        changes_TV = expected.log_q_TV.exp() * (
+            expected.log_q_TV - (expected.log_q_TV.exp() * expected.log_q_TV).sum(1, keepdim=True)
+        )
+        changes_T = changes_TV.gather(1, batch.tokens_T[:, None]).squeeze(1)
+        less_T = changes_T - (expected.log_q_TV.exp() * changes_TV).sum(1)
+        for mine_T, theirs_T in zip(own_4T, (sampled_T, energies_T, changes_T, less_T), strict=True):
             torch.testing.assert_close(mine_T[trained_T], theirs_T[trained_T], rtol=TOLERANCE, atol=TOLERANCE)
-        assert own_2T[1][~trained_T].isnan().all()
+        assert own_4T[1][~trained_T].isnan().all()
+        assert not own_4T[2:, ~trained_T].any()
     results = workers(case.world_size).run(pupil, case, models / PUPIL, tokens_TK, logprobs_TK, direction)
     for loss, divergence, *_ in results:
         assert loss == pytest.approx(expected.loss, rel=TOLERANCE)

@@ -111,13 +111,22 @@ class CovarianceChoice:
         covariance_T, n_trained = _covariances(batch, trained_T, gather)
         inside_T = trained_T & (covariance_T >= self.low) & (covariance_T <= self.high)
         score_T = torch.zeros_like(covariance_T) if self.at_random else covariance_T
-        n_chosen = max(1, int(self.share * n_trained))
-        least = _least_of_largest(score_T, inside_T, n_chosen, gather)
-        above_T, equal_T = inside_T & (score_T > least), inside_T & (score_T == least)
-        n_above = int(torch.stack(gather(above_T.sum())).sum())
-        number_T = random_numbers(batch)
-        drawn_T = equal_T & (number_T >= _least_of_largest(number_T, equal_T, n_chosen - n_above, gather))
-        return batch.with_fields(**{CHOSEN: (above_T | drawn_T).to(batch.mask_T.dtype)})
+        chosen_T = largest_of(batch, score_T, inside_T, max(1, int(self.share * n_trained)), gather)
+        return batch.with_fields(**{CHOSEN: chosen_T.to(batch.mask_T.dtype)})
+
+
+def largest_of(
+    batch: Batch, score_T: torch.Tensor, among_T: torch.Tensor, n_chosen: int, gather: Gather
+) -> torch.Tensor:
+    """Return bool [T]: the `n_chosen` tokens with the largest scores of the tokens `among_T` of all replicas.
+
+    All of them are chosen if they are fewer. Of equal scores, those that are too many are left out at random.
+    """
+    least = _least_of_largest(score_T, among_T, n_chosen, gather)
+    above_T, equal_T = among_T & (score_T > least), among_T & (score_T == least)
+    n_above = int(torch.stack(gather(above_T.sum())).sum())
+    number_T = random_numbers(batch)
+    return above_T | (equal_T & (number_T >= _least_of_largest(number_T, equal_T, n_chosen - n_above, gather)))
 
 
 def _least_of_largest(score_T: torch.Tensor, among_T: torch.Tensor, n: int, gather: Gather) -> float:

@@ -39,6 +39,12 @@ class RolloutCorrectionConfig(Section):
     """Weights are truncated to this value; null: they are not truncated."""
     weight_floor: Annotated[PositiveFloat | None, reads_if(given("weight"))] = None
     """Smaller weights are raised to this value; null: none are."""
+    weight_normalized: Annotated[
+        bool,
+        reads_if(given("weight")),
+        needs(True, equals("prox_logp_method", "recompute"), "needs old log-probs before the update"),
+    ] = False
+    """Divide weights by their mean over the mini-batch's tokens, or sequences if `weight` is `sequence`."""
     mask: Annotated[
         Literal["token", "turn", "sequence", "geometric", "largest", "second_moment"] | None,
         _CORRECTS,
@@ -73,6 +79,11 @@ class RolloutCorrectionConfig(Section):
     def is_fixed(self) -> bool:
         """Whether the recipe itself asks for a correction, which then holds from the first step on."""
         return self.method not in ("auto", "none")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether something is computed of a whole mini-batch's log-probs before it is trained on."""
+        return self.mask == "second_moment" or self.weight_normalized
 
     @property
     def has_lower_bound(self) -> bool:

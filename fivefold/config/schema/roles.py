@@ -78,6 +78,8 @@ class SampleWeightsConfig(Section):
 
 
 _COMPUTES_OLD = "records the pass that computes old log-probs"
+_BY_ENTROPY = tuple(name for name, loss in LOSSES.items() if loss.chooses_by in ("entropy", "expected_entropy"))
+_READS_ENTROPY = "reads entropies of the plain pass that computes old log-probs"
 _SYNCHRONOUS = equals("rollout.max_head_offpolicyness", 0)
 _SAMPLES_MORE = "samples further completions with the weights of the step itself"
 _OVERLONG = reads_if(equals("overlong_reward_penalty", True), warns=True)
@@ -89,7 +91,13 @@ class ActorConfig(TrainedModelConfig):
     """The model that is trained, and the algorithm that trains it."""
 
     offload: OffloadConfig = OffloadConfig()
-    loss: Annotated[str, Field(pattern=ONE_LINE), Named(tuple(LOSSES), "Class")] = "ppo"
+    loss: Annotated[
+        str,
+        Field(pattern=ONE_LINE),
+        Named(tuple(LOSSES), "Class"),
+        *(needs(name, differs("recompute_logprob", False), _READS_ENTROPY) for name in _BY_ENTROPY),
+        *(needs(name, differs("advantage", "optimal_token_baseline"), _READS_ENTROPY) for name in _BY_ENTROPY),
+    ] = "ppo"
     """Policy loss (docs/algorithms.md)."""
     loss_kwargs: dict[str, Any] = {}
     """Options of the loss without a separate key, by name."""

@@ -290,7 +290,7 @@ class TrainRecipe(RunConfig):
                     f"actor.loss={actor.loss} is p / q too: set that to null, actor.loss to reinforce, or drop the "
                     "weight"
                 )
-            if correction.mask == "second_moment":
+            if correction.needs_old_logprobs:
                 yield (
                     f"{key} compares the rollout's log-probs with the trainer's old ones before an update, but with "
                     "actor.recompute_logprob=false they are the same: set that to null, or the method to none"

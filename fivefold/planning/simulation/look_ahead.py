@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from fivefold.config.methods import scored
+from fivefold.config.methods import LOSSES, scored
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.allocation import Allocation, RoleAllocation
 from fivefold.planning.context_groups import ContextGroups, context_groups
@@ -244,7 +244,9 @@ def _train_seconds(recipe: TrainRecipe, found: Estimate, length: float) -> float
     time = _typical(found, length).time
     assert time is not None, "an actor is trained"
     computes_again = config.moves_from_old if config.recompute_logprob is None else config.recompute_logprob
-    computes_again = computes_again or config.advantage in scored()
+    loss = LOSSES.get(config.loss)
+    compares = config.rollout_correction.needs_old_logprobs or (loss is not None and loss.chooses_by is not None)
+    computes_again = computes_again or compares or config.advantage in scored()
     n_forward = computes_again + (inputs.hosted_reference is not None)
     # A third of the computation of a step is its forward pass.
     forward = (time.layers + time.head + time.exposed + time.bubble) / 3

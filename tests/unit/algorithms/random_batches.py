@@ -53,6 +53,7 @@ def sample(rng: random.Random) -> Sampled:
         "old_logprobs": old_T,
         "rollout_logprobs": old_T + values(rng.choice([0.01, 0.5])),
         "ref_logprobs": logprobs_T + values(0.3),
+        "entropy_changes": values(0.2),
         "sequence_number": torch.tensor(numbers, dtype=torch.float64),
     }
     tokens_T = torch.zeros(sum(lengths), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The tokens that Clip-Cov, KL-Cov and M2PO choose, against a loop, however replicas share the mini-batch."""
+"""The tokens that losses and masks choose of a mini-batch, against a loop, however replicas share it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from fivefold.algorithms.batch_steps import BatchStep
 from fivefold.algorithms.corrections import KEPT_TOKENS, SecondMomentMask, largest_kept
 from fivefold.algorithms.losses.covariance import CHOSEN, CovarianceChoice, KLCov, random_numbers
+from fivefold.algorithms.losses.entropy_clips import CLIPPED, ClipB, ClipV
 from fivefold.batch import Batch
 from tests.unit.algorithms.random_batches import random_split, sample
 
@@ -66,6 +67,28 @@ def test_the_choice_is_that_of_the_whole_mini_batch_on_any_number_of_replicas(at
         for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
             got = chosen_by(choice, batch, split)
             assert {t for t, is_chosen in enumerate(got) if is_chosen} == wanted
+
+
+def test_clip_b_and_clip_v_leave_out_bad_tokens_that_lower_the_entropy_on_any_number_of_replicas() -> None:
+    rng, n_left_out = random.Random(7), {ClipB: 0, ClipV: 0}
+    for _ in range(120):
+        batch, mu = sample(rng).batch, rng.choice([0.0, 0.3, 1.0])
+        trained = [t for t in range(batch.n_tokens) if batch.mask_T[t]]
+        if not trained:
+            continue
+        changes, a = ({t: batch.fields[name][t].item() for t in trained} for name in ("entropy_changes", "advantages"))
+        mean, deviation = statistics.fmean(changes.values()), statistics.pstdev(changes.values())
+        for loss, least, most in (
+            (ClipB(mu=mu), mean - mu * deviation, len(trained)),
+            (ClipV(mu=mu, max_share=0.3), -mu * deviation, max(1, int(0.3 * len(trained)))),
+        ):
+            low = [t for t in trained if a[t] < 0 and changes[t] < least] if deviation > 1e-12 else []
+            wanted = set(sorted(low, key=lambda t: changes[t])[:most])
+            n_left_out[type(loss)] += len(wanted)
+            for split in ([list(range(len(batch)))], random_split(rng, len(batch))):
+                got = chosen_by(loss.before, batch, split, CLIPPED)
+                assert {t for t, is_left_out in enumerate(got) if is_left_out} == wanted
+    assert min(n_left_out.values()) > 50
 
 
 def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal() -> None:

@@ -19,6 +19,7 @@ import torch
 from fivefold.algorithms.corrections import KEPT_TOKENS, RolloutCorrection
 from fivefold.algorithms.loss import Surrogate
 from fivefold.algorithms.losses.covariance import CHOSEN, ClipCov, KLCov
+from fivefold.algorithms.losses.entropy_clips import CLIPPED, ClipB, ClipV
 from fivefold.algorithms.losses.policy_gradient import CISPO, DPPOKL, DPPOTV, REC, TOPR, Reinforce
 from fivefold.algorithms.losses.ppo import PPO
 from fivefold.algorithms.losses.sequence_ratios import GMPO, GSPO
@@ -48,7 +49,7 @@ class Token:
     ref: float
     advantage: float
     is_chosen: bool
-    """Whether Clip-Cov or KL-Cov chose the token."""
+    """Whether Clip-Cov, KL-Cov, Clip-B or Clip-V chose the token."""
     is_kept: bool
     """Whether M2PO's mask keeps the token."""
     sample_weight: float
@@ -144,9 +145,9 @@ def topr(positive: float, negative: float) -> Oracle:
     return costs
 
 
-def clip_cov(low: float, high: float) -> Oracle:
+def clip_cov(low: float, high: float, largest: float | None = None) -> Oracle:
     def costs(tokens: list[Token]) -> list[Scalar]:
-        plain = ppo(low, high)(tokens)
+        plain = ppo(low, high, largest)(tokens)
         return [number(0.0) if t.is_chosen else cost for t, cost in zip(tokens, plain, strict=True)]
 
     return costs
@@ -224,6 +225,8 @@ CASES: dict[str, list[tuple[Surrogate, Oracle]]] = {
     "topr": [(TOPR(), topr(1.0, 1.0)), (TOPR(0.5, 2.0), topr(0.5, 2.0))],
     "clip_cov": [(ClipCov(0.2, 0.3, 0.3, -1.0, 1.0), clip_cov(0.2, 0.3))],
     "kl_cov": [(KLCov(0.3, 0.7), kl_cov(0.7))],
+    "clip_b": [(ClipB(0.2, 0.3, 1.5), clip_cov(0.2, 0.3, 1.5))],
+    "clip_v": [(ClipV(0.1), clip_cov(0.1, 0.1))],
     "kimi": [(Kimi(0.3), kimi(0.3))],
     "cpgd": [(CPGD(0.2, 0.3, 0.1), cpgd(0.2, 0.3, 0.1))],
     "dppo_tv": [(DPPOTV(0.02, 0.03, 1.5), dppo("tv", 0.02, 0.03, 1.5)), (DPPOTV(), dppo("tv", 0.2, 0.2, 20.0))],
@@ -262,6 +265,9 @@ CORRECTIONS = [
     RolloutCorrection(None, None, "largest", 1.3, 0.5),
     RolloutCorrection(None, None, "token", 0.01, mask_by="binary_kl"),
     RolloutCorrection("token", None, "second_moment", 0.05),
+    RolloutCorrection("token", 1.2, weight_normalized=True),
+    RolloutCorrection("sequence", 1.5, "token", 1.4, 0.6, weight_normalized=True),
+    RolloutCorrection("token", None, "second_moment", 0.05, weight_normalized=True),
     RolloutCorrection(None, None, "turn", 1.05, 0.9),
     RolloutCorrection("token", None, "turn", 1.3, 0.7, difference_above=0.03, difference_below=-0.02),
     RolloutCorrection(None, None, "sequence", 2.0, 0.5, difference_below=-0.05),
@@ -289,13 +295,15 @@ def random_loss(rng: random.Random, surrogate: Surrogate) -> PolicyLoss:
 def tokens_of(sampled: Sampled, old: str = "old_logprobs") -> list[list[Token]]:
     batch = sampled.batch
     names = (old, "rollout_logprobs", "ref_logprobs", "advantages")
-    chosen_T, kept_T = (batch.fields.get(name, torch.zeros(batch.n_tokens)) for name in (CHOSEN, KEPT_TOKENS))
+    nothing_T = torch.zeros(batch.n_tokens)
+    chosen_T, clipped_T, kept_T = (batch.fields.get(name, nothing_T) for name in (CHOSEN, CLIPPED, KEPT_TOKENS))
     weight_T = batch.fields.get(SAMPLE_WEIGHT, torch.ones(batch.n_tokens))
     return [
         [
             Token(
                 sampled.logprobs_T[t], sampled.entropy_T[t], *(float(batch.fields[name][t]) for name in names),
-                is_chosen=bool(chosen_T[t]), is_kept=bool(kept_T[t]), sample_weight=float(weight_T[t]), place=t,
+                is_chosen=bool(chosen_T[t] + clipped_T[t]), is_kept=bool(kept_T[t]),
+                sample_weight=float(weight_T[t]), place=t,
             )
             for t in range(start, end)
             if batch.mask_T[t]
@@ -351,6 +359,18 @@ def correct(loss: PolicyLoss, tokens: list[Token]) -> list[tuple[float, bool]]:
     return result
 
 
+def mean_weight(loss: PolicyLoss, sequences: list[list[Token]]) -> float:
+    """Return by what the weights of a mini-batch are divided."""
+    correction = loss.correction
+    if correction is None or not correction.weight_normalized:
+        return 1.0
+    weights = [[weight for weight, _ in correct(loss, tokens)] for tokens in sequences if tokens]
+    if correction.weight == "sequence":
+        weights = [own[:1] for own in weights]
+    every = [weight for own in weights for weight in own]
+    return sum(every) / len(every)
+
+
 def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Scalar:
     """Return the loss of a whole mini-batch, divided as its aggregation says."""
     sums = []
@@ -358,7 +378,8 @@ def naive(loss: PolicyLoss, oracle: Oracle, sequences: list[list[Token]]) -> Sca
         total = number(0.0)
         if not tokens:
             continue
-        corrected = correct(loss, tokens)
+        divisor = mean_weight(loss, sequences)
+        corrected = [(weight / divisor, kept) for weight, kept in correct(loss, tokens)]
         drift = sum(t.old - t.logprob.item() for t in tokens) / len(tokens)
         advantage = sum(t.advantage for t in tokens) / len(tokens)
         for t, cost, (weight, kept) in zip(tokens, oracle(tokens), corrected, strict=True):

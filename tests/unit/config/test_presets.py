@@ -117,6 +117,17 @@ STALE = "rollout.max_head_offpolicyness=1"
         (["actor.rollout_correction.method=mis", "actor.recompute_logprob=false"], "weights losses by p / q, but with"),
         (["algorithm=m2po", "actor.recompute_logprob=false", "actor.loss=reinforce"], "they are the same"),
         ([STALE, "algorithm=m2po", "actor.prox_logp_method=loglinear"], "second_moment needs old log-probs before"),
+        (
+            [
+                "actor.rollout_correction={method: tis, weight_normalized: true}",
+                *("actor.recompute_logprob=false", "actor.loss=reinforce"),
+            ],
+            "they are the same",
+        ),
+        (
+            ["actor.rollout_correction={method: geo_mask, weight_normalized: true}"],
+            "weight_normalized=true has no effect",
+        ),
         (["actor.opsm_delta=0.1"], "no effect with one update a step"),
         (
             ["actor.sample_weights.reward_power=3"],

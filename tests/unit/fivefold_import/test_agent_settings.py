@@ -316,7 +316,7 @@ def test_trinitys_workflows_of_several_turns_are_left_open(workflow: str, key: s
     [
         ("math_workflow", "implied", "prompt, response and reward"),
         ("async_simple_workflow", "implied", "prompt, response and reward"),
-        ("math_boxed_workflow", "unsupported", "reward.fn"),
+        ("math_boxed_workflow", "mapped", "reward.fn"),
         ("async_simple_mm_workflow", "unsupported", reasons.NO_MULTIMODAL),
         ("my_own_workflow", "unsupported", "environment.agent"),
     ],

@@ -175,7 +175,7 @@ def test_estimators_have_their_names_or_are_unsupported() -> None:
                 "tir_optimal_token_baseline": "optimal_token_baseline",
             },
         ),
-        ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd": None}),
+        ("siirl", "algorithm.adv_estimator", {"remax": "remax", "cpgd_other": None}),
         ("trinity", "algorithm.advantage_fn", {"remax": "remax", "reinforceplusplus": "reinforce_pp"}),
         ("trinity", "algorithm.algorithm_type", {"asymre": "asymre", "raft": "raft"}),
         ("roll", "adv_estimator", {"gigpo": None, "step_reinforce": None}),
@@ -217,6 +217,11 @@ def test_corrections_of_the_rollouts_log_probs() -> None:
             "verl",
             [f"algorithm.rollout_correction.{w}" for w in ("rollout_rs=seq_max_k3", "rollout_rs_threshold=0.01")],
             {"mask": "largest", "mask_by": "k3", "mask_above": 0.01, **custom},
+        ),
+        (
+            "verl",
+            [f"algorithm.rollout_correction.{w}" for w in ("rollout_is=token", "rollout_is_batch_normalize=True")],
+            {"weight": "token", "weight_normalized": True, **custom},
         ),
         (
             "areal",
@@ -482,3 +487,66 @@ def test_areal_leaves_groups_without_signal_out_and_stays_ahead() -> None:
     assert conversion.recipe["rollout.max_head_offpolicyness"] == 4
     assert "nothing takes their place" in conversion["actor.dynamic_sampling"].note
     assert conversion["actor.dynamic_sampling"].outcome == "unsupported"
+
+
+def test_advantages_of_trinity_that_leave_out_tokens_become_losses() -> None:
+    for name, loss, words, options in (
+        ("clipb", "clip_b", ["mu=3"], {"mu": 3.0}),
+        ("clipv", "clip_v", ["mu=7.5", "max_frac=0.01"], {"mu": 7.5, "max_share": 0.01}),
+    ):
+        arguments = [f"algorithm.advantage_fn_args.{word}" for word in words]
+        conversion = convert_words(
+            "trinity", "algorithm.algorithm_type=grpo_verl", f"algorithm.advantage_fn={name}", *arguments
+        )
+        assert conversion.report.unsupported == []
+        recipe = conversion.recipe
+        prefix = "actor.loss_kwargs."
+        assert recipe["actor.loss"] == loss
+        assert {key.removeprefix(prefix): recipe[key] for key in recipe if key.startswith(prefix)} == options
+    plain = convert_words("trinity", "algorithm.algorithm_type=grpo_verl", "algorithm.advantage_fn_args.mu=3")
+    assert [entry.key for entry in plain.report.unsupported] == ["algorithm.advantage_fn_args.mu"]
+    assert "actor.loss" not in plain.recipe
+
+
+def test_dapos_reward_of_trinity_penalises_long_responses() -> None:
+    task = "buffer.explorer_input.taskset."
+    words = [f"{task}default_reward_fn_type=math_dapo_reward", f"{task}path=a/b", "model.max_response_tokens=2000"]
+    penalty = [
+        f"{task}reward_fn_args.{word}"
+        for word in ("enable_overlong_penalty=true", "penalty_factor=0.5", "cache_length=400")
+    ]
+    longest = f"{task}reward_fn_args.max_response_length="
+    conversion = convert_words("trinity", *words, *penalty, f"{longest}2000")
+    assert conversion.report.unsupported == []
+    names = ("overlong_reward_penalty", "overlong_penalty_factor", "overlong_tokens")
+    assert [conversion.recipe[f"actor.{name}"] for name in names] == [True, 0.5, 400]
+    assert conversion.recipe["reward.fn"] == "math"
+    other = convert_words("trinity", *words, *penalty, f"{longest}1000")
+    assert [entry.key for entry in other.report.unsupported] == [longest.rstrip("=")]
+
+
+def test_trinitys_workflow_of_answers_in_boxes_has_its_system_prompt() -> None:
+    task = "buffer.explorer_input.taskset."
+    words = [f"{task}default_workflow_type=math_boxed_workflow", f"{task}path=a/b"]
+    boxed = convert_words("trinity", *words, f"{task}workflow_args.use_base=false")
+    assert boxed.report.unsupported == []
+    assert boxed.recipe["train_dataset.system_prompt"].endswith(r"within \boxed{}.")
+    own = convert_words("trinity", *words, f"{task}format.system_prompt=Think.")
+    assert own.recipe["train_dataset.system_prompt"] == "Think."
+    base = convert_words("trinity", *words, f"{task}workflow_args.use_base=true")
+    assert len(base.report.unsupported) == 2
+
+
+def test_siirls_estimator_of_cpgd_is_grpos() -> None:
+    words = ["algorithm.adv_estimator=cpgd", "actor_rollout_ref.rollout.n=4"]
+    weight = "algorithm.weight_factor_in_cpgd"
+    plain = convert_words("siirl", *words, f"{weight}=STD_weight", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert plain.unsupported() == set()
+    assert plain.recipe.get("actor.advantage", "grpo") == "grpo"
+    assert plain.recipe["actor.reward_norm.std_level"] == "group"
+    assert convert_words("siirl", *words, f"{weight}=naive").recipe["actor.reward_norm.std_level"] == "none"
+    assert convert_words("siirl", *words, f"{weight}=clip_filter_like_weight").unsupported() == {weight}
+    tau = "actor_rollout_ref.actor.policy_loss.tau_pos"
+    sapo = convert_words("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", f"+{tau}=2.0")
+    assert sapo[tau].outcome == "implied"
+    assert "actor.loss_kwargs.tau_pos" not in sapo.recipe

@@ -339,3 +339,12 @@ def test_losses_of_preferences_are_read_in_the_actors_section(tmp_path: Path) ->
 def test_sequences_that_are_padded_there_are_packed(tmp_path: Path) -> None:
     conversion = convert_text("areal", tmp_path, "actor: {path: m, pad_to_maximum: true}\n")
     assert conversion["actor.pad_to_maximum"].outcome == "implied"
+
+
+def test_data_sets_with_images_have_their_column() -> None:
+    words = ["train_dataset.path=hiyouga/geometry3k", "valid_dataset.path=a/b"]
+    seeing = convert_words("areal", *words, "actor.path=Qwen/Qwen2.5-VL-3B-Instruct")
+    assert seeing.recipe["train_dataset.image_key"] == "images"
+    assert "valid_dataset.image_key" not in seeing.recipe
+    blind = convert_words("areal", *words, "actor.path=Qwen/Qwen2.5-3B-Instruct")
+    assert "train_dataset.image_key" not in blind.recipe

@@ -64,6 +64,24 @@ SAMPLED = [f"{VAL}do_sample=true", f"{VAL}temperature=0.6", "data.val_files=v.pa
             {"evaluator.temperature": 0.6, "evaluator.top_p": 0.9, "evaluator.top_k": 7},
         ),
         (
+            "verl",
+            "verl_grpo_megatron.sh",
+            ["+actor_rollout_ref.rollout.repetition_penalty=1.2"],
+            {"gconfig.repetition_penalty": 1.2},
+        ),
+        (
+            "trinity",
+            "trinity_grpo.yaml",
+            ["explorer.rollout_model.repetition_penalty=1.3"],
+            {"gconfig.repetition_penalty": 1.3},
+        ),
+        (
+            "verl",
+            "verl_grpo_megatron.sh",
+            ["actor_rollout_ref.actor.optim.betas='[0.8,.95]'"],
+            {"actor.optimizer.beta1": 0.8, "actor.optimizer.beta2": 0.95},
+        ),
+        (
             "roll",
             "roll_grpo_moe.yaml",
             ["actor_train.data_args.enable_thinking=true", "actor_infer.generating_args.repetition_penalty=1.1"],

@@ -161,8 +161,21 @@ def test_rewards_are_scaled_before_the_penalty_as_there() -> None:
     assert [(reward + bias) * scale for reward in (0.0, 1.0)] == [-1.0, 1.0]
     # There: 2 r - 1 - penalty. Here: 2 (r - penalty') - 1.
     assert scale * recipe["actor.overlong_penalty_factor"] == 1.0
-    other = convert_fixture("nemo_rl", BASE, [*words, "grpo.reward_shaping.max_response_length=100"])
-    assert "grpo.reward_shaping.max_response_length" in other.unsupported()
+    limit = "grpo.reward_shaping.max_response_length"
+    assert limit in convert_fixture("nemo_rl", BASE, [*words, f"{limit}=100000"]).unsupported()
+
+
+def test_a_penalty_that_begins_elsewhere_is_the_same_for_every_length() -> None:
+    at, most, buffer, penalty = "grpo.reward_shaping.", 4000, 500, 0.5
+    for limit in (3000, 4200):
+        words = [f"policy.generation.max_new_tokens={most}", f"{at}enabled=true", f"{at}max_response_length={limit}"]
+        words += [f"{at}overlong_buffer_length={buffer}", f"{at}overlong_buffer_penalty={penalty}"]
+        conversion = convert_words("nemo_rl", "grpo.num_prompts_per_step=4", *words)
+        assert conversion.unsupported() == set()
+        tokens, factor = (conversion.recipe[f"actor.overlong_{name}"] for name in ("tokens", "penalty_factor"))
+        for length in (100, 2400, 2600, 3600, 3900, most):
+            theirs = max(0.0, (length - (limit - buffer)) / buffer * penalty)
+            assert max(0.0, (length - (most - tokens)) / tokens * factor) == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(256, 1), (128, 2), (8, 32), (96, None), (4, None)])
@@ -214,6 +227,13 @@ def test_agents_of_nemo_gym_are_left_to_the_user(tmp_path: Path) -> None:
     assert conversion.recipe["environment.agent"] == "???"
     assert conversion.recipe["environment.max_length"] == 9
     assert {"env.nemo_gym.config_paths", "env.nemo_gym.x.y"} <= conversion.unsupported()
+
+
+def test_steps_end_a_run_without_epochs() -> None:
+    words = ["grpo.num_prompts_per_step=4", "grpo.max_num_epochs=-1", "grpo.max_num_steps=100000"]
+    conversion = convert_words("nemo_rl", *words)
+    assert conversion.recipe["total_train_steps"] == 100000
+    assert conversion.unsupported() == set()
 
 
 def test_programs_are_told_by_their_sections() -> None:
@@ -359,3 +379,13 @@ def test_sequences_with_a_large_error_are_left_out_and_advantages_have_bounds() 
     keys = {entry.key for entry in both.report.unsupported}
     assert {"loss_fn.truncated_importance_sampling_type", "grpo.advantage_clip_low", "grpo.advantage_clip_high"} <= keys
     assert "actor.advantage_clip" not in both.recipe
+
+
+def test_the_rule_of_dapo_compares_the_text_after_the_word_answer() -> None:
+    words = ["grpo.num_prompts_per_step=8", "data.default.env_name=math"]
+    dapo = convert_words("nemo_rl", *words, "env.math.math_verify_impl=dapo_math_verify")
+    assert dapo.unsupported() == set()
+    kwargs = {key.rpartition(".")[2]: value for key, value in dapo.recipe.items() if key.startswith("reward.")}
+    assert kwargs == {"fn": "exact_match", "pattern": r"(?i)Answer\s*:\s*([^\n]+)", "minerva": True}
+    other = convert_words("nemo_rl", *words, "env.math.math_verify_impl=other")
+    assert other.unsupported() == {"env.math.math_verify_impl"}

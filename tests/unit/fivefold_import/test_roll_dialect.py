@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
 from dialect_conversion import FIXTURES, convert_fixture, convert_text, convert_words
 
 from fivefold.config.load import load_recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.placement import place
-from fivefold_import.recipe import import_recipe
+from fivefold_import.recipe import convert, import_recipe
 
 TRAIN, INFER = "actor_train.", "actor_infer."
 CONFIG = "strategy_args.strategy_config."
@@ -240,3 +241,25 @@ def test_modules_that_are_never_trained_may_be_frozen() -> None:
         ("embedding", "unsupported"),
     ):
         assert convert_words("roll", f"{key}={value}")[key].outcome == outcome, value
+
+
+def test_a_script_of_roll_names_its_yaml_file(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "moe"
+    folder.mkdir(parents=True)
+    (folder / "rlvr_config.yaml").write_text("exp_name: named\nrollout_batch_size: 16\n")
+    script = folder / "run.sh"
+    command = "CONFIG_PATH=$(basename $(dirname $0))\npython examples/start_{}_pipeline.py --config_path $CONFIG_PATH "
+    for name in ("--config_name rlvr_config", "\\\n  --config_name=rlvr_config.yaml"):
+        script.write_text(command.format("rlvr") + name + "\n")
+        recipe, report = convert("roll", [script], ["rollout_batch_size=32"], {})
+        assert (recipe["experiment_name"], recipe["train_dataset"]["batch_size"]) == ("named", 32)
+        assert report.problems == ()
+    script.write_text(command.format("rlvr_rollout") + "--config_name rlvr_config\n")
+    assert "starts start_rlvr_rollout_pipeline.py" in convert("roll", [script], [], {})[1].problems[0]
+    script.write_text("python examples/start_rlvr_pipeline.py --config_path moe --config_name other\n")
+    with pytest.raises(ValueError, match=r"--config_name other is not there"):
+        convert("roll", [script], [], {})
+    (tmp_path / "examples" / "elsewhere").mkdir()
+    far = tmp_path / "examples" / "elsewhere" / "run.sh"
+    far.write_text("python examples/start_rlvr_pipeline.py --config_path moe --config_name rlvr_config\n")
+    assert convert("roll", [far], [], {})[0]["experiment_name"] == "named"

@@ -87,6 +87,16 @@ def test_each_domain_has_its_reward_its_share_and_its_penalty_for_repetition(tmp
     assert (recipe["actor.whiten_by_source"], recipe["actor.group_mean_of"]) == (True, "accuracy")
 
 
+def test_questions_with_choices_are_judged_by_letters_with_and_without_a_box(tmp_path: Path) -> None:
+    for worker, kwargs in (("GeneralVal", {}), ("MultipleChoiceBoxed", {"right_unboxed": 0.0})):
+        rewards = f"rewards: {{qa: {{worker_cls: {WORKERS}.x.{worker}RuleRewardWorker, tag_included: [mmlu_pro]}}}}"
+        shares = "data_args: {file_name: a.jsonl, domain_interleave_probs: {qa: 1.0}}"
+        conversion = converted(tmp_path, f"actor_train: {{{shares}}}\n{rewards}\n")
+        assert conversion.unsupported() == set()
+        found = {key: value for key, value in conversion.recipe.items() if key.startswith("reward.")}
+        assert {key.rpartition(".")[2]: value for key, value in found.items()} == {"fn": "choice", **kwargs}
+
+
 def test_what_a_worker_does_besides_stays_unsupported(tmp_path: Path) -> None:
     text = (ROLES + REWARDS).replace("coef: 0.0", "coef: 0.2").replace("reward_type: soft", "reward_type: other", 1)
     assert converted(tmp_path, text).unsupported() == {

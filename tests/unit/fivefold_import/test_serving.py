@@ -158,6 +158,15 @@ def test_experts_are_spread_over_all_ranks_of_a_replica_or_not(tmp_path: Path) -
         alone = convert_words("verl", *given, f"{rollout}expert_parallel_size=1")
         assert f"{rollout}expert_parallel_size" not in alone.unsupported()
         assert "rollout.server_args" not in alone.recipe
+    given = [f"{rollout}name=trtllm", f"{rollout}tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8"]
+    slices = f"+{rollout}moe_tensor_parallel_size"
+    sliced = convert_words("verl", *given, f"{rollout}expert_parallel_size=2", f"{slices}=2")
+    assert sliced.unsupported() == set()
+    assert sliced.recipe["rollout.server_args"] == ["--enable-expert-parallel"]
+    assert len(convert_words("verl", *given, f"{rollout}expert_parallel_size=2", f"{slices}=4").unsupported()) == 2
+    switch = "explorer.rollout_model.enable_expert_parallel"
+    assert convert_words("trinity", f"{switch}=true").recipe["rollout.server_args"] == ["--enable-expert-parallel"]
+    assert convert_words("trinity", f"{switch}=false")[switch].outcome == "implied"
 
 
 def test_samples_of_steps_and_evaluations_are_logged_as_verl_says() -> None:

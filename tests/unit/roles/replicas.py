@@ -22,6 +22,7 @@ from fivefold.config.schema.engine import MicroBatchConfig
 from fivefold.engine.contract import StepResult
 from fivefold.engine.distillation import TopK
 from fivefold.engine.energies import Energies
+from fivefold.engine.entropy_changes import EntropyChanges
 from fivefold.engine.metrics import PeakMemory
 from fivefold.engine.packing import BatchPlanner, Share
 from fivefold.engine.scores import Logprobs, Score
@@ -83,8 +84,12 @@ class Engine:
                 best = log_p.topk(what.k)
                 rows = [*best.indices.T.float(), *best.values.T.float()]
             else:
-                squares = [log_p.exp().square().sum(1).float()] if isinstance(what, Energies) else []
-                rows = [*self._predictions(batch, what.temperature).values(), *squares]
+                rows = list(self._predictions(batch, what.temperature).values())
+                if isinstance(what, Energies):
+                    rows.append(log_p.exp().square().sum(1).float())
+                elif isinstance(what, EntropyChanges) and what.less_expected:
+                    entropy_T1 = -(log_p.exp() * log_p).sum(1, keepdim=True)
+                    rows.append((log_p.exp().square() * (entropy_T1 + log_p)).sum(1).float())
         return what.columns(torch.stack(rows), batch.mask_T)
 
     def forward_backward(self, share: Share, loss: Loss) -> Metrics:

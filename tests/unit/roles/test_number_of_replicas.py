@@ -52,7 +52,15 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "pairs": ("algorithm=online_dpo", "actor.mask_truncated=true", "actor.positive_nll_coeff=0.2"),
     "critic": (*KL_IN_REWARD, "algorithm=ppo", "critic={path: package:tiny-moe, ppo_n_minibatches: 2}"),
     "covariances": ("algorithm=clip_cov", "actor.loss_kwargs={clip_cov_ratio: 0.2, clip_cov_lb: 0.0}"),
+    "changes of the entropy": ("algorithm=clip_b", "actor.loss_kwargs={mu: 0.3}", "actor.c_clip=1.5"),
+    "changes of the entropy less their expectation": (
+        "algorithm=clip_v", "actor.loss_kwargs={mu: 0.3, max_share: 0.1}",
+    ),
     "second moment": ("algorithm=m2po", "actor.rollout_correction.mask_above=0.3", "actor.ppo_n_minibatches=1"),
+    "normalised weights": (
+        "actor.rollout_correction={method: custom, weight: sequence, weight_cap: 1.5, weight_normalized: true}",
+        "actor.ppo_n_minibatches=2",
+    ),
     "sequences": ("algorithm=gspo", "actor.rollout_correction.method=seq_tis", "actor.entropy_coeff=0.1"),
     "distilled": (
         "actor.loss=reinforce", "actor.distill={coeff: 0.5, over: top_k, top_k: 3}", "teacher.path=package:tiny-moe",

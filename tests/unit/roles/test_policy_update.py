@@ -21,6 +21,7 @@ from fivefold.config.load import load_recipe
 from fivefold.config.problems import RecipeError
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.engine.energies import Energies
+from fivefold.engine.entropy_changes import EntropyChanges
 from fivefold.engine.scores import Score
 from fivefold.families.read import find_shape
 from fivefold.observe.timers import PhaseTimers
@@ -311,6 +312,16 @@ def test_losses_that_choose_tokens_get_old_log_probs_and_numbers_of_sequences_of
     plain = RecordingActor()
     updates(plain, ONE_UPDATE)
     assert plain.n_recomputed == 0
+
+
+def test_losses_that_look_at_the_entropy_get_its_changes_with_the_old_log_probs() -> None:
+    for algorithm, less_expected in (("clip_b", False), ("clip_v", True)):
+        actor = RecordingActor()
+        updates(actor, ONE_UPDATE, f"algorithm={algorithm}", "gconfig.temperature=0.5")
+        assert actor.scores == [EntropyChanges(0.5, less_expected=less_expected)]
+        for key in ("recompute_logprob=false", "advantage=optimal_token_baseline"):
+            with pytest.raises(RecipeError, match=f"actor.loss={algorithm}"):
+                updates(actor, ONE_UPDATE, f"algorithm={algorithm}", f"actor.{key}")
 
 
 def test_samples_of_older_weights_are_corrected_from_the_first_step_on() -> None:
