@@ -12,7 +12,7 @@ import pytest
 from benchmarks.mutated_recipes import Mutant, Tree, base_recipes, judge, mutant
 from fivefold.config.yaml_reader import write_yaml
 
-COUNT = 100
+COUNT = 60
 
 
 @pytest.fixture(scope="module")

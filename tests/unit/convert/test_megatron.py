@@ -275,6 +275,7 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     assert "output_layer.weight" not in DCPFolder(tmp_path / "mcore").names
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 40}
     model = save_tiny_model(tmp_path / "deep", tiny_config("llama", **sizes))

@@ -642,7 +642,7 @@ def test_many_sessions_at_once(run: Callable[..., list[Episode]]) -> None:
             here -= 1
         return float(seed)
 
-    episodes = run(agent, Policy(lambda text: text.split("episode ")[1][:2]), *(task(seed=n + 10) for n in range(40)))
+    episodes = run(agent, Policy(lambda text: text.split("episode ")[1][:2]), *(task(seed=n + 10) for n in range(20)))
     assert most > 10
     for number, episode in enumerate(episodes):
         assert episode.rewards == {"environment": number + 10.0}

@@ -39,7 +39,7 @@ def test_the_calls_of_an_episode_go_to_one_replica(age: int) -> None:
         engine, submit = worker.engine, worker.engine.submit
 
         def noting(number: int, request: Any, sampling: Any, rank: int = rank, submit: Any = submit) -> None:
-            for before in [tokens for tokens in asked if request.token_ids[: len(tokens)] == tokens]:
+            for before in [tokens for tokens in list(asked) if request.token_ids[: len(tokens)] == tokens]:
                 asked[before].add(rank)
             asked[request.token_ids].add(rank)
             lengths[rank].append(len(request.token_ids))
