@@ -21,6 +21,8 @@ LEVELS = {"traj_group_id": "group", "batch": "batch"}
 """Values of `grouping`, with the recipe's level."""
 METHODS = {"mean_std": (True, True), "mean": (True, False), "identity": (False, False)}
 """Values of `method`: whether the mean is taken off, and whether the standard deviation divides."""
+TYPES = {"reward_normalization.norm_mean_type": MEAN_LEVEL, "reward_normalization.norm_std_type": STD_LEVEL}
+"""Keys that say one of both apart, before `method`."""
 CREDIT = {"gigpo": "state", "step_reinforce": "turn"}
 """Estimators whose advantages differ from turn to turn, with the value of `actor.credit`."""
 
@@ -152,12 +154,21 @@ def normalise(draft: Draft) -> None:
     level = LEVELS.get(str(draft.get(GROUPING)), "group")
     draft.recipe[MEAN_LEVEL] = level if takes_mean else "none"
     draft.recipe[STD_LEVEL] = level if divides else "none"
+    for key, to in TYPES.items():
+        if (kind := draft.get(key)) in ("group", "batch"):
+            # Over a group that is the whole batch, both are the same.
+            draft.sets(key, to, "batch" if level == "batch" else kind)
+            takes_mean = True
+    if all(map(draft.writes, TYPES)):
+        draft.implied(METHOD, "norm_mean_type and norm_std_type are in its place")
     if method not in METHODS:
         draft.unsupported(METHOD, "advantages are not clipped: mean_std is in its place")
     draft.mapped(METHOD, MEAN_LEVEL, draft.recipe[MEAN_LEVEL], f"with {STD_LEVEL}={draft.recipe[STD_LEVEL]}")
     if not takes_mean:
         draft.implied(GROUPING, "rewards are not normalised")
     elif draft.get(GROUPING) in LEVELS:
+        if any(map(draft.writes, TYPES)):
+            draft.implied(GROUPING, "it is the group of a prompt, or the batch")
         draft.mapped(GROUPING, MEAN_LEVEL, level)
     draft.unsupported(GROUPING, "rewards are normalised over the group, the batch, or not at all")
     if estimator in CREDIT and has_turns(draft):

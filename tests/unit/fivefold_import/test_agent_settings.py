@@ -331,3 +331,19 @@ def test_trinitys_other_workflows_have_no_environment(workflow: str, outcome: st
 def test_trinitys_own_workflow_with_a_limit_of_turns_is_an_agent() -> None:
     conversion = of_trinity("my_own_workflow", "buffer.explorer_input.taskset.workflow_args.max_turns=5")
     assert conversion.recipe["environment.agent"] == MISSING
+
+
+def test_mean_and_deviation_of_rolls_rewards_have_levels_of_their_own() -> None:
+    at = "reward_normalization."
+    for grouping, mean, std, levels in (
+        ("traj_group_id", "group", "batch", ("group", "batch")),
+        ("traj_group_id", "batch", None, ("batch", "group")),
+        ("batch", "group", "group", ("batch", "batch")),
+    ):
+        words = [f"{at}grouping={grouping}", f"{at}method=mean_std", f"{at}norm_mean_type={mean}"]
+        words += [] if std is None else [f"{at}norm_std_type={std}"]
+        conversion = convert_fixture("roll", "roll_agentic.yaml", words)
+        recipe = conversion.recipe
+        found = tuple(recipe.get(f"actor.reward_norm.{name}_level", "group") for name in ("mean", "std"))
+        assert found == levels
+        assert not any(key.startswith(at) for key in conversion.unsupported())
