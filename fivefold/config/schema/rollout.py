@@ -154,9 +154,9 @@ class RolloutConfig(GeneratorConfig):
     """Send a server a seed with each training request. It costs vLLM a quarter of its speed, and its completions still
     depend on the batch. The embedded engine is always seeded, and so is an evaluation that samples."""
     logprob_share: Annotated[Annotated[float, Field(gt=0, le=1)] | None, OfServers("gives every log-prob")] = None
-    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it up to
-    40% of its speed. `rollout_mismatch` is measured over this share. null: all where the loss reads them, which it does
-    too once `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""
+    """Share of a step's prompts for which a server is asked for the log-probs of sampled tokens, which cost it time.
+    `rollout_mismatch` is measured over this share. null: all where the loss reads them, which it does too once
+    `actor.rollout_correction.method=auto` corrects it, otherwise an eighth."""
     weight_transport: Annotated[str, Field(pattern=ONE_LINE)] = "auto"
     """How weights reach the engine: `folder` (through host memory), `ipc` (CUDA IPC, on shared GPUs), `nccl` (between
     GPUs). `auto`: the first of `ipc`, `nccl` and `folder` that the placement allows and that has been measured with
