@@ -6,6 +6,7 @@ from fivefold.config.paths import user_path
 from fivefold.config.problems import RecipeError
 from fivefold.config.roles import model_paths
 from fivefold.config.schema.recipe import Recipe
+from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.read import find_shape
 from fivefold.families.shape import ModelShape
 from fivefold.layout.placement import place
@@ -26,7 +27,8 @@ def problems_of_recipe(recipe: Recipe) -> list[str]:
         if shape is not None:
             check_recipe(recipe, shape, others)
             return []
-        return [*_unread(recipe.actor.path), *replica_problems(place(recipe)), *server_problems(recipe)]
+        problems = [*_unread(recipe.actor.path), *replica_problems(place(recipe))]
+        return [*problems, *server_problems(recipe)] if isinstance(recipe, TrainRecipe) else problems
     except RecipeError as error:
         return list(error.problems)
     except ValueError as error:

@@ -62,6 +62,7 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
     if not image_keys(recipe):
         # No tower is loaded.
         shape, others = replace(shape, vision=None), {role: replace(each, vision=None) for role, each in others.items()}
+    train = recipe if isinstance(recipe, TrainRecipe) else None
     roles = roles_of(recipe)
     actor = _model(recipe, roles["actor"], shape, changes)
     models = {
@@ -77,20 +78,19 @@ def recipe_inputs(recipe: Recipe, gpu: str, changes: Changes) -> Inputs:
         n_nodes=recipe.cluster.n_nodes,
         gpus_per_node=recipe.cluster.n_gpus_per_node,
         models=models,
-        rollout=_rollout(recipe),
-        judge=_judge(recipe, others["judge"]) if "judge" in others else None,
+        rollout=RolloutInputs(batch=1, generated=0) if train is None else _rollout(train),
+        judge=_judge(train, others["judge"]) if train is not None and "judge" in others else None,
         devices=recipe_devices(recipe),
         host_memory_gib=recipe.cluster.host_memory_gib,
         writes_checkpoints=recipe.recover.is_enabled,
         snapshot=recipe.recover.snapshot,
         notes=(
-            *_kind_notes(recipe),
+            *(() if isinstance(recipe, TrainRecipe) else _kind_notes(recipe)),
             *unused_keys(recipe, shape),
             *unusual_values(recipe),
             *_folder_notes(recipe),
             *_length_notes(recipe, shape),
-            *_generation_notes(recipe),
-            *_replay_notes(recipe, shape),
+            *(() if train is None else (*_generation_notes(train), *_replay_notes(train, shape))),
         ),
     )
 
@@ -103,9 +103,7 @@ def _shape_at(recipe: Recipe, key: str, model: str) -> ModelShape:
         raise RecipeError(recipe.experiment_name, [f"{key}: {error}"]) from error
 
 
-def _rollout(recipe: Recipe) -> RolloutInputs:
-    if not isinstance(recipe, TrainRecipe):
-        return RolloutInputs(batch=1, generated=0)
+def _rollout(recipe: TrainRecipe) -> RolloutInputs:
     rollout = recipe.rollout
     return RolloutInputs(
         batch=rollout.max_batch_size,
@@ -119,9 +117,8 @@ def _rollout(recipe: Recipe) -> RolloutInputs:
     )
 
 
-def _judge(recipe: Recipe, shape: ModelShape) -> JudgeInputs:
+def _judge(recipe: TrainRecipe, shape: ModelShape) -> JudgeInputs:
     """Return the model that judges, asked once about each sample of a step."""
-    assert isinstance(recipe, TrainRecipe)
     judge = recipe.reward.judge
     assert judge is not None
     return JudgeInputs(
@@ -248,10 +245,8 @@ def _megatron_work(config: EngineConfig, work: Workload) -> Workload:
     )
 
 
-def _kind_notes(recipe: Recipe) -> Iterator[str]:
+def _kind_notes(recipe: SFTRecipe | DPORecipe | RMRecipe) -> Iterator[str]:
     """Yield a note about the command that a recipe is planned for, if another one could read it as well."""
-    if isinstance(recipe, TrainRecipe):
-        return
     if not isinstance(recipe, SFTRecipe):
         command = COMMANDS[type(recipe)]
         yield f"planned for `{command}`; each step also computes the scores of its sequences without gradient first"
@@ -277,10 +272,8 @@ def _folder_notes(recipe: Recipe) -> Iterator[str]:
         yield f"{folder} has no tokenizer, which training needs: put its files there, or set tokenizer_path"
 
 
-def _replay_notes(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _replay_notes(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     """Yield a note about the routes that a step keeps for router replay."""
-    if not isinstance(recipe, TrainRecipe):
-        return
     replay = with_replay(recipe, shape).actor.router_replay
     if replay != "none":
         steps = 1 + (recipe.rollout.max_head_offpolicyness if replay == "rollout" else 0)
@@ -302,10 +295,8 @@ def _length_notes(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _generation_notes(recipe: Recipe) -> Iterator[str]:
+def _generation_notes(recipe: TrainRecipe) -> Iterator[str]:
     """Yield a note for everything that a step generates or trains on in addition to what is counted."""
-    if not isinstance(recipe, TrainRecipe):
-        return
     if recipe.actor.dynamic_sampling:
         yield (
             f"actor.dynamic_sampling generates up to {recipe.actor.dynamic_sampling_max_rounds} times as much as is "

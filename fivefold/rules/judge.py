@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rewards import is_hosted
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.layout.backends import BACKENDS
@@ -16,9 +15,9 @@ from fivefold.rules.models import RoleShapes
 from fivefold.rules.rollout import key_problems
 
 
-def judge_problems(recipe: Recipe, others: RoleShapes) -> Iterator[str]:
+def judge_problems(recipe: TrainRecipe, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each key of the section that the judge's engine or its model cannot take."""
-    if not isinstance(recipe, TrainRecipe) or (judge := recipe.reward.judge) is None:
+    if (judge := recipe.reward.judge) is None:
         return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "judge")
     yield from key_problems("reward.judge", judge, backend)
@@ -44,9 +43,9 @@ def judge_problems(recipe: Recipe, others: RoleShapes) -> Iterator[str]:
             )
 
 
-def judge_turn_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+def judge_turn_problems(recipe: TrainRecipe, placement: Placement) -> Iterator[str]:
     """Yield a line if the judge shares devices in asynchronous training, in which all roles work at the same time."""
-    if not isinstance(recipe, TrainRecipe) or "judge" not in placement or not recipe.rollout.max_head_offpolicyness:
+    if "judge" not in placement or not recipe.rollout.max_head_offpolicyness:
         return
     if others := placement.sharers("judge"):
         yield (

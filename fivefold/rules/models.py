@@ -46,9 +46,9 @@ def reads_tokens_alone(recipe: Recipe, role: str) -> bool:
     return role == "reward" or (ROLES[role].row == TEACHER and is_sampled)
 
 
-def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+def reference_problems(recipe: TrainRecipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line if a reference is to follow an actor whose model has another shape."""
-    if not isinstance(recipe, TrainRecipe) or recipe.ref.refresh_steps is None:
+    if recipe.ref.refresh_steps is None:
         return
     key = "refresh_every" if recipe.ref.refresh_every is not None else "ema_decay"
     if others.get("ref", shape) != shape:
@@ -58,19 +58,17 @@ def reference_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) ->
         )
 
 
-def distillation_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def distillation_problems(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line if a teacher would give more log-probs than host memory holds."""
-    if isinstance(recipe, TrainRecipe) and recipe.actor.distill.over == "full" and shape.vocab > MOST_FULL:
+    if recipe.actor.distill.over == "full" and shape.vocab > MOST_FULL:
         yield (
             f"actor.distill.over=full keeps all {shape.vocab:,} log-probs of each token, which is for vocabularies of "
             f"up to {MOST_FULL:,}: set over=top_k, which counts all other tokens as one"
         )
 
 
-def sampling_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def sampling_problems(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each key of `gconfig` that asks for what the model cannot generate, whatever the prompts are."""
-    if not isinstance(recipe, TrainRecipe):
-        return
     longest = recipe.gconfig.max_new_tokens
     together = recipe.gconfig.max_tokens
     if together is not None and together > shape.most_tokens:

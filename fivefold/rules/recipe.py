@@ -13,7 +13,7 @@ from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.families.torch_dist import find_torch_dist
 from fivefold.layout.parallel import ParallelLayout
-from fivefold.layout.placement import place
+from fivefold.layout.placement import Placement, place
 from fivefold.rewards.static_check import reward_problems
 from fivefold.rules.adapters import adapter_problems
 from fivefold.rules.engines import engine_problems
@@ -62,9 +62,7 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
     problems = [f"{role}: {line}" for role, layout in layouts.items() for line in layout_problems(layout, shapes[role])]
     problems += [
         *replica_problems(placement),
-        *cache_problems(recipe, placement),
-        *sync_problems(recipe, placement),
-        *judge_turn_problems(recipe, placement),
+        *(_turn_problems(recipe, placement) if isinstance(recipe, TrainRecipe) else ()),
         *_profile_problems(recipe, layouts),
         *image_layout_problems(recipe, layouts, shapes),
     ]
@@ -76,24 +74,36 @@ def check_recipe(recipe: Recipe, shape: ModelShape, others: RoleShapes = NO_SHAP
 def recipe_problems(recipe: Recipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
     """Yield a line for each problem that does not depend on the number of devices, which a plan may still choose."""
     yield from engine_problems(recipe, shape, others)
-    yield from server_problems(recipe)
-    yield from judge_problems(recipe, others)
-    yield from quantization_problems(recipe)
-    yield from speculative_problems(recipe)
     yield from vocabulary_problems(recipe, shape, others)
-    yield from reference_problems(recipe, shape, others)
-    yield from distillation_problems(recipe, shape)
-    yield from graph_problems(recipe, shape)
-    yield from sampling_problems(recipe, shape)
-    yield from replay_problems(recipe, shape)
     yield from adapter_problems(recipe, shape, others)
     yield from freezing_problems(recipe, shape, others)
     yield from image_problems(recipe, shape, others)
     yield from _path_problems(recipe)
     if isinstance(recipe, TrainRecipe):
-        yield from reward_problems(recipe.reward)
-        yield from transport_problems(recipe)
-        yield from served_problems(recipe, shape)
+        yield from _train_problems(recipe, shape, others)
+
+
+def _train_problems(recipe: TrainRecipe, shape: ModelShape, others: RoleShapes) -> Iterator[str]:
+    """Yield a line for each problem of what generates, judges and trains on completions."""
+    yield from server_problems(recipe)
+    yield from judge_problems(recipe, others)
+    yield from quantization_problems(recipe)
+    yield from speculative_problems(recipe)
+    yield from reference_problems(recipe, shape, others)
+    yield from distillation_problems(recipe, shape)
+    yield from graph_problems(recipe, shape)
+    yield from sampling_problems(recipe, shape)
+    yield from replay_problems(recipe, shape)
+    yield from reward_problems(recipe.reward)
+    yield from transport_problems(recipe)
+    yield from served_problems(recipe, shape)
+
+
+def _turn_problems(recipe: TrainRecipe, placement: Placement) -> Iterator[str]:
+    """Yield a line for each role that keeps something on devices that it gives to others in turn."""
+    yield from cache_problems(recipe, placement)
+    yield from sync_problems(recipe, placement)
+    yield from judge_turn_problems(recipe, placement)
 
 
 def _path_problems(recipe: Recipe) -> Iterator[str]:

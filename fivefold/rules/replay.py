@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
 from fivefold.layout.recipe import recipe_allocation
@@ -29,9 +28,9 @@ def replay_taken(recipe: TrainRecipe, shape: ModelShape) -> str | None:
     return recipe.actor.router_replay
 
 
-def replay_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def replay_problems(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each thing that keeps routes from being recorded or replayed."""
-    if isinstance(recipe, TrainRecipe) and recipe.actor.router_replay not in ("none", "auto"):
+    if recipe.actor.router_replay not in ("none", "auto"):
         key = f"actor.router_replay={recipe.actor.router_replay}"
         for obstacle, fix in _obstacles(recipe, shape, recipe.actor.router_replay):
             yield f"{key}: {obstacle}: {fix}"

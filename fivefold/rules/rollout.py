@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.config.schema.generator import GeneratorConfig
-from fivefold.config.schema.recipe import Recipe
 from fivefold.config.schema.rules import OfServers, marked, said
 from fivefold.config.schema.train import TrainRecipe
 from fivefold.families.shape import ModelShape
@@ -14,13 +13,11 @@ from fivefold.layout.placement import Placement
 from fivefold.layout.recipe import recipe_allocation
 
 
-def server_problems(recipe: Recipe) -> Iterator[str]:
+def server_problems(recipe: TrainRecipe) -> Iterator[str]:
     """Yield a line for each key of the recipe that the rollout's backend cannot take.
 
     These are keys for servers, if the rollout is none, and temperatures that the engine does not sample with.
     """
-    if not isinstance(recipe, TrainRecipe):
-        return
     backend = next(BACKENDS[role.backend] for role in recipe_allocation(recipe).roles if role.role == "rollout")
     yield from key_problems("rollout", recipe.rollout, backend)
     if backend.is_server and recipe.rollout.recompute_kv_cache is False and not backend.can_hold:
@@ -50,9 +47,9 @@ def key_problems(section: str, config: GeneratorConfig, backend: Backend) -> Ite
         )
 
 
-def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+def cache_problems(recipe: TrainRecipe, placement: Placement) -> Iterator[str]:
     """Yield a line if a server shall keep keys and values of running completions on devices that it gives away."""
-    if not isinstance(recipe, TrainRecipe) or recipe.rollout.recompute_kv_cache is not False:
+    if recipe.rollout.recompute_kv_cache is not False:
         return
     others = placement.sharers("rollout")
     if placement["rollout"].layout.is_server and others:
@@ -63,9 +60,9 @@ def cache_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
         )
 
 
-def sync_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
+def sync_problems(recipe: TrainRecipe, placement: Placement) -> Iterator[str]:
     """Yield a line if the rollout shall keep its weights for several steps on devices that it gives away in each."""
-    if not isinstance(recipe, TrainRecipe) or recipe.rollout.sync_freq_steps == 1 or placement.is_cpu:
+    if recipe.rollout.sync_freq_steps == 1 or placement.is_cpu:
         return
     if others := placement.sharers("rollout"):
         yield (
@@ -75,13 +72,13 @@ def sync_problems(recipe: Recipe, placement: Placement) -> Iterator[str]:
         )
 
 
-def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def graph_problems(recipe: TrainRecipe, shape: ModelShape) -> Iterator[str]:
     """Yield a line if vLLM's CUDA graphs would compute with the weights of an earlier version.
 
     vLLM makes two matrices of the projection that makes keys and values of latents. They are views of its weight, whose
     memory stays the same, unless it is quantized: then each update makes them elsewhere, and graphs read the old ones.
     """
-    if not isinstance(recipe, TrainRecipe) or shape.latent is None:
+    if shape.latent is None:
         return
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
     given = _arguments(recipe)
@@ -93,14 +90,12 @@ def graph_problems(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def quantization_problems(recipe: Recipe) -> Iterator[str]:
+def quantization_problems(recipe: TrainRecipe) -> Iterator[str]:
     """Yield a line if the server cannot quantize the weights that it gets, or gets two such keys.
 
     SGLang 0.5.17 quantizes what it loads at its start. Its one loader that quantizes new weights too, `flash_rl`, takes
     norms of queries and keys and routers for matrices, and leaves experts their first scales.
     """
-    if not isinstance(recipe, TrainRecipe):
-        return
     asked, given = recipe.rollout.quantization, sorted(_arguments(recipe) & _QUANTIZATION)
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
     keys = [] if asked is None else [f"rollout.quantization={asked}"]
@@ -119,9 +114,9 @@ def quantization_problems(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.quantization={asked} needs weights that arrive in bfloat16, and they are {dtype}"
 
 
-def speculative_problems(recipe: Recipe) -> Iterator[str]:
+def speculative_problems(recipe: TrainRecipe) -> Iterator[str]:
     """Yield a line for each thing that the server cannot do while it verifies drafted tokens."""
-    if not isinstance(recipe, TrainRecipe) or (asked := recipe.rollout.speculative) is None:
+    if (asked := recipe.rollout.speculative) is None:
         return
     backend = next(role.backend for role in recipe_allocation(recipe).roles if role.role == "rollout")
     if backend == "sglang" and asked.method == "ngram":

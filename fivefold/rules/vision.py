@@ -18,11 +18,7 @@ from fivefold.rules.models import RoleShapes
 
 def image_keys(recipe: Recipe) -> dict[str, str]:
     """Return the columns of images, by the dotted keys that name them."""
-    sections: dict[str, RowsConfig] = {"train_dataset": recipe.train_dataset}
-    if isinstance(recipe, TrainRecipe):
-        sections |= recipe.held_out
-    elif recipe.valid_dataset is not None:
-        sections["valid_dataset"] = recipe.valid_dataset
+    sections: dict[str, RowsConfig] = {"train_dataset": recipe.train_dataset, **recipe.held_out}
     return {f"{name}.image_key": rows.image_key for name, rows in sections.items() if rows.image_key is not None}
 
 

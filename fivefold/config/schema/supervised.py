@@ -19,9 +19,14 @@ class SupervisedConfig(RunConfig):
     evaluator: EvaluationsConfig = EvaluationsConfig()
 
     @property
+    def held_out(self) -> dict[str, RowsConfig]:
+        """The file of held-out rows, by the key of its section; there may be none."""
+        return {} if self.valid_dataset is None else {"valid_dataset": self.valid_dataset}
+
+    @property
     def has_held_out(self) -> bool:
         """Whether there are held-out rows."""
-        return self.valid_dataset is not None or self.train_dataset.hold_out > 0
+        return bool(self.held_out) or self.train_dataset.hold_out > 0
 
     @rule
     def _samples(self) -> Iterator[str]:

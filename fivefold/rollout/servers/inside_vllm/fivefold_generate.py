@@ -245,7 +245,7 @@ class Generate:
 def take_rows_together(processor: Any) -> None:
     """Make vLLM add the log-probs of all tokens of a request at once.
 
-    Symptom: the answers of 512 requests that end together come two seconds late.
+    Symptom: the answers of 512 requests that end together come seconds late.
     Cause: vLLM turns each token's arrays into lists, and appends their one entry to six lists.
     Instead: the lists of a request without texts grow by all of its rows, which `fivefold_scheduler` sends together.
     Remove this together with that scheduler.
