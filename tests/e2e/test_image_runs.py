@@ -34,6 +34,7 @@ def trained(fivefold: Fivefold, folder: Path, *keys: str) -> list[dict[str, Any]
     return rows(folder / "squares" / "trial-0")
 
 
+@pytest.mark.long
 def test_a_run_on_fsdp_goes_on_on_megatron(fivefold: Fivefold, tmp_path: Path) -> None:
     run = tmp_path / "squares" / "trial-0"
     on_fsdp = trained(fivefold, tmp_path, "actor.backend=fsdp:d2")

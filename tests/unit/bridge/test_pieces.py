@@ -78,7 +78,7 @@ def shards(config: Mapping[str, Any], layout: Layout, at: Position) -> Iterator[
         yield by_name[name], shard
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(models())
 def test_a_shard_consists_of_its_pieces_and_of_padding(model: tuple[dict[str, Any], Layout]) -> None:
     config, layout = model
@@ -96,7 +96,7 @@ def test_a_shard_consists_of_its_pieces_and_of_padding(model: tuple[dict[str, An
             assert covered.equal((shard != 0).to(covered.dtype)), mapping
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(models())
 def test_stored_pieces_of_all_ranks_tile_every_tensor_once(model: tuple[dict[str, Any], Layout]) -> None:
     config, layout = model
@@ -114,7 +114,7 @@ def test_stored_pieces_of_all_ranks_tile_every_tensor_once(model: tuple[dict[str
     assert [name for name, times in times_stored.items() if not (times == 1).all()] == []
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(models(), st.lists(st.floats(0, 1), max_size=4))
 def test_pieces_within_ranges_of_a_shard_tile_what_its_pieces_cover(
     model: tuple[dict[str, Any], Layout], cuts: list[float]
