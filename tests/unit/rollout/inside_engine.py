@@ -10,7 +10,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fivefold.rollout.servers import vllm_dialect
+from tests.unit.rollout.stand_ins import stand_in
 
 BLOCK, N_BLOCKS, LAYERS, TOP_K = 4, 12, 3, 2
 FINAL_ONLY = "final only"
@@ -157,10 +158,7 @@ def open_inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.outputs": {"AsyncModelRunnerOutput": object, "LogprobsLists": tuple},
         "vllm.v1.worker": {"gpu_worker": SimpleNamespace(Worker=Runner)},
     }  # fmt: skip
-    for name, contents in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, stand_ins)
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
     names = ("fivefold_scheduler", "fivefold_routes", "fivefold_capture")
     yield SimpleNamespace(**{name: __import__(name) for name in names}, core=core)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fivefold.rollout.servers import vllm_dialect
+from tests.unit.rollout.stand_ins import stand_in
 
 FINAL_ONLY = "final only"
 
@@ -148,10 +149,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.engine.exceptions": {"EngineDeadError": OSError, "EngineGenerateError": OSError},
     }  # fmt: skip
-    for name, contents in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, stand_ins)
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
     names = ("fivefold_scheduler", "fivefold_generate")
     yield SimpleNamespace(**{name: __import__(name) for name in names})  # type: ignore[misc]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from fivefold.vision.positions import positions_with
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python
 from tests.unit.rollout.served import Served, sampling, start
+from tests.unit.rollout.stand_ins import stand_in
 from tests.unit.rollout.test_seen_by_vllm import MERGE, image, is_held, request, sha256
 
 Folder = Callable[..., Path]
@@ -161,10 +162,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> Any:
         "sglang.srt.multimodal.processors": {},
         "sglang.srt.multimodal.processors.qwen_vl": {"QwenVLImageProcessor": QwenVLImageProcessor},
     }  # fmt: skip
-    for name, attributes in contents.items():
-        stub = ModuleType(name)
-        vars(stub).update(attributes)
-        monkeypatch.setitem(sys.modules, name, stub)
+    stand_in(monkeypatch, contents)
     monkeypatch.syspath_prepend(sglang_dialect.INSIDE)
     for name in ("fivefold_processors", "fivefold_processors.images"):
         monkeypatch.delitem(sys.modules, name, raising=False)

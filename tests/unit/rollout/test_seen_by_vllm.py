@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from fivefold.types import PlacedImage
 from tests.unit.rollout.conftest import spec_of
 from tests.unit.rollout.fake_server import Log, write_python
 from tests.unit.rollout.served import Served, sampling, start
+from tests.unit.rollout.stand_ins import stand_in
 
 IMAGE, MERGE = 66, 2
 Folder = Callable[..., Path]
@@ -236,10 +237,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
         "vllm.v1.engine": {"EngineCoreOutputs": None},
         "vllm.v1.engine.exceptions": {"EngineDeadError": OSError, "EngineGenerateError": OSError},
     }  # fmt: skip
-    for name, attributes in contents.items():
-        stub = ModuleType(name)
-        vars(stub).update(attributes)
-        monkeypatch.setitem(sys.modules, name, stub)
+    stand_in(monkeypatch, contents)
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
     for name in ("fivefold_generate", "fivefold_images", "fivefold_draft", "fivefold_tower"):
         monkeypatch.delitem(sys.modules, name, raising=False)

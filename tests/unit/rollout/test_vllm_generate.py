@@ -21,6 +21,7 @@ import pytest
 from fivefold.rollout.servers import vllm_dialect
 from fivefold.rollout.servers.dialect import Answer, Ask
 from fivefold.rollout.servers.vllm_dialect import ADAPTERS, BEAT, GO_ON, HOLD, VLLMDialect
+from tests.unit.rollout.stand_ins import stand_in
 
 PATH = VLLMDialect.generate_path
 COMPLETIONS = [
@@ -225,10 +226,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind, "SamplingParams": SamplingParams},
         "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError, "EngineGenerateError": EngineGenerateError},
     }
-    for name, attributes in contents.items():
-        stub = ModuleType(name)
-        vars(stub).update(attributes)
-        monkeypatch.setitem(sys.modules, name, stub)
+    stand_in(monkeypatch, contents)
     monkeypatch.syspath_prepend(vllm_dialect.INSIDE)
     name, _, _ = vllm_dialect.GENERATE.rpartition(".")
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -94,33 +94,48 @@ class EndsWhole:
         if rows is not None and not self._cut_by_vllm:
             model_runner_output.logprobs = None
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        values, ranks = ([], []) if rows is None else (rows.logprobs[:, 0].tolist(), rows.sampled_token_ranks.tolist())
-        begins = None if rows is None else rows.cu_num_generated_tokens
-        places = model_runner_output.req_id_to_index
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                name = output.request_id
-                if (unsent := self._unsent.get(name)) is not None:
-                    if unsent.wants_logprobs and values:
-                        begin = places[name] if begins is None else begins[places[name]]
-                        end = begin + len(output.new_token_ids)
-                        unsent.token_ids.extend(output.new_token_ids)
-                        unsent.logprobs.extend(values[begin:end])
-                        unsent.ranks.extend(ranks[begin:end])
-                        output.new_logprobs = None
-                    self._keep_or_send(output, unsent)
-                elif output.finish_reason is not None:
-                    self._cut_by_vllm.discard(name)
+        made = [output for of_client in outputs.values() for output in of_client.outputs]
+        if rows is not None:
+            self._keep_logprobs(made, rows, model_runner_output.req_id_to_index)
+        for output in made:
+            self._keep_or_send(output)
         return outputs
 
-    def _keep_or_send(self, output: Any, unsent: Unsent) -> None:
+    def _keep_logprobs(self, outputs: list[Any], rows: Any, places: dict[str, int]) -> None:
+        """Keep the log-probs of a step's tokens.
+
+        Args:
+            outputs: vLLM's.
+            rows: vLLM's `LogprobsLists` of all requests of the step.
+            places: where each request is among them.
+        """
+        values, ranks, begins = (
+            rows.logprobs[:, 0].tolist(),
+            rows.sampled_token_ranks.tolist(),
+            rows.cu_num_generated_tokens,
+        )
+        for output in outputs:
+            unsent = self._unsent.get(output.request_id)
+            if unsent is None or not unsent.wants_logprobs:
+                continue
+            place = places[output.request_id]
+            begin = place if begins is None else begins[place]
+            end = begin + len(output.new_token_ids)
+            unsent.token_ids.extend(output.new_token_ids)
+            unsent.logprobs.extend(values[begin:end])
+            unsent.ranks.extend(ranks[begin:end])
+            output.new_logprobs = None
+
+    def _keep_or_send(self, output: Any) -> None:
         """Keep the routes of an output, or give it all that is kept if it is the request's last one."""
-        if output.routed_experts is not None:
+        unsent, is_last = self._unsent.get(output.request_id), output.finish_reason is not None
+        if unsent is not None and output.routed_experts is not None:
             unsent.routes.append(output.routed_experts)
             output.routed_experts = None
-        if output.finish_reason is not None:
+        if unsent is not None and is_last:
             for key, value in self._unsent.pop(output.request_id).fields().items():
                 setattr(output, key, value)
+        if is_last:
             self._cut_by_vllm.discard(output.request_id)
 
 
