@@ -31,8 +31,8 @@ LIBRARY_WORKSPACE = 70_000_000
 """Bytes of cuBLAS workspaces, which torch allocates."""
 SNAPSHOT_BYTES = 12
 """Bytes of a parameter in a checkpoint, for every format of the optimizer's state."""
-UPDATE_SCRATCH = 28
-"""Bytes per element of a bucket whose state is not all float32: master weight, moments, and rounding."""
+UPDATE_SCRATCH = 12
+"""Bytes per element of a bucket whose state is not all float32: its master weight and moments in float32."""
 
 
 @dataclass(frozen=True)

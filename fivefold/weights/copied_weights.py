@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fivefold.weights.device_buckets import BufferFiller, DeviceBucket
 from fivefold.weights.nccl_link import NcclLink
+from fivefold.weights.pinned import host_zeros
 from fivefold.weights.stream import Stack
 from fivefold.weights.transport import DEVICE_BYTES, Route
 
@@ -78,7 +79,7 @@ class CopiedWeights:
     def _host_memory(self, index: int, n_bytes: int, *, pinned: bool) -> Tensor:
         """Return the memory of a bucket, which has the same size in every version."""
         if index == len(self._memory):
-            self._memory.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned))
+            self._memory.append(host_zeros(n_bytes, torch.uint8, pinned=pinned))
         return self._memory[index][:n_bytes]
 
     @contextmanager

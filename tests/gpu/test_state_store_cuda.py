@@ -24,7 +24,7 @@ def test_state_on_a_gpu_is_copied_through_page_locked_memory(tmp_path: Path) -> 
         wanted = tensor.cpu()
         snapshot = writer.snapshot(tmp_path / str(number), [tensor], {})
         tensor.zero_()
-        assert writer._memory.is_pinned()
+        assert all(host.is_pinned() for host in writer._hosts)
         finish(tmp_path / str(number), [snapshot.write()])
         target = torch.zeros(shape, device="cuda")
         StoredState(tmp_path / str(number)).fill([(piece, target)])

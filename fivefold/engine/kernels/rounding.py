@@ -28,6 +28,22 @@ def round_stochastically(value_N: torch.Tensor, noise_N: torch.Tensor, out_N: to
     out_N.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
+def round_to(value_N: torch.Tensor, out_N: torch.Tensor, seed: int, start: int, half: int) -> None:
+    """Round finite float32 values to bfloat16 by the noise of their positions.
+
+    Args:
+        value_N: float32 values.
+        out_N: where to write them, bfloat16.
+        seed: see `noise`.
+        start: position of the first value.
+        half: which of the two tensors of noise to take, 0 or 1.
+    """
+    if HAS_TRITON and value_N.is_cuda:
+        triton_rounding.round_to(value_N, out_N, seed, start, half)
+    else:
+        round_stochastically(value_N, noise(seed, start, value_N.numel(), value_N.device)[half], out_N)
+
+
 def noise(seed: int, start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two int32 tensors [count] of noise in 0 .. 2^16 - 1.
 

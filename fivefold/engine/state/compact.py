@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from fivefold.config.state_buckets import SLOTS
-from fivefold.engine.kernels.rounding import noise, round_stochastically, seed_of
+from fivefold.engine.kernels.rounding import round_to, seed_of
 from fivefold.engine.state.optimizer_state import MOMENTS, AdamStep, Bucket, Piece, Shard, StateFormat, StateKind, adam
 from fivefold.engine.state.precision import join_master, split_master
 
@@ -103,14 +103,10 @@ def _store_master(piece: Piece, stored: Mapping[StateKind, torch.Tensor], master
 def _store_moments(
     piece: Piece, stored: Mapping[StateKind, torch.Tensor], moments: Mapping[StateKind, torch.Tensor], update: int
 ) -> None:
-    rounded = [kind for kind in MOMENTS if stored[kind].dtype == torch.bfloat16]
-    if not rounded:
-        return
     seed, start = seed_of(f"{_noise_name(piece.shard)}/{update}"), piece.shard.start + piece.start
-    drawn = noise(seed, start, piece.size, piece.weight_N.device)
-    for kind, noise_N in zip(MOMENTS, drawn, strict=True):
-        if kind in rounded:
-            round_stochastically(moments[kind], noise_N, piece.of(stored[kind]))
+    for half, kind in enumerate(MOMENTS):
+        if stored[kind].dtype == torch.bfloat16:
+            round_to(moments[kind], piece.of(stored[kind]), seed, start, half)
 
 
 def _noise_name(shard: Shard) -> str:

@@ -19,6 +19,7 @@ from fivefold.config.schema.engine import OptimizerConfig
 from fivefold.config.schema.megatron import MegatronOptimizerFields
 from fivefold.config.state_buckets import BUCKET_SIZE
 from fivefold.engine.state.parkable import Parkable
+from fivefold.weights.pinned import host_zeros
 
 if TYPE_CHECKING:
     from fivefold.engine.state.loss_scale import LossScale
@@ -170,9 +171,11 @@ class Bucket:
         self.pieces = pieces
         self.size = pieces[-1].offset + pieces[-1].size
         device = pieces[0].weight_N.device
-        place = {"device": "cpu", "pin_memory": device.type == "cuda"} if form.on_host else {"device": device}
         self.stored: dict[StateKind, torch.Tensor] = {
-            kind: torch.zeros(self.size, dtype=dtype, **place) for kind, dtype in form.kinds.items()
+            kind: host_zeros(self.size, dtype, pinned=device.type == "cuda")
+            if form.on_host
+            else torch.zeros(self.size, dtype=dtype, device=device)
+            for kind, dtype in form.kinds.items()
         }
         if form.kinds.get("param") == torch.float32:
             for piece in pieces:

@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import torch
 
+from fivefold.engine.kernels.elementwise import HAS_TRITON
+
+if HAS_TRITON:
+    from fivefold.engine.kernels import triton_rounding
+
 
 def join_master(weight_N: torch.Tensor, remainder_N: torch.Tensor) -> torch.Tensor:
     """Return the float32 master weights [N] of bfloat16 weights and their int16 remainders."""
+    if HAS_TRITON and weight_N.is_cuda:
+        return triton_rounding.join_master(weight_N, remainder_N)
     high = weight_N.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return high.add_(remainder_N).view(torch.float32)
 
@@ -22,6 +29,9 @@ def split_master(master_N: torch.Tensor, weight_N: torch.Tensor, remainder_N: to
     The weights are rounded to the nearest, and ties away from zero: rounding ties to even, as PyTorch does, would leave
     some weights 2^16 + 1 possible remainders.
     """
+    if HAS_TRITON and weight_N.is_cuda:
+        triton_rounding.split_master(master_N, weight_N, remainder_N)
+        return
     bits = master_N.view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
     weight_N.view(torch.int16).copy_(high)

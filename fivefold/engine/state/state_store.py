@@ -30,6 +30,7 @@ from fivefold.engine.state.dcp_files import (
     write_files,
 )
 from fivefold.observe.progress import Count, counting
+from fivefold.weights.pinned import host_zeros
 
 CHUNK_ELEMENTS = 2**24
 """Most elements of a chunk in host memory, one for each thread, while state is written without a copy."""
@@ -70,7 +71,6 @@ class StateWriter:
     def __init__(self, rank: int, ranges: Sequence[StoredRange]) -> None:
         self._rank = rank
         self._ranges = tuple(ranges)
-        self._memory = torch.empty(0)
         self._hosts: list[Tensor] = []
         self._items: list[Item] = []
         self._latest: weakref.ref[HostSnapshot] | None = None
@@ -135,10 +135,8 @@ class StateWriter:
                         yield piece_item(stored.kind, part, memory, begin)
 
     def _allocate(self, *, pinned: bool) -> None:
-        self._memory = torch.empty(sum(stored.n_elements for stored in self._ranges), dtype=torch.float32)
-        if pinned:
-            _pin(self._memory, self)
-        self._hosts = list(self._memory.split([stored.n_elements for stored in self._ranges]))
+        sizes = [stored.n_elements for stored in self._ranges]
+        self._hosts = list(host_zeros(sum(sizes), torch.float32, pinned=pinned).split(sizes))
         for stored, host in zip(self._ranges, self._hosts, strict=True):
             memory = host.numpy()
             self._items += [piece_item(stored.kind, piece, memory, stored.begin) for piece in stored.pieces]
@@ -173,20 +171,3 @@ def _counted(items: Iterable[Item], count: Count) -> Iterator[Item]:
     for item in items:
         yield item
         count(item[1].nbytes)
-
-
-def _pin(memory: Tensor, owner: object) -> None:
-    """Page-lock `memory` for as long as `owner` lives, so that copies from the device run at the link's speed.
-
-    torch's own allocator of pinned memory would round the size up to a power of two.
-    """
-    runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    if error:
-        raise RuntimeError(
-            f"{memory.nbytes:,} bytes of host memory for snapshots cannot be page-locked, CUDA says "
-            f"{runtime.cudaGetErrorString(runtime.cudaError(error))}: raise the limit of locked memory (ulimit -l), or "
-            "spread the state over more ranks"
-        )
-    # At the end of the process, CUDA releases the memory by itself.
-    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -60,6 +60,8 @@ _COUNTS = {
 """vLLM's counts of tokens, among its metrics."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that chooses vLLM's model runner."""
+START = "VLLM_WORKER_MULTIPROC_METHOD"
+"""The variable that says how vLLM's API server starts the engine, and the engine its workers."""
 BYTES = 4
 """Size of a token id and of a log-prob in a reply."""
 
@@ -242,6 +244,8 @@ class VLLMDialect:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             **_runner(spec),
+            # A process that is forked has imported vLLM, which takes 20 s. vLLM itself spawns them where it must.
+            START: os.environ.get(START, "fork"),
             # Connections are idle while the actor trains, and must stay open.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
             # Handles of CUDA IPC travel as pickles.
