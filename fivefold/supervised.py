@@ -271,6 +271,7 @@ def _execute(
     """Start the models, with the state of a checkpoint, and run the loop."""
     models = launch_models(run.session, setup.recipe, setup.ground.placement, setup.total_steps)
     begin(start, models, setup.recipe, run)
+    run.say_ready(began)
     return (yield from run_loop(setup, models, run, state, began))
 
 

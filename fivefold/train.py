@@ -66,6 +66,7 @@ def _execute(
     """Start the roles, with the state of a checkpoint, and run the loop."""
     roles = launch_roles(run.session, setup.recipe, setup.ground.placement, setup.total_steps, setup.route)
     begin(start, roles, setup.recipe, run)
+    run.say_ready(began)
     saved, note = taken_over(start)
     if note is not None:
         run.screen.note(note)

@@ -122,7 +122,7 @@ class WorkerGroup:
         """The processes, rank 0 first."""
         self._master = master_host(session.nodes, self._nodes[0])
         self._handles: list[Any] = []
-        self._built: Pending[None] | None = None
+        self._built: Pending[float] | None = None
         self._ports: Pending[int] | None = None
 
     def __len__(self) -> int:
@@ -153,10 +153,9 @@ class WorkerGroup:
         args = ray.put(self._role.args)
         self._built = self._pend([worker.build.remote(pickled, environment, args) for worker in self._workers])
 
-    def ready(self) -> None:
-        """Wait until every worker has built its object."""
-        if self._built is not None:
-            self._built.wait()
+    def ready(self) -> float:
+        """Wait until every worker has built its object. Returns the seconds of the slowest."""
+        return 0.0 if self._built is None else max(self._built.wait())
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Do what `call` does, without waiting."""

@@ -62,6 +62,8 @@ class Session:
         else:
             self._cause = partial(its_ray.failure, timers, logs / "ray")
         self.watch = Watch(timers, on_failure=self.kill, cause=self._cause)
+        self.build_seconds: dict[str, float] = {}
+        """Seconds that the slowest worker of each role took to load its model or to start its server."""
         self._groups: dict[str, WorkerGroup] = {}
         self._created: dict[str, WorkerGroup] = {}
         """Groups of `_groups` whose objects have not been built."""
@@ -145,7 +147,7 @@ class Session:
         for group in groups:
             group.build()
         for group in groups:
-            group.ready()
+            self.build_seconds[group.name] = group.ready()
         return {group.name: group for group in groups}
 
     def kill(self) -> None:

@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,8 +131,9 @@ class Worker:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         return int(self._store.port)
 
-    def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> None:
-        """Build the held object, `build(*args)`."""
+    def build(self, pickled: bytes, environment: Mapping[str, str], args: tuple[Any, ...]) -> float:
+        """Build the held object, `build(*args)`. Returns the seconds that it took."""
+        began = time.perf_counter()
         self._thread = threading.get_ident()
         os.environ.update(environment)
         with self._recorded("build"), counting("starting"):
@@ -141,6 +143,7 @@ class Worker:
                     module, _, name = build.partition(":")
                     build = getattr(importlib.import_module(module), name)
             self._held = build(*args)
+        return time.perf_counter() - began
 
     def call(self, method: str, reply: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Return `held.method(*args, **kwargs)`, or None unless `reply`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -113,6 +114,11 @@ class OpenRun:
     events: EventLog | None = None
     """Records the phases and the ends of the steps; None: nothing is recorded."""
     trackers: Trackers | None = None
+
+    def say_ready(self, began: float) -> None:
+        """Print how long the start took, a command that began at `began` on `time.perf_counter`, and each role's."""
+        roles = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in self.session.build_seconds.items())
+        self.screen.note(f"ready after {time.perf_counter() - began:.1f} s: {roles}")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ def run(fivefold: Fivefold, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert "held-out accuracy before training" in result.stdout
+    assert re.search(r"^ready after \d+\.\d s: rollout \d+\.\d s, actor \d+\.\d s$", result.stdout, re.MULTILINE)
     assert "finished in" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
     return root / "quickstart" / "two-stages"

@@ -77,6 +77,16 @@ def test_vllm_has_its_second_model_runner_on_gpus_unless_told(
     assert DIALECTS["vllm"].environment(spec_of("vllm", tmp_path))["VLLM_USE_V2_MODEL_RUNNER"] == wanted
 
 
+@pytest.mark.parametrize(("chosen", "wanted"), [(None, "fork"), ("spawn", "spawn")])
+def test_vllms_processes_are_forked_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, wanted: str
+) -> None:
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", chosen)
+    assert DIALECTS["vllm"].environment(spec_of("vllm", tmp_path))["VLLM_WORKER_MULTIPROC_METHOD"] == wanted
+
+
 @pytest.mark.parametrize(
     ("transport", "chosen", "wanted"), [("nccl", None, "-2"), ("nccl", "0", "0"), ("ipc", None, None)]
 )
