@@ -1,7 +1,8 @@
 """Large tensors in pinned host memory, which a GPU reads and writes at the speed of its link.
 
 PyTorch's own pinned memory comes page by page from one thread, at 1.4 to 2 GB/s on a machine with an H200, and is
-rounded up to a power of two. This memory is in huge pages, which several threads ask for at once.
+rounded up to a power of two. This memory is in huge pages, which several threads ask for at once, on CPUs next to the
+GPU: the kernel then takes memory that the GPU reaches without crossing to another socket.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +22,8 @@ from torch import Tensor
 
 _THREADS = 8
 """Most threads that ask for pages at once."""
+_PCI = Path("/sys/bus/pci/devices")
+"""Where the kernel tells which CPUs are next to a device."""
 
 
 def host_zeros(size: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -57,9 +63,10 @@ class _Pinned(mmap.mmap):
 
     def _hand_out(self) -> None:
         """Write to every page, for which the kernel then has memory."""
-        threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        cpus = _cpus_near(torch.cuda.current_device())
+        threads = min(_THREADS, len(cpus))
         first_bytes = np.frombuffer(self, np.uint8)[:: mmap.PAGESIZE]
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, initializer=partial(os.sched_setaffinity, 0, cpus)) as pool:
             list(pool.map(lambda part: part.fill(0), np.array_split(first_bytes, threads)))
 
     def _register(self, n_bytes: int) -> None:
@@ -76,3 +83,18 @@ class _Pinned(mmap.mmap):
         # At the end of the process, CUDA releases the memory by itself.
         if self._address is not None and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+@cache
+def _cpus_near(gpu: int) -> frozenset[int]:
+    """Return the CPUs of this process that are next to a GPU; all of them if the kernel does not tell."""
+    own = frozenset(os.sched_getaffinity(0))
+    place: Any = torch.cuda.get_device_properties(gpu)  # torch's stubs lack where it is
+    file = _PCI / f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0" / "local_cpulist"
+    if not file.exists():
+        return own
+    near: set[int] = set()
+    for part in filter(None, file.read_text().strip().split(",")):
+        first, _, last = part.partition("-")
+        near.update(range(int(first), int(last or first) + 1))
+    return own & near or own

@@ -6,11 +6,13 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fivefold.weights import pinned
 from fivefold.weights.pinned import host_zeros
 
 
@@ -37,11 +39,33 @@ class Runtime:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
     runtime = Runtime()
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA3, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    monkeypatch.setattr(pinned, "_PCI", tmp_path)
+    pinned._cpus_near.cache_clear()
     yield runtime
     gc.collect()
+    pinned._cpus_near.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"), [("0-3,64-67", {2, 3, 64}), ("64", {64}), ("96-127", {2, 3, 64, 80}), ("", {2, 3, 64, 80})]
+)
+def test_threads_that_ask_for_pages_are_next_to_the_gpu(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str, wanted: set[int]
+) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 64, 80})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: asked.append(set(cpus)))
+    (tmp_path / "0000:a3:01.0").mkdir()
+    (tmp_path / "0000:a3:01.0/local_cpulist").write_text(f"{told}\n")
+    host_zeros(2**20, torch.uint8, pinned=True)
+    assert asked
+    assert all(cpus == wanted for cpus in asked)
 
 
 def test_memory_is_pinned_until_its_last_view_is_gone(runtime: Runtime) -> None:
