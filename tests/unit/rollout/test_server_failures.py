@@ -14,6 +14,7 @@ from fivefold.roles.responses import Job
 from fivefold.rollout.contract import complete
 from fivefold.rollout.servers import life
 from fivefold.types import Prompt
+from tests.rows import long
 from tests.unit.experience.local_replicas import EngineWorker
 from tests.unit.rollout import fake_server
 from tests.unit.rollout.conftest import spec_of
@@ -64,7 +65,10 @@ def take_a_step(served: Served, version: int) -> None:
     assert set(completion.versions.tolist()) == {version}
 
 
-@pytest.mark.parametrize(("backend", "path"), [(backend, path) for backend in PHASES for path in PHASES[backend]])
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [*LOAD.items(), *long(*((name, path) for name in PHASES for path in PHASES[name] if path != LOAD[name]))],
+)
 def test_a_server_that_hangs_between_two_steps_is_started_again(
     backend: str, path: str, started: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
