@@ -234,11 +234,14 @@ def _stretch(draft: Draft, at: str) -> float:
     if not all(isinstance(value, int) for value in (*known, longest)) or known[1] <= 0:
         draft.unsupported(limit, f"the penalty counts from gconfig.max_new_tokens, which is {longest}")
         return 1.0
-    tokens = longest - (known[0] - known[1])
-    if tokens <= 0:
-        draft.unsupported(limit, f"the penalty begins above gconfig.max_new_tokens, which is {longest}: drop it")
+    begin = known[0] - known[1]
+    if not 0 <= begin < longest:
+        draft.unsupported(
+            limit, f"the penalty begins at {begin} tokens, and not between 0 and gconfig.max_new_tokens={longest}"
+        )
         return 1.0
-    note = f"from {known[0] - known[1]} tokens on, up to gconfig.max_new_tokens"
+    tokens = longest - begin
+    note = f"from {begin} tokens on, up to gconfig.max_new_tokens"
     for key in (buffer, limit):
         draft.mapped(key, "actor.overlong_tokens", tokens, note)
     return tokens / known[1]

@@ -162,7 +162,8 @@ def test_rewards_are_scaled_before_the_penalty_as_there() -> None:
     # There: 2 r - 1 - penalty. Here: 2 (r - penalty') - 1.
     assert scale * recipe["actor.overlong_penalty_factor"] == 1.0
     limit = "grpo.reward_shaping.max_response_length"
-    assert limit in convert_fixture("nemo_rl", BASE, [*words, f"{limit}=100000"]).unsupported()
+    for value in (100_000, 0):
+        assert limit in convert_fixture("nemo_rl", BASE, [*words, f"{limit}={value}"]).unsupported()
 
 
 def test_a_penalty_that_begins_elsewhere_is_the_same_for_every_length() -> None:
