@@ -1,17 +1,19 @@
-"""Dropless token dispatch on stock PyTorch: gather, sort by expert, exchange, sort again, and the same way back.
+"""Dropless token dispatch on stock PyTorch: gather, copy to the ranks of its experts, sort by expert, and the way back.
 
-    tokens [T, H] ─ gathered over expert-tensor ranks ─> [G, H] ─ sorted by expert ─> [G * k, H]
-                                  ─ all-to-all over expert ranks ─> sorted by local expert ─> experts
+    tokens [T, H] ─ gathered over expert-tensor ranks ─> [G, H] ─ copied for each rank with experts of the token ─>
+                       ─ all-to-all over expert ranks ─> [R, H] ─ copied for each local expert, sorted ─> experts [N, H]
 
-    tokens [T, H] <─ reduce-scatter over expert-tensor ranks ─ [G, H] <─ sum of k rows ─ [G * k, H]
-                                  <─ all-to-all back ─────────────── order of arrival <────── experts
+    tokens [T, H] <─ reduce-scatter over expert-tensor ranks ─ [G, H] <─ sum of what ranks return ─
+                       <─ all-to-all back ────────────── [R, H] <─ sum of a token's rows ─────────────── experts [N, H]
 
 G = T * etp: ranks that hold slices of the same experts need all of each other's tokens. They exchange each token once,
-before it is copied for its k experts, and sum what their slices make of it after its k rows are one again.
+before it is copied for its experts, and sum what their slices make of it after its rows are one again.
 
-Both sorts are row gathers whose backward passes are row gathers too: no atomics, the same bits every time. With one
-expert-parallel rank, the device never waits for the host; with several, the host learns how many rows travel while the
-device sorts them.
+A rank sends a token once to each other rank that has some of its k experts, as DeepEP does, and gets their sum: with
+two ranks and k = 8, a quarter of the bytes of one row for each expert.
+
+Copies are row gathers whose backward passes are row gathers too: no atomics, the same bits every time. With one
+expert-parallel rank, the device never waits for the host; with several, the host learns how many rows travel.
 """
 
 from __future__ import annotations
@@ -40,44 +42,30 @@ class SortingDispatcher(MoETokenDispatcher):
     def __init__(self, n_local_experts: int, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config, groups)
         self.n_local_experts = n_local_experts
-        # Where one of the two groups is everything, their product would be another communicator of the same ranks.
-        if self.tp_size == 1:
-            self.counting_group = self.ep_group
-        else:
-            self.counting_group = self.tp_group if self.ep_size == 1 else self.tp_ep_group
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each token of the expert-tensor ranks once for each of its k experts, sorted by expert.
+        """Gather the tokens of the expert-tensor ranks, and begin to count the rows of each expert.
 
         Returns:
-            Rows [G * k, H], and their router probabilities [G * k].
+            Tokens [G, H], and the router probabilities of their experts [G, k].
         """
         self.shape = hidden_states.shape
         self._count(routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        top_k = self.config.moe_router_topk
         # Every token has exactly k experts, so this order is known without asking the device how many there are.
-        expert_TK = routing_map.to(torch.uint8).topk(top_k, dim=1).indices
-        prob_GK = self._gather(probs.gather(1, expert_TK))
-        order_N = self._gather(expert_TK.int()).flatten().argsort(stable=True)
-        self.row_GK = invert(order_N).view(-1, top_k)
-        self.token_N = order_N // top_k
-        token_GH = self._gather(hidden_states.view(-1, self.shape[-1]))
-        return _CopyRows.apply(token_GH, self.token_N, self.row_GK), prob_GK.flatten()[order_N]
+        expert_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, dim=1).indices
+        self.expert_GK = self._gather(expert_TK.int())
+        return self._gather(hidden_states.view(-1, self.shape[-1])), self._gather(probs.gather(1, expert_TK))
 
     def _count(self, routing_map: torch.Tensor) -> None:
-        """Find how many rows each expert-parallel rank has for each expert, and send the numbers to the host."""
-        counts = gather_from_sequence_parallel_region(routing_map.sum(0), group=self.counting_group)
-        # Expert-tensor ranks are side by side, and each of them has the rows of all.
-        counts_SE = counts.view(self.ep_size, self.tp_size, -1).sum(1)
-        first = self.ep_group.rank() * self.n_local_experts
-        self.received_SE = counts_SE[:, first : first + self.n_local_experts].contiguous()
-        if self.ep_size > 1:
-            sent = counts_SE[self.ep_group.rank()].view(self.ep_size, self.n_local_experts).sum(1)
-            self.splits = _HostCopy(torch.stack((sent, self.received_SE.sum(1))))
+        """Find how many rows each local expert gets."""
+        counts = routing_map.sum(0)
+        if self.tp_size > 1:
+            counts = gather_from_sequence_parallel_region(counts, group=self.tp_group).view(self.tp_size, -1).sum(0)
+        self.rows_E = counts
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the rows of all expert-tensor ranks. Each of them uses all rows, so their gradients are summed."""
@@ -86,56 +74,99 @@ class SortingDispatcher(MoETokenDispatcher):
         return gather_from_sequence_parallel_region(local, group=self.tp_group)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send each row and its probability to the rank that has its expert; return those that this rank receives."""
-        if self.ep_size == 1:
-            return hidden_states, probs
-        self.sent, self.received = self.splits.tolist()
-        return (
-            all_to_all(self.ep_group, hidden_states, self.received, self.sent),
-            all_to_all(self.ep_group, probs, self.received, self.sent),
-        )
+        """Return the tokens as they are: this rank has all experts."""
+        return hidden_states, probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort the received rows by local expert. Returns rows, number of rows of each expert, and probabilities."""
+        """Copy each token once for each of its local experts, sorted by expert.
+
+        Returns:
+            Rows [N, H], the number of rows of each expert, and the probabilities of the rows [N].
+        """
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        if self.ep_size == 1:
-            return hidden_states, self.received_SE[0], probs
-        expert_of_run = torch.arange(self.n_local_experts, device=hidden_states.device).repeat(self.ep_size)
-        expert_N = expert_of_run.repeat_interleave(self.received_SE.flatten(), output_size=hidden_states.shape[0])
-        self.order_N = expert_N.argsort(stable=True)
-        self.inverse_N = invert(self.order_N)
-        hidden_states = _ReorderRows.apply(hidden_states, self.order_N, self.inverse_N)
-        return hidden_states, self.received_SE.sum(0), probs[self.order_N]
+        order_N, self.row_RK = self._sorted()
+        self.token_N = order_N // self.config.moe_router_topk
+        rows = _CopyRows.apply(hidden_states, self.token_N, self.row_RK)
+        return rows, self.rows_E, probs.flatten()[order_N]
+
+    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the place among all choices of each row, [N], and the row of each choice, [R, k]; -1: it has none."""
+        order_N = self.expert_GK.flatten().argsort(stable=True)
+        return order_N, invert(order_N).view(self.expert_GK.shape)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sort the rows back into the order in which they arrived."""
-        if self.ep_size == 1:
-            return hidden_states
-        return _ReorderRows.apply(hidden_states, self.inverse_N, self.order_N)
+        """Sum each token's rows, which are already weighted by the experts."""
+        tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_RK, self.token_N)
+        # What stays until the next pass keeps the blocks of CUDA's allocator that it lies in: gigabytes for megabytes.
+        del self.row_RK, self.token_N, self.rows_E, self.expert_GK
+        return tokens
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Send each row back to the rank that sorted it."""
-        if self.ep_size == 1:
-            return hidden_states
-        return all_to_all(self.ep_group, hidden_states, self.sent, self.received)
+        """Return the tokens as they are: they never left."""
+        return hidden_states
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sum each token's k rows (already weighted by the experts) over all slices, in the input's shape."""
+        """Sum tokens over all slices of their experts, in the input's shape."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
-        tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_GK, self.token_N)
+        tokens = hidden_states
         if self.tp_size > 1:
             tokens = reduce_scatter_to_sequence_parallel_region(tokens, group=self.tp_group)
         tokens = tokens.view(self.shape)
-        # What stays until the next pass keeps the blocks of CUDA's allocator that it lies in: gigabytes for megabytes.
-        del self.row_GK, self.token_N, self.received_SE
-        if self.ep_size > 1:
-            del self.splits, self.order_N, self.inverse_N
         return tokens if self.shared_experts is None else tokens + self.shared_experts.get_output()
+
+
+class ExchangingDispatcher(SortingDispatcher):
+    """Sends tokens to the expert-parallel ranks that have their experts, and gets what these make of them."""
+
+    def _count(self, routing_map: torch.Tensor) -> None:
+        """Find how many rows each local expert gets, and how many tokens travel; the host gets the latter."""
+        wanted_TS = routing_map.view(len(routing_map), self.ep_size, self.n_local_experts).any(-1)
+        # Where one of the two groups is everything, their product would be another communicator of the same ranks.
+        group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
+        own = torch.cat((wanted_TS.sum(0), routing_map.sum(0)))
+        # Expert-tensor ranks are side by side, and each of them has the rows of all.
+        counts = gather_from_sequence_parallel_region(own, group=group).view(self.ep_size, self.tp_size, -1).sum(1)
+        travelling_SS, rows_SE = counts.split((self.ep_size, counts.shape[1] - self.ep_size), dim=1)
+        rank = self.ep_group.rank()
+        self.rows_E = rows_SE.sum(0).view(self.ep_size, -1)[rank]
+        self.numbers = _HostCopy(torch.cat((travelling_SS[rank], travelling_SS[:, rank], self.rows_E.sum()[None])))
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send each token, and the probabilities of its experts, to the ranks that have them; return what arrives."""
+        rank_GK = self.expert_GK // self.n_local_experts
+        wanted_GS = torch.zeros(len(rank_GK), self.ep_size, dtype=torch.bool, device=rank_GK.device)
+        wanted_SG = wanted_GS.scatter_(1, rank_GK.long(), True).T
+        order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
+        self.sent_GS = invert(order).view(wanted_SG.shape).where(wanted_SG, -1).T.contiguous()
+        *travelling, self.n_rows = self.numbers.tolist()
+        self.n_sent, self.n_received = travelling[: self.ep_size], travelling[self.ep_size :]
+        self.token_M = order[: sum(self.n_sent)] % len(rank_GK)
+        tokens, probs = (_CopyRows.apply(each, self.token_M, self.sent_GS) for each in (hidden_states, probs))
+        self.expert_GK = self._exchange(self.expert_GK[self.token_M])
+        return self._exchange(tokens), self._exchange(probs)
+
+    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        received: torch.Tensor = all_to_all(self.ep_group, rows, self.n_received, self.n_sent)
+        return received
+
+    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the place among all choices of each row, [N], and the row of each choice, [R, k]; -1: it has none."""
+        local_RK = self.expert_GK - self.ep_group.rank() * self.n_local_experts
+        is_local = (local_RK >= 0) & (local_RK < self.n_local_experts)
+        order = local_RK.where(is_local, self.n_local_experts).flatten().argsort(stable=True)
+        return order[: self.n_rows], invert(order).view(local_RK.shape).where(is_local, -1)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Send the sums back, and add those of all ranks for each token."""
+        returned = all_to_all(self.ep_group, hidden_states, self.n_sent, self.n_received)
+        tokens: torch.Tensor = _SumRows.apply(returned, self.sent_GS, self.token_M)
+        del self.sent_GS, self.token_M, self.numbers
+        return tokens
 
 
 class _HostCopy:
@@ -173,7 +204,7 @@ def invert(order_N: torch.Tensor) -> torch.Tensor:
 
 
 class _CopyRows(torch.autograd.Function):
-    """rows[n] = tokens[token_N[n]]. row_GK holds the rows of each token's k copies."""
+    """rows[n] = tokens[token_N[n]]. row_GK holds the rows of each token's copies, -1 for none."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, token_N: torch.Tensor, row_GK: torch.Tensor) -> torch.Tensor:
@@ -198,17 +229,3 @@ class _SumRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (token_N,) = ctx.saved_tensors
         return grad.contiguous().index_select(0, token_N), None, None
-
-
-class _ReorderRows(torch.autograd.Function):
-    """rows[order], whose gradient is grad[inverse]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse_N)
-        return rows.index_select(0, order_N)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse_N,) = ctx.saved_tensors
-        return grad.contiguous().index_select(0, inverse_N), None, None

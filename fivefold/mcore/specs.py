@@ -34,7 +34,7 @@ from fivefold.mcore import releases
 from fivefold.mcore.auxiliary_losses import BalancedRouter, has_auxiliary_losses
 from fivefold.mcore.choice import BestGroups, Choice
 from fivefold.mcore.delta_net import GatedDeltaNet
-from fivefold.mcore.dispatcher import SortingDispatcher
+from fivefold.mcore.dispatcher import ExchangingDispatcher, SortingDispatcher
 from fivefold.mcore.latent_attention import LatentSelfAttention
 from fivefold.mcore.layers import (
     BiasedRowParallelLinear,
@@ -232,11 +232,12 @@ def _install_choices(routers: Sequence[Router], config: TransformerConfig, shape
 
 
 def _install_dispatchers(decoder: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Give every MoE layer a `SortingDispatcher`, unless the recipe chooses another dispatcher."""
+    """Give every MoE layer a dispatcher of Fivefold's, unless the recipe chooses another one."""
     if config.moe_token_dispatcher_type != "alltoall":
         return
     for module in decoder.modules():
         if isinstance(module, MoELayer):
-            module.token_dispatcher = SortingDispatcher(module.num_local_experts, config, groups)
+            kind = SortingDispatcher if groups.ep.size() == 1 else ExchangingDispatcher
+            module.token_dispatcher = kind(module.num_local_experts, config, groups)
             if config.moe_shared_expert_overlap and module.use_shared_expert:
                 module.token_dispatcher.set_shared_experts(module.shared_experts)

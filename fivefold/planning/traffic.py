@@ -4,7 +4,8 @@
           parallelism, https://arxiv.org/abs/2205.05198): both forward, both backward, and one more all-gather for the
           weights' gradients
     cp    all-gather of keys and values, or of the latents behind them, reduce-scatter of their gradients
-    ep    all-to-all of routed rows, there and back, forward and backward; with etp, each rank sends all etp ranks' rows
+    ep    all-to-all of tokens, once to each rank with some of their experts, there and back, forward and backward; with
+          etp, each rank sends all etp ranks' tokens
     etp   all-gather and reduce-scatter of tokens; every rank then routes all of them
     pp    one residual stream per micro-batch and boundary, each way
     dp    once a step: reduce-scatter of gradients, all-gather of weights; the experts' over edp. On FSDP, in each
@@ -15,6 +16,7 @@ Each of a group of n ranks sends (n - 1) / n of the gathered bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -131,7 +133,7 @@ def _bytes(layout: ParallelLayout, shape: ModelShape, work: Workload, stage: Sta
     return {
         "tp": _share(tp) * stream * passes,
         "cp": _share(layout.cp) * mixers * (2 + again[0]),
-        "ep": _share(layout.ep) * gathered * shape.top_k * stage.n_moe * (4 + 2 * again[1]),
+        "ep": _journeys(shape, layout.ep) * gathered * stage.n_moe * (4 + 2 * again[1]),
         "etp": 0.0 if is_fsdp else _share(layout.etp) * gathered * stage.n_moe * (4 + 2 * again[1]),
         "pp": stream / tp * boundaries if layout.pp > 1 else 0.0,
         "dp": _share(layout.dp * layout.cp) * parameters.dense * exchanged,
@@ -153,6 +155,14 @@ def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:
         return share, share
     repeats_mlp = work.recompute == "selective" and bool({"mlp", "moe"} & set(work.recompute_modules))
     return 0.0, float(repeats_mlp)
+
+
+def _journeys(shape: ModelShape, ep: int) -> float:
+    """Return to how many other ranks a token travels in the mean, if every choice of experts is as likely."""
+    if not shape.is_moe:
+        return 0.0
+    elsewhere = math.comb(shape.n_experts - shape.n_experts // ep, shape.top_k)
+    return (ep - 1) * (1 - elsewhere / math.comb(shape.n_experts, shape.top_k))
 
 
 def _share(size: int) -> float:

@@ -33,6 +33,7 @@ from fivefold.config.schema.megatron import MegatronConfig, MegatronTransformerF
 from fivefold.engine.contract import EngineOptions
 from fivefold.engine.deterministic import make_deterministic
 from fivefold.layout.parser import parse_backend
+from fivefold.mcore.dispatcher import ExchangingDispatcher
 from tests.rows import long
 
 FOLDED = "megatron:(attn:t2|ffn:e2)"
@@ -199,6 +200,39 @@ def test_dispatchers_wait_only_for_the_numbers_of_rows_that_travel(
     for reads, passes in workers(2).run(waits_of_dispatchers, Case(layout), models / "qwen3_moe", uneven_batch()):
         assert reads == waits * passes
         assert passes >= 4
+
+
+def rows_that_travel(case: Case, folder: Path, batch: Batch) -> tuple[int, int]:
+    """In a worker: return how many tokens dispatchers send to other ranks, and how many have experts there."""
+    engine, sent, wanted = case.engine(folder, OptimizerConfig()), 0, 0
+    layers = list(engine.modules_of(MoELayer))
+    exchange, count = ExchangingDispatcher._exchange, ExchangingDispatcher._count
+    rank, hidden = layers[0].ep_group.rank(), layers[0].config.hidden_size
+
+    def exchanging(self: ExchangingDispatcher, rows: torch.Tensor) -> torch.Tensor:
+        nonlocal sent
+        assert len(rows) == sum(self.n_sent)
+        if rows.shape[-1] == hidden:
+            sent += len(rows) - self.n_sent[rank]
+        return exchange(self, rows)
+
+    def counting(self: ExchangingDispatcher, routing_map: torch.Tensor) -> None:
+        nonlocal wanted
+        for experts in routing_map.tolist():
+            ranks = {expert // self.n_local_experts for expert, is_chosen in enumerate(experts) if is_chosen}
+            wanted += len(ranks - {rank})
+        count(self, routing_map)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExchangingDispatcher, "_exchange", exchanging)
+        patch.setattr(ExchangingDispatcher, "_count", counting)
+        engine.forward_backward_of(batch, SFTLoss())
+    return sent, wanted
+
+
+def test_a_token_is_sent_once_to_each_rank_that_has_some_of_its_experts(workers: Workers, models: Path) -> None:
+    for sent, wanted in workers(4).run(rows_that_travel, Case("megatron:d4e4"), models / "qwen3_moe", uneven_batch()):
+        assert sent == wanted > 0
 
 
 def bubble(case: Case, folder: Path, batch: Batch) -> float | None:

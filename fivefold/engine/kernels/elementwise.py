@@ -49,10 +49,11 @@ def clamped_swiglu(gate_up_N2F: torch.Tensor, probs_N: torch.Tensor, limit: floa
 
 
 def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
-    """Sum rows[index[t, k]] over k in float32. Returns [T, D]; on CUDA it has no gradient."""
+    """Sum rows[index[t, k]] over k in float32; -1 is no row. Returns [T, D]; on CUDA it has no gradient."""
     if _on_triton(rows_ND):
         return triton_experts.sum_rows(rows_ND, index_TK)
-    return rows_ND[index_TK].float().sum(1).to(rows_ND.dtype)
+    with_zero = torch.cat((rows_ND, rows_ND.new_zeros(1, rows_ND.shape[1])))
+    return with_zero[index_TK].float().sum(1).to(rows_ND.dtype)
 
 
 def split_heads(

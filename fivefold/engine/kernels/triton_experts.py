@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
-    """Sum rows[index[t, k]] over k in float32. Returns [T, D]; it has no gradient."""
+    """Sum rows[index[t, k]] over k in float32; -1 is no row. Returns [T, D]; it has no gradient."""
     rows, index = rows_ND.contiguous(), index_TK.contiguous()
     n_tokens, n_terms = index.shape
     width = rows.shape[1]
@@ -38,7 +38,7 @@ def _sum_rows_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for term in tl.static_range(TERMS):
         row = tl.load(index + token * TERMS + term).to(tl.int64)
-        total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row * width + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(sums + token * width + column, total.to(sums.dtype.element_ty), mask=inside)
 
 

@@ -41,6 +41,7 @@ def test_sum_rows_accumulates_in_float32() -> None:
     rows = torch.tensor([[256.0], [1.0], [1.0], [0.0]], dtype=torch.bfloat16)
     index = torch.tensor([[0, 1, 2], [3, 3, 1]])
     assert kernels.sum_rows(rows, index).tolist() == [[258.0], [1.0]]
+    assert kernels.sum_rows(rows, torch.tensor([[0, -1, 2, 1], [-1, -1, -1, -1]])).tolist() == [[258.0], [0.0]]
 
 
 @pytest.mark.parametrize(("n_groups", "n_queries", "head_dim"), [(1, 1, 2), (2, 3, 8), (3, 1, 6)])

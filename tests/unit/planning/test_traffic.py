@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import combinations
+from statistics import fmean
+
 import pytest
 
 from fivefold.families.read import find_shape
@@ -34,8 +39,8 @@ def test_a_step_sends_the_bytes_that_are_counted_by_hand() -> None:
     tokens = 64 * 4096
     stream = tokens * 2048 * 2
     sent = traffic("megatron:d2e2")
-    # Dispatch and combine, forward and backward: half of the 8 copies of each token leave the rank.
-    assert sent["ep"].bytes == pytest.approx(48 * 4 * (stream / 2) * 8 / 2)
+    # Dispatch and combine, forward and backward: a token stays only if all 8 experts are among the rank's 64.
+    assert sent["ep"].bytes == pytest.approx(48 * 4 * (stream / 2) * (1 - math.comb(64, 8) / math.comb(128, 8)))
     # Reduce-scatter in float32, all-gather in bfloat16, half of each; each expert is on one rank only.
     dense = shape.n_parameters - 48 * 128 * shape.expert_parameters
     assert sent["dp"].bytes == pytest.approx(dense * 6 / 2)
@@ -46,6 +51,17 @@ def test_a_step_sends_the_bytes_that_are_counted_by_hand() -> None:
     sent = traffic("megatron:p2")
     assert sent["pp"].bytes == stream
     assert traffic("megatron:d1") == {}
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ep"), [(8, 2, 2), (8, 3, 4), (6, 1, 3), (4, 4, 2)])
+def test_a_token_travels_once_to_each_rank_with_some_of_its_experts(experts: int, top_k: int, ep: int) -> None:
+    shape = replace(find_shape("Qwen3-30B-A3B"), n_experts=experts, top_k=top_k)
+    layout = parse_backend(f"megatron:d{ep}e{ep}")
+    together = ranks_together(from_node_start(layout, 8), is_moe=True)
+    sent = {item.dimension: item for item in step_traffic(layout, shape, WORK, stages(layout, shape)[0], together)}
+    ranks = [{expert * ep // experts for expert in chosen} for chosen in combinations(range(experts), top_k)]
+    others = fmean(len(chosen - {0}) for chosen in ranks)
+    assert sent["ep"].bytes == pytest.approx(48 * 4 * others * 64 * 4096 / ep * 2048 * 2)
 
 
 def test_keys_and_values_travel_for_context_parallelism() -> None:
