@@ -139,8 +139,8 @@ class ExchangingDispatcher(SortingDispatcher):
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send each token, and the probabilities of its experts, to the ranks that have them; return what arrives."""
         rank_GK = self.expert_GK // self.n_local_experts
-        wanted_GS = torch.zeros(len(rank_GK), self.ep_size, dtype=torch.bool, device=rank_GK.device)
-        wanted_SG = wanted_GS.scatter_(1, rank_GK.long(), True).T
+        ranks_S = torch.arange(self.ep_size, device=rank_GK.device)
+        wanted_SG = (rank_GK.T == ranks_S[:, None, None]).any(1)
         order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
         self.sent_GS = invert(order).view(wanted_SG.shape).where(wanted_SG, -1).T.contiguous()
         *travelling, self.n_rows = self.numbers.tolist()
