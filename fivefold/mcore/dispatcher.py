@@ -140,7 +140,7 @@ class ExchangingDispatcher(SortingDispatcher):
         """Send each token, and the probabilities of its experts, to the ranks that have them; return what arrives."""
         rank_GK = self.expert_GK // self.n_local_experts
         ranks_S = torch.arange(self.ep_size, device=rank_GK.device)
-        wanted_SG = (rank_GK.T == ranks_S[:, None, None]).any(1)
+        wanted_SG = (ranks_S[:, None, None] == rank_GK.T).any(1)
         order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
         self.sent_GS = invert(order).view(wanted_SG.shape).where(wanted_SG, -1).T.contiguous()
         *travelling, self.n_rows = self.numbers.tolist()
