@@ -162,7 +162,7 @@ class ExchangingDispatcher(SortingDispatcher):
         return order[: self.n_rows], invert(order).view(local_RK.shape).where(is_local, -1)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Send the sums back, and add those of all ranks for each token."""
+        """Send the sums back, and add what all ranks return for each token."""
         returned = all_to_all(self.ep_group, hidden_states, self.n_sent, self.n_received)
         tokens: torch.Tensor = _SumRows.apply(returned, self.sent_GS, self.token_M)
         del self.sent_GS, self.token_M, self.numbers
