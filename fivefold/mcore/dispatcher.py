@@ -34,6 +34,8 @@ from fivefold.engine.kernels.elementwise import sum_rows
 class SortingDispatcher(MoETokenDispatcher):
     """The steps of Megatron-Core's MoE layer, in the order of its calls. Attributes hold a forward pass's state.
 
+    `expert_K` has the k experts of each token that this rank has at the time: of G tokens, then of the R that arrive.
+
     With `moe_shared_expert_overlap`, the dispatcher computes the shared experts: Megatron-Core puts them on a separate
     stream, where they run while tokens travel, the first half on the way there, the second on the way
     back.
@@ -57,7 +59,7 @@ class SortingDispatcher(MoETokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states)
         # Every token has exactly k experts, so this order is known without asking the device how many there are.
         expert_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, dim=1).indices
-        self.expert_GK = self._gather(expert_TK.int())
+        self.expert_K = self._gather(expert_TK.int())
         return self._gather(hidden_states.view(-1, self.shape[-1])), self._gather(probs.gather(1, expert_TK))
 
     def _count(self, routing_map: torch.Tensor) -> None:
@@ -94,14 +96,14 @@ class SortingDispatcher(MoETokenDispatcher):
 
     def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the place among all choices of each row, [N], and the row of each choice, [R, k]; -1: it has none."""
-        order_N = self.expert_GK.flatten().argsort(stable=True)
-        return order_N, invert(order_N).view(self.expert_GK.shape)
+        order_N = self.expert_K.flatten().argsort(stable=True)
+        return order_N, invert(order_N).view(self.expert_K.shape)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sum each token's rows, which are already weighted by the experts."""
         tokens: torch.Tensor = _SumRows.apply(hidden_states, self.row_RK, self.token_N)
         # What stays until the next pass keeps the blocks of CUDA's allocator that it lies in: gigabytes for megabytes.
-        del self.row_RK, self.token_N, self.rows_E, self.expert_GK
+        del self.row_RK, self.token_N, self.rows_E, self.expert_K
         return tokens
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -138,7 +140,7 @@ class ExchangingDispatcher(SortingDispatcher):
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send each token, and the probabilities of its experts, to the ranks that have them; return what arrives."""
-        rank_GK = self.expert_GK // self.n_local_experts
+        rank_GK = self.expert_K // self.n_local_experts
         ranks_S = torch.arange(self.ep_size, device=rank_GK.device)
         wanted_SG = (ranks_S[:, None, None] == rank_GK.T).any(1)
         order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
@@ -147,7 +149,7 @@ class ExchangingDispatcher(SortingDispatcher):
         self.n_sent, self.n_received = travelling[: self.ep_size], travelling[self.ep_size :]
         self.token_M = order[: sum(self.n_sent)] % len(rank_GK)
         tokens, probs = (_CopyRows.apply(each, self.token_M, self.sent_GS) for each in (hidden_states, probs))
-        self.expert_GK = self._exchange(self.expert_GK[self.token_M])
+        self.expert_K = self._exchange(self.expert_K[self.token_M])
         return self._exchange(tokens), self._exchange(probs)
 
     def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
@@ -156,7 +158,7 @@ class ExchangingDispatcher(SortingDispatcher):
 
     def _sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the place among all choices of each row, [N], and the row of each choice, [R, k]; -1: it has none."""
-        local_RK = self.expert_GK - self.ep_group.rank() * self.n_local_experts
+        local_RK = self.expert_K - self.ep_group.rank() * self.n_local_experts
         is_local = (local_RK >= 0) & (local_RK < self.n_local_experts)
         order = local_RK.where(is_local, self.n_local_experts).flatten().argsort(stable=True)
         return order[: self.n_rows], invert(order).view(local_RK.shape).where(is_local, -1)
