@@ -145,6 +145,9 @@ class ExchangingDispatcher(SortingDispatcher):
         wanted_SG = (ranks_S[:, None, None] == rank_GK.T).any(1)
         order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
         self.sent_GS = invert(order).view(wanted_SG.shape).where(wanted_SG, -1).T.contiguous()
+        if self.ep_size > self.config.moe_router_topk:
+            # A token travels to no more ranks than it has experts.
+            self.sent_GS = self.sent_GS.topk(self.config.moe_router_topk, dim=1).values
         *travelling, self.n_rows = self.numbers.tolist()
         self.n_sent, self.n_received = travelling[: self.ep_size], travelling[self.ep_size :]
         self.token_M = order[: sum(self.n_sent)] % len(rank_GK)
