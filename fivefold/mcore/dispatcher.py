@@ -127,7 +127,8 @@ class ExchangingDispatcher(SortingDispatcher):
 
     def _count(self, routing_map: torch.Tensor) -> None:
         """Find how many rows each local expert gets, and how many tokens travel; the host gets the latter."""
-        wanted_TS = routing_map.view(len(routing_map), self.ep_size, self.n_local_experts).any(-1)
+        wanted_TS = routing_map.view(len(routing_map), self.ep_size, self.n_local_experts).any(-1).to(torch.uint8)
+        self.wanted_SG = self._gather(wanted_TS).T
         # Where one of the two groups is everything, their product would be another communicator of the same ranks.
         group = self.ep_group if self.tp_size == 1 else self.tp_ep_group
         own = torch.cat((wanted_TS.sum(0), routing_map.sum(0)))
@@ -140,17 +141,14 @@ class ExchangingDispatcher(SortingDispatcher):
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send each token, and the probabilities of its experts, to the ranks that have them; return what arrives."""
-        rank_GK = self.expert_K // self.n_local_experts
-        ranks_S = torch.arange(self.ep_size, device=rank_GK.device)
-        wanted_SG = (ranks_S[:, None, None] == rank_GK.T).any(1)
-        order = (~wanted_SG).flatten().to(torch.uint8).argsort(stable=True)
-        self.sent_GS = invert(order).view(wanted_SG.shape).where(wanted_SG, -1).T.contiguous()
+        order = self.wanted_SG.flatten().argsort(stable=True, descending=True)
+        self.sent_GS = invert(order).view(self.wanted_SG.shape).where(self.wanted_SG.bool(), -1).T.contiguous()
         if self.ep_size > self.config.moe_router_topk:
             # A token travels to no more ranks than it has experts.
             self.sent_GS = self.sent_GS.topk(self.config.moe_router_topk, dim=1).values
         *travelling, self.n_rows = self.numbers.tolist()
         self.n_sent, self.n_received = travelling[: self.ep_size], travelling[self.ep_size :]
-        self.token_M = order[: sum(self.n_sent)] % len(rank_GK)
+        self.token_M = order[: sum(self.n_sent)] % len(hidden_states)
         tokens, probs = (_CopyRows.apply(each, self.token_M, self.sent_GS) for each in (hidden_states, probs))
         self.expert_K = self._exchange(self.expert_K[self.token_M])
         return self._exchange(tokens), self._exchange(probs)
@@ -170,7 +168,7 @@ class ExchangingDispatcher(SortingDispatcher):
         """Send the sums back, and add what all ranks return for each token."""
         returned = all_to_all(self.ep_group, hidden_states, self.n_sent, self.n_received)
         tokens: torch.Tensor = _SumRows.apply(returned, self.sent_GS, self.token_M)
-        del self.sent_GS, self.token_M, self.numbers
+        del self.wanted_SG, self.sent_GS, self.token_M, self.numbers
         return tokens
 
 

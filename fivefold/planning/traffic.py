@@ -159,8 +159,6 @@ def repeated_halves(stage: Stage, work: Workload) -> tuple[float, float]:
 
 def _journeys(shape: ModelShape, ep: int) -> float:
     """Return to how many other ranks a token travels in the mean, if every choice of experts is as likely."""
-    if not shape.is_moe:
-        return 0.0
     elsewhere = math.comb(shape.n_experts - shape.n_experts // ep, shape.top_k)
     return (ep - 1) * (1 - elsewhere / math.comb(shape.n_experts, shape.top_k))
 

@@ -58,7 +58,7 @@ class _Pinned(mmap.mmap):
             if error.errno != errno.EINVAL:  # a kernel without huge pages
                 raise
         memory._hand_out()
-        memory._register(n_bytes)
+        memory._register()
         return memory
 
     def _hand_out(self) -> None:
@@ -69,11 +69,11 @@ class _Pinned(mmap.mmap):
         with ThreadPoolExecutor(threads, initializer=partial(os.sched_setaffinity, 0, cpus)) as pool:
             list(pool.map(lambda part: part.fill(0), np.array_split(first_bytes, threads)))
 
-    def _register(self, n_bytes: int) -> None:
+    def _register(self) -> None:
         runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        if error := int(runtime.cudaHostRegister(address, n_bytes, 0)):
+        if error := int(runtime.cudaHostRegister(address, len(self), 0)):
             raise RuntimeError(
-                f"{n_bytes:,} bytes of host memory cannot be pinned, CUDA says "
+                f"{len(self):,} bytes of host memory cannot be pinned, CUDA says "
                 f"{runtime.cudaGetErrorString(runtime.cudaError(error))}: raise the limit of locked memory "
                 "(ulimit -l), or spread the state over more ranks"
             )
